@@ -1,0 +1,296 @@
+"""How much did training help? The base, the SFT and the GRPO adapter on the same problems.
+
+Greedy accuracy under both gradings with 95 % intervals, each row compared with the one above it;
+with --samples also mean@k, maj@k and pass@k. What no flag names (model, data set, tags, 4-bit) is
+taken from the run.json of the last adapter.
+
+    python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
+    python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
+    python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from rich.table import Table
+
+from rlm import terminal
+from rlm.config import UsageError, explicit, flag, run_main, to_dict
+from rlm.data import Problem, load_problems
+from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
+from rlm.plots import accuracy_bars
+from rlm.prompts import FORMATS
+
+GRADINGS = {"strict": True, "lenient": False}
+ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
+EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
+
+
+@dataclass
+class EvaluateConfig:
+    model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
+    dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
+    split: str = flag("test", "which part of the data set")
+    max_samples: int | None = flag(200, "problems (none: the whole split)")
+    sft_adapter: Path | None = flag(Path("weights/sft_lora"), "SFT row; none leaves it out")
+    adapter: Path | None = flag(Path("weights/final_rlm_lora"), "GRPO row; none leaves it out")
+    base_only: bool = flag(False, "no adapters")
+    few_shot: int = flag(4, "worked examples in a second row of the base (0: no such row)")
+    samples: int = flag(0, "completions to sample of each problem, besides the greedy one")
+    temperature: float = flag(1.0, "of these samples")
+    max_new_tokens: int = flag(256, "longest completion")
+    reasoning_format: str | None = flag(
+        None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
+    )
+    use_4bit: bool | None = flag(None, "load the base in 4-bit NF4 (none: as in training)")
+    seed: int = flag(0, "of problems, examples and sampling")
+    output: Path = flag(Path("runs/evaluation"), "where figures, picture and failures go")
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError("--temperature must be above 0; greedy decoding is always reported")
+        if self.few_shot < 0 or self.samples < 0:
+            raise ValueError("--few-shot and --samples must be 0 or more")
+        if self.max_new_tokens < 1 or (self.max_samples is not None and self.max_samples < 1):
+            raise ValueError("--max-new-tokens and --max-samples must be at least 1")
+
+
+def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
+    """The adapters that are there, by row name. A path that was typed must exist.
+
+    Raises:
+        UsageError: it does not, files are missing, or there is no adapter at all.
+    """
+    from rlm.models import check_adapter
+
+    found: dict[str, Path] = {}
+    for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
+        path = getattr(config, option)
+        if path is not None and (path.exists() or option in explicit(config)):
+            found[name] = check_adapter(path, f"run: python {script}")
+        elif path is not None:
+            terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
+    if not found and not config.base_only:
+        raise UsageError("no adapter to evaluate; train one, or ask for the base with --base-only")
+    return found
+
+
+def fill_in(config: EvaluateConfig, run: dict) -> EvaluateConfig:
+    """What no flag named, from the run that made the adapter.
+
+    Raises:
+        UsageError: nothing says which model.
+    """
+    model = config.model or run.get("base_model")
+    if model is None:
+        raise UsageError("which base model? No adapter's run.json says so: give --model")
+    tags = run.get("config", {}).get("reasoning_format", "deepseek")
+    return replace(
+        config,
+        model=model,
+        dataset=config.dataset or run.get("dataset") or "word-problems",
+        reasoning_format=config.reasoning_format or tags,
+        use_4bit=run.get("use_4bit", False) if config.use_4bit is None else config.use_4bit,
+    )
+
+
+def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
+    """(question, perfect completion) pairs from the train split, none of an evaluated problem."""
+    if not config.few_shot:
+        return []
+    format = FORMATS[config.reasoning_format]
+    evaluated = {problem.question for problem in problems}
+    try:
+        count = config.few_shot + len(problems)  # as many more as could have to be left out
+        train = load_problems(config.dataset, "train", max_samples=count, seed=config.seed)
+    except UsageError as error:
+        terminal.line(f"no few-shot row: {error}")
+        return []
+    usable = [p for p in train if p.solution and p.question not in evaluated]
+    if len(usable) < config.few_shot:
+        terminal.line(f"no few-shot row: --dataset {config.dataset} has too few worked examples")
+        return []
+    return [
+        (p.question, format.completion(p.solution, p.answer)) for p in usable[: config.few_shot]
+    ]
+
+
+def evaluate_row(
+    name: str, model, tokenizer, problems: list[Problem], examples, config: EvaluateConfig
+) -> dict[str, Evaluation]:
+    """What came out: "greedy", and "sampled" if asked for."""
+    from rlm.sampling import Sampler
+
+    started, sampler, results = time.monotonic(), Sampler(model, tokenizer), {}
+    plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
+    for kind, (k, temperature) in plan.items():
+        if k == 0:
+            continue
+        with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
+            results[kind] = evaluate(
+                sampler,
+                tokenizer,
+                problems,
+                FORMATS[config.reasoning_format],
+                max_new_tokens=config.max_new_tokens,
+                temperature=temperature,
+                k=k,
+                seed=config.seed,
+                examples=examples,
+                on_finish=advance,
+            )
+    terminal.line(f"{name}: done in {terminal.duration(time.monotonic() - started)}")
+    return results
+
+
+def figures(result: Evaluation) -> dict[str, object]:
+    """What evaluation.json says of a row; pass@k for k = 1, 2, 4, … and all samples."""
+    by_grading = {}
+    for name, strict in GRADINGS.items():
+        accuracy = result.accuracy if result.k == 1 else result.mean_accuracy
+        by_grading[name] = {
+            "accuracy": accuracy(strict),
+            "reasons": result.reasons(strict),
+            "by_family": result.by_column("family", strict),
+            "by_level": result.by_column("level", strict),
+        }
+        if result.k > 1:
+            ks = sorted({2**i for i in range(result.k.bit_length())} | {result.k})
+            by_grading[name]["majority"] = result.majority_accuracy(strict)
+            by_grading[name]["pass_at"] = {str(k): result.pass_at(k, strict) for k in ks}
+    return by_grading | {
+        "format_rate": result.format_rate,
+        "truncated_rate": result.truncated_rate,
+        "length_mean": result.length_mean,
+    }
+
+
+def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
+    """b minus a, paired by problem, under both gradings."""
+    compared = {}
+    for name, strict in GRADINGS.items():
+        before, after = a.per_problem(strict), b.per_problem(strict)
+        compared[name] = asdict(paired_bootstrap(before, after))
+        if a.k == b.k == 1:
+            compared[name]["mcnemar_p"] = mcnemar(list(map(bool, before)), list(map(bool, after)))
+    return compared
+
+
+def show(title: str, rows: Mapping[str, Mapping], compared: Mapping[str, Mapping]) -> None:
+    """A table of one kind of decoding, and how each row differs from the one above it."""
+    table = Table("per cent", title=title, title_justify="left")
+    for row, found in rows.items():
+        intervals = {name: found[name]["accuracy"] for name in GRADINGS}
+        cells = {
+            name: f"{100 * i['mean']:.1f} ({100 * i['low']:.0f}–{100 * i['high']:.0f})"
+            for name, i in intervals.items()
+        }
+        if "majority" in found["strict"]:
+            k, passed = list(found["strict"]["pass_at"].items())[-1]
+            cells[f"maj@{k}"] = f"{100 * found['strict']['majority']['mean']:.1f}"
+            cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
+        cells["format"] = f"{100 * found['format_rate']:.0f}"
+        cells["cut off"] = f"{100 * found['truncated_rate']:.0f}"
+        cells["tokens"] = f"{found['length_mean']:.0f}"
+        if not table.row_count:
+            for name in cells:
+                table.add_column(name, justify="right")
+        table.add_row(row, *cells.values())
+    terminal.console.print(table)
+    for pair, by_grading in compared.items():
+        strict = by_grading["strict"]
+        p = f", McNemar p = {strict['mcnemar_p']:.2g}" if "mcnemar_p" in strict else ""
+        terminal.line(
+            f"  {pair}: {strict['points']:+.1f} points strict "
+            f"({strict['low']:+.1f} to {strict['high']:+.1f}{p})"
+        )
+
+
+def failures(results: Mapping[str, Mapping[str, Evaluation]]) -> list[dict[str, object]]:
+    """Every greedy completion that is not right under strict grading, to read."""
+    return [
+        {
+            "row": row,
+            "id": problem.id,
+            "question": problem.question,
+            "answer": problem.answer,
+            "completion": graded.text,
+            "strict": graded.strict.reason,
+            "lenient": graded.lenient.reason,
+        }
+        for row, kinds in results.items()
+        for problem, (graded,) in zip(kinds["greedy"].problems, kinds["greedy"].groups, strict=True)
+        if not graded.strict.correct
+    ]
+
+
+def report(
+    results: Mapping[str, Mapping[str, Evaluation]], data: str, about: dict, output: Path
+) -> None:
+    """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`."""
+    content = dict(about)
+    for kind, result in results["base"].items():
+        rows = {name: figures(row[kind]) for name, row in results.items()}
+        compared = {
+            f"{b} − {a}": compare(results[a][kind], results[b][kind]) for a, b in pairwise(results)
+        }
+        content[kind] = {"completions": result.k, "rows": rows, "compared": compared}
+        show(f"{data}, {kind}, {result.k} each", rows, compared)
+    if about["note"]:
+        terminal.line(f"  {about['note']}")
+
+    output.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (output / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
+    bars = {
+        name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
+        for name, row in content["greedy"]["rows"].items()
+    }
+    accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", about["note"])
+    terminal.line(f"written: {output}/evaluation.json, accuracy.png, failures.jsonl")
+
+
+def main(config: EvaluateConfig) -> int:
+    from rlm.machine import EMBEDDED_MODEL, pick_device
+    from rlm.models import base_hash, check_base, load_adapter, load_base, load_tokenizer, read_run
+
+    adapters = find_adapters(config)
+    run = read_run([*adapters.values()][-1]) if adapters else {}
+    config, device = fill_in(config, run), pick_device()
+    weights = base_hash(config.model)
+    for path in adapters.values():
+        check_base(path, config.model, weights)
+    problems = load_problems(
+        config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
+    )
+    examples = worked_examples(config, problems)
+    tokenizer = load_tokenizer(config.model)
+    data = f"{config.dataset}, {config.split}, n = {len(problems)}"
+    note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
+    terminal.line(f"{data}; {config.model} on {device}")
+
+    base = load_base(config.model, device, use_4bit=config.use_4bit)
+    results = {"base": evaluate_row("base", base, tokenizer, problems, (), config)}
+    if examples:
+        name = f"base, {len(examples)}-shot"
+        results[name] = evaluate_row(name, base, tokenizer, problems, examples, config)
+    for name, path in adapters.items():
+        policy = load_adapter(base, path, trainable=False)
+        results[name] = evaluate_row(name, policy, tokenizer, problems, (), config)
+        base = policy.unload()  # takes the LoRA layers off; nothing was merged
+
+    made_with = {"base_hash": weights, "device": str(device), "note": note}
+    report(results, data, {"config": to_dict(config), **made_with}, config.output)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, EvaluateConfig, description=__doc__)

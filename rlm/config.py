@@ -1,0 +1,250 @@
+"""Options of a script: one dataclass, read from defaults < preset < YAML < command line.
+
+Every layer goes through the same converters, and a mistake in any of them is refused in one line.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import os
+import select
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+_Row = tuple[str, Any, Any]  # where it is written, key, value
+
+
+class UsageError(Exception):
+    """A user's mistake: `run_main` prints it as one line and exits with 2, without a traceback."""
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,  # of a tuple field: for each item
+    aliases: Sequence[str] = (),
+    positional: bool = False,
+    group: str | None = None,
+) -> Any:
+    """A dataclass field, and what the command line needs to know about it."""
+    metadata = dict(locals())  # the arguments above, as `_Option` takes them
+    if isinstance(default, list | dict | set):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse(
+    cls: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    description: str | None = None,
+) -> T:
+    """Build a `cls` from `argv` (default: sys.argv[1:]); a user's mistake raises UsageError."""
+    kinds, epilog = get_type_hints(cls), None
+    options = fields = [
+        _Option(field.name, kinds[field.name], **{"default": field.default, **field.metadata})
+        for field in dataclasses.fields(cls)
+    ]
+    if presets:
+        options = [_Option("preset", str, help="start from it", choices=list(presets)), *fields]
+        epilog = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
+    file = _Option("config", Path, help="YAML file of options; the command line beats it")
+    typed = _read_argv([file, *options], argv, description=description, epilog=epilog)
+
+    values = _layer(options, _read_yaml(typed.pop("config")) if "config" in typed else [])
+    values |= _layer(options, [("", *item) for item in typed.items()], True)
+    if presets and (name := values.pop("preset", None)):
+        values = _layer(fields, [(f"preset {name}", *i) for i in presets[name].items()]) | values
+    try:
+        config = cls(**values)
+    except ValueError as error:  # a contradiction that __post_init__ found
+        raise UsageError(str(error)) from error
+    object.__setattr__(config, "_explicit", frozenset(values))  # works on frozen classes too
+    return config
+
+
+def explicit(config: Any) -> frozenset[str]:
+    """The fields that a preset, the YAML file or the command line set, even to their default."""
+    return getattr(config, "_explicit", frozenset())
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The fields as JSON holds them (paths as text); dumped as YAML, `--config` reads them back."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any) -> NoReturn:
+    """Parse the command line, call `main(config)` and exit with the code it returns."""
+    try:
+        code = main(parse(cls, **parse_options))
+        sys.stdout.flush()
+    except UsageError as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        code = 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        code = 130
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # asks for no events: only errors are reported
+        if not poll.poll(0):  # some other pipe broke, and that is a bug
+            raise
+        # `script | head` has read enough. Python flushes stdout once more at exit: to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+@dataclasses.dataclass
+class _Option:
+    name: str
+    kind: Any  # the annotation
+    default: Any = None
+    help: str = ""
+    choices: Sequence[Any] | None = None
+    aliases: Sequence[str] = ()
+    positional: bool = False
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        self.keys = [self.name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)]
+        self.flag = self.name if self.positional else "--" + self.name.replace("_", "-")
+        self.expects = "|".join(map(str, self.choices or map(_describe, _members(self.kind))))
+
+    def add_to(self, parser: Any) -> None:
+        items = self.default if isinstance(self.default, tuple | list) else [self.default]
+        words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
+        text = f"{self.help} (default: {','.join(words) or 'empty'})".replace("%", "%%")
+        if self.positional:
+            parser.add_argument(self.name, nargs="?", help=text)
+        elif bool in _members(self.kind):
+            parser.add_argument(self.flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            many = any(get_origin(member) in (tuple, list) for member in _members(self.kind))
+            action = "append" if many else "store"
+            parser.add_argument(self.flag, action=action, metavar=self.expects, help=text)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def _read_argv(options: list[_Option], argv: Sequence[str] | None, **texts: Any) -> dict[str, Any]:
+    """What was typed, by field name: strings, bools for --x and --no-x, lists for tuple fields."""
+    names = "".join(f" [{option.name}]" for option in options if option.positional)
+    style, absent = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    parser = _Parser(formatter_class=style, argument_default=absent, allow_abbrev=False, **texts)
+    parser.usage = f"%(prog)s{names} [options]"
+    group = cache(parser.add_argument_group)
+    flags = {"--help": "--help"}  # every spelling, with dashes
+    for option in options:
+        option.add_to(group(option.group) if option.group else parser)
+        for key in () if option.positional else option.keys:
+            flags["--" + key.replace("_", "-")] = option.flag
+            if bool in _members(option.kind):
+                flags["--no-" + key.replace("_", "-")] = "--no-" + option.flag[2:]
+
+    tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
+    dashed = [(flags.get(name.replace("_", "-"), name), *rest) for name, *rest in tokens]
+    for name in ("--config", "--preset"):
+        if sum(token[0] == name for token in dashed) > 1:
+            raise UsageError(f"{name} is given twice")
+    typed, rest = parser.parse_known_args(["".join(token) for token in dashed])
+    for token in sorted(rest, key=lambda token: not token.startswith("-")):
+        name = token.partition("=")[0]
+        raise UsageError(f"unknown option {name}{_hint(name, flags.values())}")
+    return vars(typed)
+
+
+def _read_yaml(path: str) -> list[_Row]:
+    """The file's top level, repeated keys included."""
+    try:
+        loader = yaml.SafeLoader(Path(path).read_bytes())
+        root, get = loader.get_single_node(), loader.construct_object
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{path}: expected lines of `option: value`")
+        return [(f"{path}:{k.start_mark.line + 1}", get(k), get(v, True)) for k, v in root.value]
+    except OSError as error:
+        raise UsageError(f"--config: cannot read {path!r}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        where = f"{path}:{error.problem_mark.line + 1}"
+        raise UsageError(f"{where}: {error.context or 'bad YAML'}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text; a 13th month
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _layer(options: list[_Option], rows: Iterable[_Row], text: bool = False) -> dict[str, Any]:
+    """Checked values by field name; `text` says that the rows were typed on the command line."""
+    values, by_key = {}, {key: option for option in options for key in option.keys}
+    for where, key, value in rows:
+        option = by_key.get(str(key).replace("-", "_"))
+        if option is None:
+            raise UsageError(f"{where}: unknown key {key!r}{_hint(str(key), by_key)}")
+        label = option.flag if text else f"{where}: {key}"
+        if option.name in values:
+            raise UsageError(f"{label} is given twice")
+        try:
+            values[option.name] = new = _convert(option.kind, value, text)
+            items = new if isinstance(new, tuple | list) else [new]
+            if option.choices and not all(i is None or i in option.choices for i in items):
+                raise ValueError
+        except (ValueError, OverflowError):
+            got = ",".join(value) if text and isinstance(value, list) else value
+            expects = option.expects if text else option.expects.replace(",...", " list")
+            raise UsageError(f"{label}: expected {expects}, got {got!r:.80}") from None
+    return values
+
+
+def _hint(word: str, known: Collection[str]) -> str:
+    close = [k for k in known if k.startswith(word)] or difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    args = get_args(kind)
+    return f"{_describe(args[0])},..." if args else kind.__name__.lower().removesuffix("type")
+
+
+def _convert(kind: Any, value: Any, text: bool) -> Any:
+    """`value` as a `kind`, or ValueError. Only typed `text` may stand for an int or a list."""
+    args, origin, members = get_args(kind), get_origin(kind), _members(kind)
+    if NoneType in members and value in (None, "none", ["none"]):
+        return None
+    for member in members if len(members) > 1 else ():
+        with suppress(ValueError, OverflowError):
+            return _convert(member, value, text)
+    for choice in args if origin is Literal else ():
+        if value == (str(choice) if text else choice) and (text or type(value) is type(choice)):
+            return choice
+    if origin in (tuple, list) and isinstance(value, list | tuple):
+        items = filter(None, map(str.strip, ",".join(value).split(","))) if text else value
+        return origin(_convert(args[0], item, text) for item in items)
+    if kind is int and (text or type(value) is int):
+        return int(value)
+    # YAML 1.1 reads 1e-4 (no dot) as a string, so a float may be one in every layer.
+    if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
+        return float(value)
+    if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") is "."
+        return Path(os.path.expanduser(value))
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    raise ValueError

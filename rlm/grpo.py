@@ -1,0 +1,359 @@
+"""The mathematics of GRPO: advantages, batch making, log-probabilities, loss. Tensors in, tensors out.
+
+Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, B packed
+sequences, S padded length of those, M completion tokens, T padded completion length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlm.models import decoder_and_head
+from rlm.sampling.params import Completion
+
+ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
+# Logits of this many tokens are held at once: 512 × 49,152 × 4 bytes = 100 MB.
+LOGITS_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What tells the members of the family apart. `formula` is what --help and the docs print."""
+
+    scale_by_std: bool
+    aggregation: str  # "sequence", "constant" or "token": see `row_weights`
+    clip_eps_high: float
+    formula: str
+
+
+ALGORITHMS = {
+    # DeepSeekMath, arXiv 2402.03300
+    "grpo": Algorithm(True, "sequence", 0.2, "A = (r - mean)/(std + 1e-4); mean over rollouts of the mean over tokens"),
+    # Dr. GRPO, arXiv 2503.20783
+    "drgrpo": Algorithm(False, "constant", 0.2, "A = r - mean; sum over tokens / (rollouts · max_new_tokens)"),
+}  # fmt: skip
+
+
+def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
+    """How much better each rollout is than its group: (P, G) → (P, G).
+
+    A = r - mean, divided by (std + 1e-4) where scaled; std with n - 1, as in TRL. A rollout
+    without a verdict (NaN) stays out of the group's mean and std and gets 0; so does the rest of
+    a group that has fewer than two verdicts. A group without a difference gets exactly 0.
+
+    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), scale_by_std=False)
+    tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
+    """
+    judged = ~rewards.isnan()
+    count = judged.sum(1, keepdim=True)  # (P, 1)
+    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(judged, rewards - mean, 0.0)
+    if scale_by_std:
+        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (std + ADVANTAGE_EPS)
+    return torch.where((count >= 2) & has_signal(rewards)[:, None], centred, 0.0)
+
+
+def has_signal(rewards: Tensor) -> Tensor:
+    """Which groups can teach something, (P,) of bool: two verdicts in it differ.
+
+    Asked of the rewards, not of the advantages: rounding in the mean can leave 1e-9 where an
+    all-equal group should have 0.
+    """
+    high = rewards.nan_to_num(nan=-torch.inf).amax(1)
+    low = rewards.nan_to_num(nan=torch.inf).amin(1)
+    return high - low > 1e-8
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion on its way into the loss. `weight` is what one of its tokens counts."""
+
+    problem: int  # rollouts of one problem share the prompt's computation
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    advantage: float
+    weight: float
+    sampler_logprobs: Sequence[float] = ()
+
+
+def row_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:
+    """What one token of each rollout counts in the loss of the step.
+
+    The denominator is the whole step's, so the gradient does not depend on how the rollouts are
+    cut into micro-batches:
+        sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
+        constant  1 / (N · max_new_tokens) Dr. GRPO: every token counts the same, always
+        token     1 / Σ |o_i|              DAPO: every token counts the same within the step
+    Rollouts that are left out of the batch (no signal) must be in `lengths`: they are samples.
+
+    >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
+    ([0.25, 0.125], [0.0625, 0.0625])
+    """
+    samples = len(lengths)
+    if aggregation == "sequence":
+        return [1 / (samples * max(length, 1)) for length in lengths]
+    if aggregation == "constant":
+        return [1 / (samples * max_new_tokens)] * samples
+    if aggregation == "token":
+        return [1 / max(sum(lengths), 1)] * samples
+    raise ValueError(f"unknown aggregation {aggregation!r}")
+
+
+def make_rollouts(
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[Completion]],
+    advantages: Tensor,
+    *,
+    aggregation: str,
+    max_new_tokens: int,
+    keep_all: bool = False,
+) -> list[Rollout]:
+    """The rollouts of a step that the loss needs, with the weights that the whole step gives them.
+
+    A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
+    still counts in the denominator, so the update equals the textbook's at a fraction of the
+    price. `keep_all` keeps it for the sake of another loss term (KL).
+
+    Args:
+        advantages: (P, G).
+    """
+    flat = [completion for group in groups for completion in group]
+    weights = row_weights([len(c.token_ids) for c in flat], aggregation, max_new_tokens)
+    rows = zip(flat, advantages.flatten().tolist(), weights, strict=True)
+    return [
+        Rollout(
+            i // len(groups[0]),
+            prompts[i // len(groups[0])],
+            completion.token_ids,
+            advantage,
+            weight,
+            completion.logprobs,
+        )
+        for i, (completion, advantage, weight) in enumerate(rows)
+        if keep_all or advantage != 0
+    ]
+
+
+@dataclass
+class MicroBatch:
+    """Rollouts as tensors. The prompt of a group stands once in front of its completions.
+
+    A packed sequence is [prompt, completion 1, completion 2, …]; `segments` numbers its parts (0
+    the prompt, -1 padding), and a completion attends to the prompt and to itself alone, so what
+    is computed equals one row per completion, for a fraction of the tokens.
+    """
+
+    input_ids: Tensor  # (B, S)
+    position_ids: Tensor  # (B, S)
+    segments: Tensor  # (B, S)
+    sources: Tensor  # (M,) where in the flattened (B·S) the hidden state that predicts stands
+    targets: Tensor  # (M,) the token it must predict
+    lengths: list[int]  # n; M = sum
+    advantages: Tensor  # (n,)
+    weights: Tensor  # (n,)
+    sampler_logprobs: Tensor  # (n, T), 0 beyond the end
+    rows: list[int] = field(default_factory=list)  # which rollouts of the step these are
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """(n, T) of bool, true up to and with the end token. From lengths, never from ids."""
+        lengths = torch.tensor(self.lengths, device=self.input_ids.device)
+        return torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
+
+
+def split(
+    rollouts: Sequence[Rollout], *, max_rows: int, max_tokens: int, device: str
+) -> Iterator[MicroBatch]:
+    """Cut the rollouts of a step into micro-batches of similar length.
+
+    Args:
+        max_rows: completions in a micro-batch.
+        max_tokens: padded tokens in a micro-batch (a single sequence may exceed it).
+    """
+    # One packed sequence per problem, cut where it would hold too many rows.
+    by_problem: dict[int, list[int]] = {}
+    for row, rollout in enumerate(rollouts):
+        by_problem.setdefault(rollout.problem, []).append(row)
+    sequences = [
+        rows[start : start + max_rows]
+        for rows in by_problem.values()
+        for start in range(0, len(rows), max_rows)
+    ]
+
+    def length(rows: list[int]) -> int:
+        # An end token predicts nothing: it is a target and never an input.
+        return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
+
+    sequences.sort(key=length, reverse=True)
+    while sequences:
+        taken = [sequences.pop(0)]
+        longest = length(taken[0])
+        while (
+            sequences
+            and sum(map(len, taken)) + len(sequences[0]) <= max_rows
+            and longest * (len(taken) + 1) <= max_tokens
+        ):
+            taken.append(sequences.pop(0))
+        yield _pack([[(i, rollouts[i]) for i in rows] for rows in taken], device)
+
+
+def _pack(sequences: list[list[tuple[int, Rollout]]], device: str) -> MicroBatch:
+    ids, positions, segments = [], [], []
+    sources, targets = [], []
+    flat = [pair for sequence in sequences for pair in sequence]
+    width = max(len(s[0][1].prompt) + sum(len(r.completion) - 1 for _, r in s) for s in sequences)
+    for b, sequence in enumerate(sequences):
+        prompt = sequence[0][1].prompt
+        row_ids, row_positions = list(prompt), list(range(len(prompt)))
+        row_segments = [0] * len(prompt)
+        for number, (_, rollout) in enumerate(sequence, start=1):
+            inputs = list(rollout.completion[:-1])
+            first = len(row_ids)
+            # The prompt's last token predicts the first one, each token the one after it.
+            sources += [b * width + len(prompt) - 1]
+            sources += range(b * width + first, b * width + first + len(inputs))
+            targets += rollout.completion
+            row_ids += inputs
+            row_positions += range(len(prompt), len(prompt) + len(inputs))
+            row_segments += [number] * len(inputs)
+        padding = width - len(row_ids)
+        ids.append(row_ids + [0] * padding)
+        positions.append(row_positions + [0] * padding)
+        segments.append(row_segments + [-1] * padding)
+    return MicroBatch(
+        input_ids=torch.tensor(ids, device=device),
+        position_ids=torch.tensor(positions, device=device),
+        segments=torch.tensor(segments, device=device),
+        sources=torch.tensor(sources, device=device),
+        targets=torch.tensor(targets, device=device),
+        lengths=[len(rollout.completion) for _, rollout in flat],
+        advantages=torch.tensor([rollout.advantage for _, rollout in flat], device=device),
+        weights=torch.tensor([rollout.weight for _, rollout in flat], device=device),
+        sampler_logprobs=_pad(
+            [torch.tensor(list(rollout.sampler_logprobs)) for _, rollout in flat]
+        ).to(device),
+        rows=[row for row, _ in flat],
+    )
+
+
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask (B, 1, S, S): causal, to the prompt and within the own completion alone."""
+    own = segments[:, :, None] == segments[:, None, :]
+    prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
+    size = segments.shape[1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
+    hidden = ~((own | prompt) & causal)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=segments.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+def token_logprobs(
+    model: PreTrainedModel, batch: MicroBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each completion token, and the entropy it was drawn with: two (n, T).
+
+    Under softmax(logits / temperature), the distribution that was sampled. Logits are made for
+    completion tokens only, in fp32, a chunk at a time; no (tokens × V) tensor of the batch exists.
+    Entropy carries no gradient. Beyond a row's end both are 0.
+    """
+    decoder, head = decoder_and_head(model)
+    hidden = decoder(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=attention_mask(batch.segments, model.dtype),
+        use_cache=False,
+    ).last_hidden_state  # (B, S, hidden)
+    hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
+
+    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden).float() / temperature  # (chunk, V)
+        normaliser = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+        with torch.no_grad():
+            entropy = normaliser - (logits.softmax(-1) * logits).sum(-1)
+        return logprobs, entropy
+
+    chunks = list(zip(hidden.split(LOGITS_CHUNK), batch.targets.split(LOGITS_CHUNK), strict=True))
+    if len(chunks) == 1 or not torch.is_grad_enabled():
+        scored = [score(*chunk) for chunk in chunks]
+    else:  # the logits of a chunk are made again in the backward pass rather than kept
+        scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropy = (
+        torch.cat(parts).split(batch.lengths) for parts in zip(*scored, strict=True)
+    )
+    return _pad(logprobs), _pad(entropy)
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
+
+    policy: float
+    kl: float  # Σ weight · k3
+    k3: float  # Σ k3
+    clipped_low: float
+    clipped_high: float
+    tokens: int
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    completion_mask: Tensor,
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    ref_logprobs: Tensor | None = None,
+    kl_weight: float = 0.0,
+) -> tuple[Tensor, LossSums]:
+    """PPO's clipped objective, minimised: Σᵢ wᵢ Σₜ -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) + KL.
+
+    ρ = exp(logprobs - old_logprobs). With old = logprobs.detach() the value is -A and the
+    gradient -A ∇logprob: REINFORCE with a group baseline. The minimum is taken for both signs of
+    A (Schulman et al., arXiv 1707.06347).
+    KL is the k3 estimator exp(d) - d - 1, d = ref_logprobs - logprobs (Schulman 2020), as in
+    DeepSeekMath. TRL's default multiplies it by ρ; this is the classic one.
+
+    Args:
+        logprobs, old_logprobs, ref_logprobs, completion_mask: (n, T).
+        advantages: (n,).
+        weights: (n,), what one token counts: `row_weights`.
+    """
+    mask = completion_mask.to(logprobs.dtype)
+    scale = weights[:, None] * mask
+    advantage = advantages[:, None]
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    per_token = -torch.minimum(ratio * advantage, clipped * advantage)  # (n, T)
+    policy = (per_token * scale).sum()
+    loss = policy
+    kl = k3 = torch.zeros(())
+    if ref_logprobs is not None:
+        difference = ref_logprobs - logprobs
+        estimate = difference.exp() - difference - 1
+        kl, k3 = (estimate * scale).sum(), (estimate * mask).sum()
+        loss = policy + kl_weight * kl
+    low = (ratio < 1 - clip_eps_low) & (advantage < 0)
+    high = (ratio > 1 + clip_eps_high) & (advantage > 0)
+    return loss, LossSums(
+        policy=policy.item(),
+        kl=kl.item(),
+        k3=k3.item(),
+        clipped_low=(low * mask).sum().item(),
+        clipped_high=(high * mask).sum().item(),
+        tokens=int(mask.sum()),
+    )

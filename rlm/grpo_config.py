@@ -1,0 +1,93 @@
+"""The options of GRPO training: what `train_grpo.py --help` lists and `GRPOTrainer` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlm.config import flag
+from rlm.prompts import FORMATS
+
+ALGORITHM_NAMES = ("grpo", "drgrpo")
+
+
+@dataclass
+class GRPOConfig:
+    """One training run. A step is one round of sample → score → compare → learn."""
+
+    model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
+    dataset: str | None = flag(None, "gsm8k, word-problems[:LEVELS], or FILE.jsonl")
+    max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)")
+    sft_adapter: Path | None = flag(Path("weights/sft_lora"), "adapter to start from, or none")
+    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+
+    algorithm: str = flag("grpo", "advantage and aggregation", choices=ALGORITHM_NAMES)
+    steps: int = flag(40, "rounds of sampling and learning")
+    batch_size: int = flag(16, "problems in a step")
+    group_size: int = flag(8, "completions of each problem")
+    max_new_tokens: int = flag(96, "longest completion")
+    temperature: float = flag(1.0, "of sampling and scoring alike")
+    seats: int = flag(64, "completions decoded at the same time")
+
+    learning_rate: float = flag(2e-4, "peak; LoRA wants about ten times full fine-tuning's")
+    lr_schedule: str = flag("constant", "after warm-up", choices=("constant", "linear", "cosine"))
+    min_lr_ratio: float = flag(0.1, "where linear and cosine end, as a share of the peak")
+    warmup_steps: int = flag(2, "steps in which the rate rises")
+    weight_decay: float = flag(0.0, "AdamW's")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+    updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step")
+    train_batch_size: int | None = flag(None, "completions in a micro-batch (none: by tokens)")
+    train_batch_tokens: int = flag(1024, "padded tokens in a micro-batch")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
+    clip_eps_high: float = flag(0.2, "and at 1 + this")
+    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
+    lora_r: int = flag(16, "rank, where no adapter is given to start from")
+    lora_alpha: int = flag(32, "scale, likewise")
+
+    eval_every: int = flag(10, "steps between greedy evaluations (0: only first and last)")
+    eval_samples: int = flag(200, "validation problems, always the same")
+    save_every: int = flag(10, "steps between checkpoints (0: only at the end)")
+    keep_checkpoints: int = flag(2, "newest checkpoints kept")
+    sample_every: int = flag(5, "steps between printed samples (0: none)")
+    max_minutes: float | None = flag(None, "stop at the step after this many minutes, and export")
+    resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
+    seed: int = flag(0, "of problems and sampling")
+    run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
+    output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
+
+    def __post_init__(self) -> None:
+        at_least_1 = (
+            "steps batch_size max_new_tokens seats updates_per_batch train_batch_tokens lora_r "
+            "eval_samples keep_checkpoints"
+        )
+        for name in at_least_1.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("eval_every", "save_every", "sample_every", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be 0 or more")
+        if self.group_size < 2:
+            raise ValueError(
+                "--group-size must be at least 2: a completion is compared inside its group"
+            )
+        if self.temperature <= 0:
+            raise ValueError(
+                "--temperature must be above 0: equal completions have nothing to compare"
+            )
+        if self.learning_rate < 0 or self.kl_weight < 0 or self.weight_decay < 0:
+            raise ValueError("--learning-rate, --kl-weight and --weight-decay must be 0 or more")
+        if not 0 <= self.clip_eps_low < 1 or self.clip_eps_high < 0:
+            raise ValueError("--clip-eps-low must be in [0, 1), --clip-eps-high 0 or more")
+        if self.max_grad_norm <= 0:
+            raise ValueError("--max-grad-norm must be above 0")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError("--min-lr-ratio must be between 0 and 1")
+        if self.train_batch_size is not None and self.train_batch_size < 1:
+            raise ValueError("--train-batch-size must be at least 1")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError("--max-samples must be at least 1")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ValueError("--max-minutes must be above 0")
+        if self.output.resolve() == (self.sft_adapter or Path()).resolve():
+            raise ValueError("--output would overwrite --sft-adapter; name another directory")

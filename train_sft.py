@@ -1,0 +1,230 @@
+"""Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
+
+TRL's SFTTrainer does the training; what is ours is the data it sees. Every example is rendered to
+token ids by the same function that GRPO, evaluation and inference use, and the loss is on the
+completion alone, up to and with its first end token. LoRA on all linear layers; 4-bit on request.
+
+    python train_sft.py                                    # picks model and data by what is here
+    python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
+    python train_sft.py --dry-run                          # show examples and what is learned
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlm import terminal
+from rlm.config import UsageError, explicit, flag, run_main, to_dict
+from rlm.data import Problem, load_problems
+from rlm.prompts import FORMATS, Format, render_completion, render_prompt
+
+IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
+
+
+@dataclass
+class SFTConfig:
+    model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
+    dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
+    max_samples: int = flag(1000, "training examples")
+    keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
+    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    max_length: int = flag(1024, "longest example in tokens; longer ones are left out and counted")
+    epochs: int = flag(1, "passes over the examples")
+    batch_size: int = flag(16, "examples per optimizer step")
+    micro_batch: int = flag(8, "examples per forward pass")
+    learning_rate: float = flag(1e-3, "peak; LoRA wants about ten times full fine-tuning's")
+    warmup_share: float = flag(0.05, "share of the steps in which the rate rises")
+    lora_r: int = flag(16, "rank of the adapter")
+    lora_alpha: int = flag(32, "scale of the adapter, over its rank")
+    lora_dropout: float = flag(0.0, "dropout inside the adapter")
+    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    max_minutes: float | None = flag(None, "stop at the step after this many minutes, and save")
+    seed: int = flag(0, "seed of data order and adapter")
+    output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
+    run_dir: Path = flag(Path("runs/sft"), "where the log goes")
+    dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
+
+    def __post_init__(self) -> None:
+        for name in ("max_samples", "epochs", "batch_size", "micro_batch", "lora_r", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.batch_size % self.micro_batch:
+            raise ValueError(
+                f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
+                f"{self.micro_batch}"
+            )
+        if self.learning_rate <= 0:
+            raise ValueError("--learning-rate must be above 0")
+
+
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
+
+
+def to_example(tokenizer, problem: Problem, format: Format) -> dict[str, list[int]]:
+    """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORED before."""
+    prompt = render_prompt(tokenizer, problem.question, format)
+    completion = render_completion(tokenizer, problem.solution, problem.answer, format)
+    return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
+
+
+def show_example(tokenizer, example: dict[str, list[int]]) -> None:
+    """The rendered text, the part that is learned marked."""
+    learned = [
+        i
+        for i, label in zip(example["input_ids"], example["labels"], strict=True)
+        if label != IGNORED
+    ]
+    context = example["input_ids"][: len(example["input_ids"]) - len(learned)]
+    terminal.line(f"--- not learned ({len(context)} tokens)\n{tokenizer.decode(context)}")
+    terminal.line(f"--- learned ({len(learned)} tokens)\n{tokenizer.decode(learned)}\n")
+
+
+def main(config: SFTConfig) -> int:
+    import datasets
+    import transformers
+    import trl
+    from transformers import TrainerCallback
+
+    from rlm.machine import default_setup, peak_memory_gb, pick_device
+    from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
+
+    if config.model is None or config.dataset is None:
+        setup = default_setup()
+        terminal.line(f"no --model or --dataset given; {setup.reason}")
+        chosen = {"model": setup.model, "dataset": setup.dataset, "use_4bit": setup.use_4bit}
+        if setup.use_4bit:
+            chosen |= GPU_DEFAULTS
+        config = replace(config, **{k: v for k, v in chosen.items() if k not in explicit(config)})
+    device = pick_device()
+    format = FORMATS[config.reasoning_format]
+    tokenizer = load_tokenizer(config.model)
+    problems = load_problems(
+        config.dataset,
+        "train",
+        max_samples=config.max_samples,
+        seed=config.seed,
+        keep_code=config.keep_code,
+    )
+    unsolved = sum(not problem.solution for problem in problems)
+    if unsolved:
+        raise UsageError(
+            f"--dataset {config.dataset}: {unsolved} of {len(problems)} problems have no solution "
+            "to learn from; SFT needs a `solution` field"
+        )
+    examples = [to_example(tokenizer, problem, format) for problem in problems]
+    kept = [e for e in examples if len(e["input_ids"]) <= config.max_length]
+    if not kept:
+        raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
+    if config.dry_run:
+        for example in kept[:3]:
+            show_example(tokenizer, example)
+        return 0
+
+    transformers.set_seed(config.seed)
+    policy = new_adapter(
+        load_base(config.model, device, use_4bit=config.use_4bit),
+        r=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+    )
+    steps = config.epochs * -(-len(kept) // config.batch_size)
+    terminal.facts(
+        "Stage 1: supervised fine-tuning",
+        {
+            "model": config.model,
+            "device": device,
+            "data": f"{config.dataset}: {len(kept)} examples"
+            + (
+                f" ({len(examples) - len(kept)} too long, left out)"
+                if len(kept) < len(examples)
+                else ""
+            ),
+            "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
+            "steps": f"{steps} of {config.batch_size} examples, learning rate {config.learning_rate:g}",
+            "output": config.output,
+        },
+    )
+    started = time.monotonic()
+
+    class Report(TrainerCallback):
+        """One line a report, and the clock."""
+
+        def on_log(self, args, state, control, logs=None, **_):
+            if logs and "loss" in logs:
+                left = (
+                    (time.monotonic() - started) / state.global_step * (steps - state.global_step)
+                )
+                terminal.line(
+                    f"step {state.global_step}/{steps}  loss {float(logs['loss']):.3f}  "
+                    f"{terminal.duration(left)} left"
+                )
+
+        def on_step_end(self, args, state, control, **_):
+            minutes = (time.monotonic() - started) / 60
+            if config.max_minutes is not None and minutes >= config.max_minutes:
+                terminal.line(f"--max-minutes {config.max_minutes:g} reached")
+                control.should_training_stop = True
+
+    trainer = trl.SFTTrainer(
+        model=policy,
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(kept),
+        args=trl.SFTConfig(
+            output_dir=str(config.run_dir),
+            num_train_epochs=config.epochs,
+            per_device_train_batch_size=config.micro_batch,
+            gradient_accumulation_steps=config.batch_size // config.micro_batch,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=round(config.warmup_share * steps),
+            max_grad_norm=1.0,
+            logging_steps=max(1, steps // 20),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            train_sampling_strategy="group_by_length",  # little padding
+            max_length=None,
+            dataset_kwargs={"skip_prepare_dataset": True},
+            bf16=device.dtype.itemsize == 2 and str(device.dtype) == "torch.bfloat16",
+            fp16=str(device.dtype) == "torch.float16",
+            use_cpu=device.type == "cpu",
+            gradient_checkpointing=device.type == "cuda",
+            seed=config.seed,
+        ),
+        callbacks=[Report()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    result = trainer.train()
+    run = {
+        "stage": "sft",
+        "base_model": config.model,
+        "base_hash": base_hash(config.model),
+        "use_4bit": config.use_4bit,
+        "dataset": config.dataset,
+        "examples": len(kept),
+        "step": result.global_step,
+        "loss": result.training_loss,
+        "seconds": time.monotonic() - started,
+        "config": to_dict(config),
+    }
+    save_adapter(policy, tokenizer, config.output, run)
+    terminal.facts(
+        "Stage 1 done",
+        {
+            "mean loss": f"{result.training_loss:.3f}",
+            "time": terminal.duration(time.monotonic() - started),
+            "peak memory": f"{peak_memory_gb():.1f} GB",
+            "adapter": config.output,
+            "next": f"python train_grpo.py --sft-adapter {config.output}",
+        },
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    run_main(main, SFTConfig, description=__doc__)
