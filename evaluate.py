@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from rlm import terminal
@@ -184,7 +185,9 @@ def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
 
 def show(title: str, rows: Mapping[str, Mapping], compared: Mapping[str, Mapping]) -> None:
     """A table of one kind of decoding, and how each row differs from the one above it."""
-    table = Table("per cent", title=title, title_justify="left")
+    table = Table(
+        "per cent", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for row, found in rows.items():
         intervals = {name: found[name]["accuracy"] for name in GRADINGS}
         cells = {
@@ -200,7 +203,7 @@ def show(title: str, rows: Mapping[str, Mapping], compared: Mapping[str, Mapping
         cells["tokens"] = f"{found['length_mean']:.0f}"
         if not table.row_count:
             for name in cells:
-                table.add_column(name, justify="right")
+                table.add_column(name, justify="right", no_wrap=True)
         table.add_row(row, *cells.values())
     terminal.console.print(table)
     for pair, by_grading in compared.items():

@@ -43,7 +43,7 @@ from rlm.grpo import (
     token_logprobs,
 )
 from rlm.grpo_config import GRPOConfig
-from rlm.machine import Device, default_setup, peak_memory_gb, pick_device
+from rlm.machine import Device, default_setup, keep_freed_memory, peak_memory_gb, pick_device
 from rlm.models import (
     adapter_tensors,
     base_hash,
@@ -414,6 +414,7 @@ GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5, "sea
 
 
 def main(config: GRPOConfig) -> int:
+    keep_freed_memory()
     if config.model is None or config.dataset is None:
         config = _choose_defaults(config)
     problems = load_problems(

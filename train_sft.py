@@ -89,9 +89,10 @@ def main(config: SFTConfig) -> int:
     import trl
     from transformers import TrainerCallback
 
-    from rlm.machine import default_setup, peak_memory_gb, pick_device
+    from rlm.machine import default_setup, keep_freed_memory, peak_memory_gb, pick_device
     from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
 
+    keep_freed_memory()
     if config.model is None or config.dataset is None:
         setup = default_setup()
         terminal.line(f"no --model or --dataset given; {setup.reason}")

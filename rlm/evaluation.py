@@ -51,6 +51,7 @@ def bootstrap_interval(
 
     A mean does not depend on the order, so a resample is drawn as how often it holds each
     distinct value, which is multinomial: the same distribution as drawing indices, less memory.
+    Equal values give an interval of no width, which says nothing about a small sample.
     """
     if not len(values):
         raise ValueError("no values to resample")
@@ -109,7 +110,6 @@ def paired_bootstrap(
     """How much better b is than a, from scores in 0…1 of the same problems in the same order.
 
     What both find hard or easy cancels, so the interval is narrower than two separate ones.
-    It is degenerate where all differences are equal, as in a handful of problems.
     """
     if len(a) != len(b):
         raise ValueError(f"not paired: {len(a)} and {len(b)} scores")
@@ -172,11 +172,7 @@ class Evaluation:
         return [mean_at_k([g.verdict(strict).correct for g in group]) for group in self.groups]
 
     def accuracy(self, strict: bool) -> dict[str, float]:
-        """mean, low, high (Wilson), correct, total, for one completion a problem.
-
-        Raises:
-            ValueError: k > 1, whose completions are no independent trials: use `mean_accuracy`.
-        """
+        """mean, low, high (Wilson), correct, total; for k = 1, independent trials."""
         if self.k != 1:
             raise ValueError("accuracy is of one completion a problem; mean_accuracy is of several")
         return _proportion(self.per_problem(strict))

@@ -1,4 +1,4 @@
-"""The mathematics of GRPO: advantages, batch making, log-probabilities, loss. Tensors in, tensors out.
+"""The mathematics of GRPO: advantages, batches, log-probabilities, loss. Tensors in, tensors out.
 
 Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, B packed
 sequences, S padded length of those, M completion tokens, T padded completion length, V vocabulary.
@@ -29,16 +29,19 @@ class Algorithm:
 
     scale_by_std: bool
     aggregation: str  # "sequence", "constant" or "token": see `row_weights`
-    clip_eps_high: float
     formula: str
 
 
 ALGORITHMS = {
     # DeepSeekMath, arXiv 2402.03300
-    "grpo": Algorithm(True, "sequence", 0.2, "A = (r - mean)/(std + 1e-4); mean over rollouts of the mean over tokens"),
+    "grpo": Algorithm(
+        True, "sequence", "A = (r - mean)/(std + 1e-4); mean over rollouts of the mean over tokens"
+    ),
     # Dr. GRPO, arXiv 2503.20783
-    "drgrpo": Algorithm(False, "constant", 0.2, "A = r - mean; sum over tokens / (rollouts · max_new_tokens)"),
-}  # fmt: skip
+    "drgrpo": Algorithm(
+        False, "constant", "A = r - mean; sum over tokens / (rollouts · max_new_tokens)"
+    ),
+}
 
 
 def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:

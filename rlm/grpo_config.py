@@ -38,7 +38,7 @@ class GRPOConfig:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
     updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step")
     train_batch_size: int | None = flag(None, "completions in a micro-batch (none: by tokens)")
-    train_batch_tokens: int = flag(1024, "padded tokens in a micro-batch")
+    train_batch_tokens: int = flag(512, "padded tokens in a micro-batch")
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.2, "and at 1 + this")
     kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")

@@ -31,8 +31,7 @@ def accuracy_bars(
     figure = _figure(1.6 + 1.5 * max(3, len(rows)), 4.2)
     axes = figure.subplots()
     _tidy(axes)
-    width = 0.36
-    top = 0.0
+    width, top = 0.36, 5.0
     for side, grading, colour in ((-1, "strict", BLUE), (1, "lenient", ORANGE)):
         intervals = [row[grading] for row in rows.values()]
         means = [100 * i["mean"] for i in intervals]
@@ -41,21 +40,20 @@ def accuracy_bars(
         # A bootstrap interval need not hold the mean; an error bar of negative length is an error.
         below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
         above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
-        axes.bar(
+        bars = axes.bar(
             places,
             means,
             width,
             label=grading,
             color=colour,
             yerr=(below, above),
-            error_kw={"ecolor": GREY, "capsize": 3, "elinewidth": 1},
+            error_kw={"ecolor": "black", "capsize": 3, "elinewidth": 1},
         )
-        for place, mean, high in zip(places, means, highs, strict=True):
-            axes.text(place, max(mean, high), f"{mean:.1f}\n", ha="center", va="center", fontsize=9)
-            top = max(top, mean, high)
+        axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=9)
+        top = max(top, *means, *highs)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylim(0, 1.12 * max(top, 5))
+    axes.set_ylim(0, 1.12 * top)
     axes.set_ylabel("accuracy, %")
     axes.set_title(title, fontsize=11, loc="left")
     figure.legend(loc="outside right upper", frameon=False, title="grading", alignment="left")
@@ -93,8 +91,9 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
             )
             axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
         if scale == 100:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, max(1, 108 * max(values)))
         axes.set_xlim(*_step_range(metrics))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step", fontsize=9)
     _save(figure, path)
 

@@ -1,4 +1,4 @@
-"""What the model reads and writes: tags, system prompt, and the one renderer from text to token ids.
+"""What the model reads and writes: tags, system prompt, the one renderer from text to token ids.
 
 SFT, GRPO, evaluation, inference and serving all call `render_prompt`, so they see the same ids.
 The model writes `<think>` itself: nothing is prefilled. The tags are plain text, not new
@@ -20,7 +20,7 @@ _SENTINEL = "\ue000content\ue001"
 
 @dataclass(frozen=True)
 class Format:
-    """A pair of tag names; the completion is reasoning in one, then the final number in the other."""
+    """Two tag names: a completion is reasoning in one, then the final number in the other."""
 
     reasoning_tag: str
     answer_tag: str
@@ -28,8 +28,8 @@ class Format:
     @property
     def system_prompt(self) -> str:
         return (
-            f"Solve the problem step by step inside <{self.reasoning_tag}></{self.reasoning_tag}>, "
-            f"then write the final number inside <{self.answer_tag}></{self.answer_tag}>."
+            f"Reason inside <{self.reasoning_tag}></{self.reasoning_tag}>, "
+            f"then give the final number inside <{self.answer_tag}></{self.answer_tag}>."
         )
 
     def completion(self, reasoning: str, answer: str) -> str:

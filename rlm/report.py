@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ def step_metrics(
     lengths = [len(completion.token_ids) for completion in completions]
     judged = rewards[~rewards.isnan()]
     zero_signal = int((~has_signal(rewards)).sum())
-    sample, score, learn = (b - a for a, b in zip(clock, clock[1:], strict=False))
+    sample, score, learn = (b - a for a, b in pairwise(clock))
     return {
         "reward/mean": judged.mean().item() if len(judged) else 0.0,
         "reward/std": judged.std().item() if len(judged) > 1 else 0.0,

@@ -122,7 +122,7 @@ class RunDirectory:
         return target
 
     def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, object]] | None:
-        """The newest checkpoint whose hashes hold; None if there is none. Damaged ones are named."""
+        """The newest checkpoint whose hashes hold, or None. Damaged ones are named."""
         for folder in reversed(self._complete()):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

@@ -49,7 +49,7 @@ def draw(
     threshold = uniform.to(cumulative) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
     # u → 1 can round up to the total itself; the last token with mass is meant.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:]).squeeze(-1)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
     tokens = torch.minimum(tokens, last)
     return tokens, _logprob_of(logits, tokens)
 

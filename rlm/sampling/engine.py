@@ -133,7 +133,7 @@ class Sampler:
                 yield from self._advance(seated, 0, self._decode(seated, cache), params, cache)
 
     def _prefill(self, prompts: list[Sequence[int]], cache: SeatCache) -> list[_Prefilled]:
-        """Read prompts in one pass. Padding stands on the right, where causal attention never looks."""
+        """Read prompts in one pass, padded on the right, where causal attention never looks."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         for i, prompt in enumerate(prompts):

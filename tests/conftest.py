@@ -1,0 +1,77 @@
+"""A tiny model with a tokenizer and a chat template, built in the process: no download, no weights.
+
+Two layers, random weights wide enough apart (initializer_range 0.2) that a LoRA adapter can move
+what it says; the byte-level tokenizer needs no vocabulary file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import Qwen2ForCausalLM
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+
+
+def byte_tokenizer(pad: str = "<|pad|>", template: str = CHATML) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token=pad,
+        additional_special_tokens=SPECIAL,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tiny_model(family: str = "llama", seed: int = 0) -> LlamaForCausalLM | Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[family]
+    config = config_class(
+        vocab_size=256 + len(SPECIAL),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=257,
+        pad_token_id=258,
+        bos_token_id=None,
+    )
+    return model_class(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A base model on disk, as `--model` takes it."""
+    path = tmp_path_factory.mktemp("base")
+    tiny_model().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

@@ -1,0 +1,306 @@
+"""The mathematics, against hand-computed values, TRL's own numbers, and invariants."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from rlm.grpo import (
+    Rollout,
+    attention_mask,
+    group_advantages,
+    has_signal,
+    make_rollouts,
+    policy_loss,
+    row_weights,
+    split,
+    token_logprobs,
+)
+from rlm.models import adapter_tensors, new_adapter
+from rlm.sampling import Completion
+
+NAN = math.nan
+
+# --- advantages: goldens measured on TRL 1.16 ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scale_by_std", "expected"),
+    [
+        ([1, 0, 0, 0], True, [1.499700, -0.499900, -0.499900, -0.499900]),
+        ([1, 1, 0, 0], True, [0.865875, 0.865875, -0.865875, -0.865875]),
+        ([1, 0], True, [0.707007, -0.707007]),
+        ([1] + [0] * 7, True, [2.474174] + [-0.353453] * 7),
+        ([1] + [0] * 7, False, [0.875] + [-0.125] * 7),
+        ([1, 0, NAN, 0], True, [1.154501, -0.577250, 0, -0.577250]),
+        ([0, 1, 1, 1], False, [-0.75, 0.25, 0.25, 0.25]),
+    ],
+)
+def test_advantages_are_trls(rewards, scale_by_std, expected):
+    got = group_advantages(torch.tensor([rewards], dtype=torch.float32), scale_by_std=scale_by_std)
+    assert got[0].tolist() == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("row", [[1.0] * 4, [0.0] * 4, [0.3] * 4, [NAN] * 4, [NAN, 1, NAN, NAN]])
+@pytest.mark.parametrize("scale_by_std", [True, False])
+def test_a_group_without_a_difference_gets_exactly_zero(row, scale_by_std):
+    rewards = torch.tensor([row])
+    assert group_advantages(rewards, scale_by_std=scale_by_std).tolist() == [[0.0] * 4]
+    assert has_signal(rewards).tolist() == [False]
+
+
+def test_groups_do_not_mix_and_rewards_are_not_written():
+    rewards = torch.tensor([[1.0, 0.0], [5.0, 3.0]])
+    before = rewards.clone()
+    got = group_advantages(rewards, scale_by_std=False)
+    assert got.tolist() == [[0.5, -0.5], [1.0, -1.0]]
+    assert torch.equal(rewards, before)
+
+
+# --- loss: goldens of TRL 1.16's own `_compute_loss` on these tensors ---------------------------
+
+NEW = torch.tensor([[-0.10, -0.90, -2.00, -0.30], [-0.50, -1.20, -0.05, -3.00], [-0.70, -0.20, -1.00, -0.40]])  # fmt: skip
+OLD = torch.tensor([[-0.20, -0.60, -2.50, -0.30], [-0.40, -1.70, -0.05, -2.00], [-0.70, -0.50, -0.60, -0.40]])  # fmt: skip
+REF = torch.tensor([[-0.15, -0.80, -1.50, -0.50], [-0.60, -1.00, -0.10, -2.50], [-0.90, -0.30, -1.10, -0.20]])  # fmt: skip
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
+ADVANTAGES = torch.tensor([1.0, -0.5, -0.5])
+
+
+def golden_loss(aggregation, *, high=0.2, kl_weight=0.0):
+    logprobs = NEW.clone().requires_grad_(True)
+    loss, sums = policy_loss(
+        logprobs,
+        OLD,
+        ADVANTAGES,
+        torch.tensor(row_weights([4, 2, 3], aggregation, 8)),
+        MASK,
+        clip_eps_low=0.2,
+        clip_eps_high=high,
+        ref_logprobs=REF if kl_weight else None,
+        kl_weight=kl_weight,
+    )
+    loss.backward()
+    return loss.item(), logprobs.grad, sums
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "options", "loss", "row_0", "row_1"),
+    [
+        ("sequence", {}, 0.050623, [-0.09210, -0.06173, 0, -0.08333], [0.07540, 0.13739]),
+        ("constant", {}, -0.049762, [-0.04605, -0.03087, 0, -0.04167], [0.01885, 0.03435]),
+        ("token", {"high": 0.28}, -0.141587, [-0.12280, -0.08231, 0, -0.11111], [0.05027, 0.09160]),
+        (
+            "sequence",
+            {"kl_weight": 0.04},  # classic k3; TRL's default multiplies it by the ratio
+            0.051504,
+            [-0.09194, -0.06209, -0.00216, -0.08273],
+            [0.07604, 0.13592],
+        ),
+    ],
+)
+def test_loss_and_gradient_are_trls(aggregation, options, loss, row_0, row_1):
+    value, gradient, sums = golden_loss(aggregation, **options)
+    assert value == pytest.approx(loss, abs=2e-6)
+    assert gradient[0].tolist() == pytest.approx(row_0, abs=1e-5)
+    assert gradient[1, :2].tolist() == pytest.approx(row_1, abs=1e-5)
+    assert gradient[~MASK].abs().max() == 0
+    assert sums.tokens == 9
+    assert sums.clipped_low / 9 == pytest.approx(0.111111, abs=1e-6)
+    assert sums.clipped_high / 9 == pytest.approx(0.111111, abs=1e-6)
+
+
+def test_kl_metric_is_trls():
+    assert golden_loss("sequence", kl_weight=0.04)[2].k3 / 9 == pytest.approx(0.025389, abs=1e-6)
+
+
+def test_kl_pulls_toward_the_reference():
+    logprobs = NEW.clone().requires_grad_(True)
+    loss, _ = policy_loss(
+        logprobs,
+        NEW,
+        torch.zeros(3),
+        torch.full((3,), 1 / 9),
+        MASK,
+        clip_eps_low=0.2,
+        clip_eps_high=0.2,
+        ref_logprobs=REF,
+        kl_weight=1.0,
+    )
+    loss.backward()
+    moved = NEW - 0.1 * logprobs.grad
+    apart = (NEW - REF)[MASK].abs() > 1e-6
+    assert ((moved - REF)[MASK].abs() < (NEW - REF)[MASK].abs())[apart].all()
+
+
+def test_on_policy_value_is_minus_advantage_and_gradient_is_not_zero():
+    """Why "loss is 0" is no cause for alarm: the value says nothing, the gradient does."""
+    logprobs = NEW.clone().requires_grad_(True)
+    weights = torch.tensor(row_weights([4, 4, 4], "sequence", 4))
+    mask = torch.ones_like(MASK)
+    advantages = torch.tensor([1.0, -0.5, -0.5])
+    loss, _ = policy_loss(
+        logprobs, logprobs.detach(), advantages, weights, mask, clip_eps_low=0.2, clip_eps_high=0.2
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(0, abs=1e-7)
+    assert logprobs.grad.tolist() == [pytest.approx([-a / 12] * 4) for a in advantages.tolist()]
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def some_rollouts(problems=3, group=4, seed=0):
+    rng = random.Random(seed)
+    rollouts = []
+    for problem in range(problems):
+        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 9))]
+        for _ in range(group):
+            completion = [rng.randrange(256) for _ in range(rng.randint(0, 6))] + [257]
+            rollouts.append(
+                Rollout(
+                    problem, prompt, completion, rng.uniform(-1, 1), 0.1, [-1.0] * len(completion)
+                )
+            )
+    return rollouts
+
+
+def plain_logprobs(model, prompt, completion, temperature):
+    """One row, no padding, no packing: what the packed computation must equal."""
+    ids = torch.tensor([list(prompt) + list(completion)])
+    scores = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
+    return [scores[len(prompt) + t - 1, token] for t, token in enumerate(completion)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 1), (4, 1), (3, 10_000), (99, 10_000)])
+def test_packed_logprobs_equal_plain_ones(family, max_rows, max_tokens):
+    model, rollouts = tiny_model(family), some_rollouts()
+    seen = []
+    with torch.no_grad():
+        for micro in split(rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"):
+            assert len(micro.rows) <= max_rows
+            logprobs, entropy = token_logprobs(model, micro, temperature=0.7)
+            assert (entropy[micro.completion_mask] > 0).all()
+            for i, row in enumerate(micro.rows):
+                expected = plain_logprobs(
+                    model, rollouts[row].prompt, rollouts[row].completion, 0.7
+                )
+                assert logprobs[i, : len(expected)].tolist() == pytest.approx(
+                    [float(e) for e in expected], abs=1e-5
+                )
+                assert logprobs[i, len(expected) :].abs().sum() == 0
+            seen += micro.rows
+    assert sorted(seen) == list(range(len(rollouts)))
+
+
+def test_entropy_by_hand():
+    model = tiny_model()
+    rollout = Rollout(0, [1, 2], [3], 1.0, 1.0, [-1.0])
+    (micro,) = split([rollout], max_rows=1, max_tokens=1, device="cpu")
+    _, entropy = token_logprobs(model, micro, temperature=1.0)
+    p = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1].softmax(-1)
+    assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
+
+
+def gradients(policy, rollouts, max_rows, max_tokens=10_000):
+    policy.zero_grad()
+    for micro in split(rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"):
+        logprobs, _ = token_logprobs(policy, micro, 1.0)
+        loss, _ = policy_loss(
+            logprobs,
+            logprobs.detach(),
+            micro.advantages,
+            micro.weights,
+            micro.completion_mask,
+            clip_eps_low=0.2,
+            clip_eps_high=0.2,
+        )
+        loss.backward()
+    return torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
+
+
+@pytest.fixture
+def policy():
+    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(policy).items():
+            if "lora_B" in name:
+                tensor.normal_(0, 0.1)
+    return policy
+
+
+def test_gradient_does_not_depend_on_micro_batches_or_order(policy):
+    rollouts = some_rollouts()
+    expected = gradients(policy, rollouts, 99)
+    assert expected.abs().max() > 1e-4
+    for rows in (1, 2, 4, 8):
+        assert torch.allclose(gradients(policy, rollouts, rows), expected, atol=1e-6)
+    shuffled = random.Random(1).sample(rollouts, len(rollouts))
+    assert torch.allclose(gradients(policy, shuffled, 4), expected, atol=1e-6)
+
+
+def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):
+    expected = gradients(policy, some_rollouts(), 99)
+    monkeypatch.setattr("rlm.grpo.LOGITS_CHUNK", 3)
+    assert torch.allclose(gradients(policy, some_rollouts(), 99), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "constant", "token"])
+def test_leaving_out_groups_without_signal_keeps_the_gradient(policy, aggregation):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(5)] for _ in range(4)]
+    groups = [
+        [Completion([rng.randrange(256) for _ in range(rng.randint(1, 6))], []) for _ in range(3)]
+        for _ in range(4)
+    ]
+    rewards = torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]])
+    advantages = group_advantages(rewards, scale_by_std=True)
+    options = {"aggregation": aggregation, "max_new_tokens": 8}
+    full = make_rollouts(prompts, groups, advantages, **options, keep_all=True)
+    fewer = make_rollouts(prompts, groups, advantages, **options)
+    assert (len(full), len(fewer)) == (12, 6)
+    assert {rollout.problem for rollout in fewer} == {0, 3}
+    assert torch.allclose(gradients(policy, fewer, 99), gradients(policy, full, 99), atol=1e-7)
+
+
+def test_all_equal_rewards_leave_nothing_to_compute():
+    advantages = group_advantages(torch.ones(1, 2), scale_by_std=True)
+    group = [Completion([1, 2], []), Completion([3], [])]
+    assert make_rollouts([[5]], [group], advantages, aggregation="token", max_new_tokens=4) == []
+
+
+def test_prompt_tokens_are_no_targets_and_the_end_token_is():
+    """Also where pad == eos == 257 stands inside the prompt: masks come from lengths."""
+    rollouts = [
+        Rollout(0, [10, 257, 11], [20, 21, 257], 1.0, 1.0, [0.0] * 3),
+        Rollout(0, [10, 257, 11], [30, 257], 1.0, 1.0, [0.0] * 2),
+    ]
+    (micro,) = split(rollouts, max_rows=9, max_tokens=99, device="cpu")
+    assert micro.input_ids.tolist() == [[10, 257, 11, 20, 21, 30]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert micro.sources.tolist() == [2, 3, 4, 2, 5]
+    assert micro.targets.tolist() == [20, 21, 257, 30, 257]
+    assert micro.completion_mask.tolist() == [[True] * 3, [True, True, False]]
+
+
+def test_a_completion_sees_its_prompt_and_itself_alone():
+    mask = attention_mask(torch.tensor([[0, 0, 1, 2, 2, -1]]), torch.float32)[0, 0] == 0
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],  # padding looks at itself: a row of nothing would be NaN
+    ]
+
+
+def test_prompt_embeddings_receive_gradient_only_through_attention(policy):
+    """No loss term of its own: with zero advantages nothing at all reaches the weights."""
+    rollouts = [
+        Rollout(r.problem, r.prompt, r.completion, 0.0, r.weight, r.sampler_logprobs)
+        for r in some_rollouts()
+    ]
+    assert gradients(policy, rollouts, 4).abs().max() == 0
