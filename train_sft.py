@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlm import terminal
-from rlm.config import UsageError, explicit, flag, run_main, to_dict
+from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.prompts import FORMATS, Format, render_completion, render_prompt
 
@@ -89,17 +89,11 @@ def main(config: SFTConfig) -> int:
     import trl
     from transformers import TrainerCallback
 
-    from rlm.machine import default_setup, keep_freed_memory, peak_memory_gb, pick_device
+    from rlm.machine import fill_in, keep_freed_memory, peak_memory_gb, pick_device
     from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
 
     keep_freed_memory()
-    if config.model is None or config.dataset is None:
-        setup = default_setup()
-        terminal.line(f"no --model or --dataset given; {setup.reason}")
-        chosen = {"model": setup.model, "dataset": setup.dataset, "use_4bit": setup.use_4bit}
-        if setup.use_4bit:
-            chosen |= GPU_DEFAULTS
-        config = replace(config, **{k: v for k, v in chosen.items() if k not in explicit(config)})
+    config = fill_in(config, GPU_DEFAULTS)
     device = pick_device()
     format = FORMATS[config.reasoning_format]
     tokenizer = load_tokenizer(config.model)
@@ -145,7 +139,7 @@ def main(config: SFTConfig) -> int:
                 else ""
             ),
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{steps} of {config.batch_size} examples, learning rate {config.learning_rate:g}",
+            "steps": f"{steps} of {config.batch_size} examples, rate {config.learning_rate:g}",
             "output": config.output,
         },
     )

@@ -3,7 +3,7 @@
 `load_problems` takes what a user writes after `--dataset`:
 
     gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub
-    gsm8k:PATH, openmathinstruct:PATH, …          the published files: a directory, or one file
+    gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
     FILE.jsonl                                    one problem a line; data/README.md has the fields
 
@@ -33,21 +33,37 @@ from rlm.config import UsageError
 
 logger = logging.getLogger(__name__)
 
+SPLITS: dict[str, tuple[str, ...]] = {
+    "gsm8k": ("train", "validation", "test"),  # validation is carved out of train here
+    "openmathinstruct": ("train", "validation"),
+    "aime2024": ("test",),
+    "aime2025": ("test",),
+    "word-problems": word_problems.SPLITS,
+}
+HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, besides the split
+    "gsm8k": {"path": "openai/gsm8k", "name": "main"},
+    "openmathinstruct": {
+        "path": "nvidia/OpenMathInstruct-1",
+        "data_files": {s: f"correct_solutions/{s}.jsonl" for s in SPLITS["openmathinstruct"]},
+        "streaming": True,
+    },
+    "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # its only one
+    "aime2025": {"path": "math-ai/aime25"},
+}
+HUB_TIMEOUT = 5.0  # seconds
+# OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
+# (or max_samples, if that is more), and train is a sample of these.
+OPENMATH_POOL = 5000
+HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
+WORD_PROBLEMS, WORD_PROBLEMS_TRAIN = 500, 2000  # made if max_samples is None
+
 JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 # No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
-
-MAX_BAD_SHARE = 0.05
-BAD_LINES_SHOWN = 5
-HELD_OUT = 200  # questions of a validation split that we make, and at most a tenth of all
-WORD_PROBLEMS, WORD_PROBLEMS_TRAIN = 500, 2000  # made if max_samples is None
-HUB_TIMEOUT = 5.0  # seconds
-# OpenMathInstruct-1 is gigabytes: read from the hub until this many problems are there, or
-# max_samples if that is more, and sample from these.
-HUB_POOL = 5000
+MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 
 Row = Mapping[str, Any]
 
@@ -63,33 +79,272 @@ class Problem:
     columns: Mapping[str, str | int | float] = field(default_factory=dict, hash=False)  # to rewards
 
 
-@dataclass(frozen=True)
-class _Published:
-    """A data set on the hub; the same files may lie in a directory."""
+def load_problems(
+    dataset: str,
+    split: str = "train",
+    *,
+    max_samples: int | None = None,
+    seed: int = 0,
+    keep_code: bool = False,
+) -> list[Problem]:
+    """Load what `dataset` names (see the module's docstring); no network unless it names the hub.
 
-    hub_id: str
-    config: str | None
-    files: Mapping[str, tuple[str, ...]]  # by split: how its file may be called
-    hub_splits: Mapping[str, str] = field(default_factory=dict)  # where the hub's name differs
-    hub_files: bool = False  # ask the hub for the last of `files` only, as a stream
+    Args:
+        max_samples: at most so many; None is all, and 2000 (train) or 500 word problems.
+        keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self.files) if "train" not in self.files else ("validation", *self.files)
+    Raises:
+        UsageError: unknown data set or split, unreadable or bad file, hub out of reach.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
+    name, colon, rest = dataset.partition(":")
+    if name not in SPLITS and not dataset.lower().endswith(JSONL_SUFFIXES):
+        known = ", ".join(SPLITS)
+        raise UsageError(f"unknown data set {dataset!r}; use {known} or a FILE.jsonl")
+    splits = SPLITS.get(name, ("train", "validation", "test"))
+    if split not in splits:
+        raise UsageError(f"{dataset} has no split {split!r}; it has {', '.join(splits)}")
+
+    if name == "word-problems":
+        return _word_problems(rest if colon else "1-4", split, max_samples, seed)
+    if name in SPLITS:
+        path = Path(rest) if colon else None
+        problems = _load_published(name, path, split, max_samples, keep_code)
+    else:
+        problems = _carve(load_jsonl(dataset), split, dataset)
+    if split == "train":
+        random.Random(seed).shuffle(problems)
+    return problems[:max_samples]
 
 
-PUBLISHED = {
-    "gsm8k": _Published(
-        *("openai/gsm8k", "main"),
-        {split: (f"gsm8k_{split}.jsonl", f"{split}.jsonl") for split in ("train", "test")},
-    ),
-    "openmathinstruct": _Published(  # the other files hold the wrong solutions, six gigabytes
-        *("nvidia/OpenMathInstruct-1", None),
-        {s: (f"{s}.jsonl", f"correct_solutions/{s}.jsonl") for s in ("train", "validation")},
-        hub_files=True,
-    ),
-    "aime2024": _Published(
-        "HuggingFaceH4/aime_2024", None, {"test": ("aime2024.jsonl",)}, {"test": "train"}
-    ),
-    "aime2025": _Published("math-ai/aime25", None, {"test": ("aime2025.jsonl",)}),
-}
+def load_gsm8k(
+    split: str = "train", max_samples: int | None = None, path: str | Path | None = None
+) -> list[Problem]:
+    """GSM8K: 7,273 problems to train, 200 to validate (the first of its train file), 1,319 to test.
+
+    `path` is the directory of the published files, or one of them; None is the hub.
+    """
+    spec = "gsm8k" if path is None else f"gsm8k:{path}"
+    return load_problems(spec, split, max_samples=max_samples)
+
+
+def load_openmathinstruct(
+    path: str | Path | None = None, max_samples: int | None = None, keep_code: bool = False
+) -> list[Problem]:
+    """OpenMathInstruct-1, to train: correct solutions that end in a number, many to a question."""
+    spec = "openmathinstruct" if path is None else f"openmathinstruct:{path}"
+    return load_problems(spec, max_samples=max_samples, keep_code=keep_code)
+
+
+def load_aime(year: int, path: str | Path | None = None) -> list[Problem]:
+    """AIME, to test: the 30 problems of the two contests of 2024 or 2025."""
+    return load_problems(f"aime{year}" if path is None else f"aime{year}:{path}", "test")
+
+
+def load_jsonl(path: str | Path, *, max_bad_share: float = MAX_BAD_SHARE) -> list[Problem]:
+    """All problems of a UTF-8 file with one JSON object a line, in the file's order.
+
+    Bad lines are left out with a warning that names them. A repeated id is bad, for seeds and
+    samples would be mixed up; a line without an id gets FILE-LINE.
+
+    Raises:
+        UsageError: unreadable, no good line, or a larger share of bad lines than `max_bad_share`.
+    """
+    file = Path(path)
+    return _collect(_lines(file), str(file), file.stem, _parse_row, max_bad_share=max_bad_share)
+
+
+def _load_published(
+    name: str, path: Path | None, split: str, max_samples: int | None, keep_code: bool
+) -> list[Problem]:
+    stored = "train" if name == "gsm8k" and split == "validation" else split
+    one_file = path is not None and not path.is_dir()
+    parse, limit = _parse_row, None
+    if name == "openmathinstruct":
+        parse = partial(_parse_openmath, keep_code=keep_code)
+        limit = max(max_samples, OPENMATH_POOL) if max_samples and not one_file else None
+    if path is None:
+        source, rows = name, _hub_rows(name, stored)
+    else:
+        file = path if one_file else _find(path, name, stored)
+        source, rows = str(file), _lines(file)
+    problems = _collect(rows, source, f"{name}-{stored}", parse, limit=limit)
+    carved = name == "gsm8k" or one_file
+    return _carve(problems, split, source, in_order=name == "gsm8k") if carved else problems
+
+
+def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) -> list[Problem]:
+    parts = levels.split(",")
+    if not all(re.fullmatch(r"\d(-\d)?", part, re.ASCII) for part in parts):
+        raise UsageError(f"word-problems:{levels}: write levels as 2, 1-2 or 1,3")
+    wanted = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
+    count = max_samples or (WORD_PROBLEMS_TRAIN if split == "train" else WORD_PROBLEMS)
+    try:
+        rows = word_problems.generate(split, count, seed if split == "train" else 0, wanted)
+    except ValueError as error:  # an unknown level, or fewer different problems than asked for
+        raise UsageError(f"word-problems:{levels}: {error}") from error
+    return [_parse_row(row, "") for row in rows]
+
+
+def _carve(
+    problems: list[Problem], split: str, source: str, *, in_order: bool = False
+) -> list[Problem]:
+    """All of the problems to test; else train or validation, which have no question in common.
+
+    Validation gets the first questions, or those with the smallest hashes: that does not depend on
+    the order of a file, and many are sorted by topic or difficulty.
+    """
+    if split == "test":
+        return problems
+    questions = list(dict.fromkeys(problem.question for problem in problems))
+    if len(questions) < 2:
+        raise UsageError(f"{source}: one question is too few for a train and a validation split")
+    if not in_order:
+        questions.sort(key=lambda question: hashlib.sha256(question.encode()).digest())
+    held_out = set(questions[: min(HELD_OUT, max(1, len(questions) // 10))])
+    return [p for p in problems if (p.question in held_out) == (split == "validation")]
+
+
+class _LeftOut(Exception):
+    """A row that is well-formed but not wanted; the text says of what kind."""
+
+
+def _collect(
+    rows: Iterable[tuple[int, bytes | Row]],
+    source: str,
+    prefix: str,
+    parse: Callable[[Row, str], Problem],
+    *,
+    max_bad_share: float = MAX_BAD_SHARE,
+    limit: int | None = None,
+) -> list[Problem]:
+    """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones."""
+    problems: dict[str, Problem] = {}
+    left_out: Counter[str] = Counter()
+    bad, report = 0, []
+    for number, row in rows:
+        try:
+            problem = parse(_decode(row) if isinstance(row, bytes) else row, f"{prefix}-{number}")
+            if problem.id in problems:
+                raise ValueError(f"the id {problem.id!r} is there twice")
+            problems[problem.id] = problem
+        except _LeftOut as kind:
+            left_out[str(kind)] += 1
+        except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
+            bad += 1
+            if bad <= BAD_LINES_SHOWN:
+                report.append(f"line {number}: {error}")
+        if len(problems) == limit:
+            break
+    total = len(problems) + left_out.total() + bad
+    if bad > max_bad_share * total:
+        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair the file)")
+    report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
+    report += [f"{count} {kind}" for kind, count in left_out.items()]
+    if not problems:
+        raise UsageError(f"{source} holds no problems ({'; '.join(report) or 'it is empty'})")
+    if report:
+        level = logging.WARNING if bad else logging.INFO
+        text = "; ".join(report)
+        logger.log(level, "%s: %d of %d left out: %s", source, total - len(problems), total, text)
+    return list(problems.values())
+
+
+def _decode(line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    return row
+
+
+def _text(row: Row, *names: str, default: str | None = None) -> str:
+    """The first of these fields that is not null, as text; ValueError if it is no text or empty."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    value = default if name is None else row[name]
+    if value is None:
+        raise ValueError(f"no field {' or '.join(names)}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{name} is neither text nor a number")
+    text = str(value).strip() or default
+    if text is None:
+        raise ValueError(f"{name} is empty")
+    text.encode()  # JSON can spell lone surrogates, on which a tokenizer would fail
+    return text
+
+
+def _parse_row(row: Row, default_id: str) -> Problem:
+    """A row of GSM8K, AIME or a user's file; data/README.md has the fields."""
+    answer, solution = _text(row, *ANSWER_FIELDS), ""
+    if "####" in answer:
+        solution, answer = gold_from_gsm8k(answer)
+    elif parse_number(answer) is None:
+        raise ValueError(f"the gold {answer[:40]!r} is not a number")
+    question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
+    scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
+    columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
+    return Problem(_text(row, "id", default=default_id), question, answer, solution, columns)
+
+
+def _parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:
+    if not isinstance(row.get("is_correct"), bool):
+        raise ValueError("is_correct is neither true nor false")
+    question, answer = _text(row, "question"), _text(row, "expected_answer")
+    solution = _text(row, "generated_solution")
+    if not row["is_correct"]:
+        raise _LeftOut("wrong")
+    if "<llm-code>" in solution and not keep_code:
+        raise _LeftOut("with code (--keep-code keeps them)")
+    if parse_number(answer) is None:
+        raise _LeftOut("without a number for an answer")
+    return Problem(default_id, question, answer, solution)
+
+
+def _find(directory: Path, name: str, split: str) -> Path:
+    names = [f"{name}_{split}.jsonl", f"{split}.jsonl", f"correct_solutions/{split}.jsonl"]
+    if name.startswith("aime"):
+        names = [f"{name}.jsonl"]
+    for file in (directory / name for name in names):
+        if file.exists():
+            return file
+    raise UsageError(f"the directory {directory} holds no {' or '.join(names)}")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, numbered from 1, without a byte order mark."""
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise UsageError(f"cannot read the data file {path}: {error.strerror}") from error
+
+
+def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Row]]:
+    """The rows of a data set on the hub, or in the hub's cache on this machine."""
+    import datasets
+    from huggingface_hub import HfApi
+
+    hub = {"split": split} | HUB[name]
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        try:
+            HfApi().dataset_info(hub["path"], timeout=HUB_TIMEOUT)
+        except Exception:  # of several HTTP libraries, by version; a refusal comes up again below
+            # load_dataset would retry for 23 s before it looks in its cache. Now it looks at once.
+            datasets.config.HF_HUB_OFFLINE = True
+        yield from enumerate(datasets.load_dataset(**hub), 1)
+    except Exception as error:  # whatever it is, these are the ways out
+        offline = isinstance(error, ConnectionError)
+        reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"data set {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
+            f"(--dataset {name}:PATH for downloaded files)"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline

@@ -6,8 +6,10 @@ sequences, S padded length of those, M completion tokens, T padded completion le
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from transformers import PreTrainedModel
 
 from rlm.models import decoder_and_head
 from rlm.sampling.params import Completion
+
+T = TypeVar("T")
 
 ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
 # Logits of this many tokens are held at once: 512 × 49,152 × 4 bytes = 100 MB.
@@ -42,6 +46,22 @@ ALGORITHMS = {
         False, "constant", "A = r - mean; sum over tokens / (rollouts · max_new_tokens)"
     ),
 }
+
+
+def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
+    """The problems of a training step: a pure function, so that a resume replays nothing.
+
+    Passes over the data are shuffled, each in its own way.
+    """
+    chosen: list[T] = []
+    orders: dict[int, list[int]] = {}
+    for position in range(step * count, (step + 1) * count):
+        epoch, index = divmod(position, len(problems))
+        if epoch not in orders:
+            shuffle = random.Random(f"{seed} {epoch}")
+            orders[epoch] = shuffle.sample(range(len(problems)), len(problems))
+        chosen.append(problems[orders[epoch][index]])
+    return chosen
 
 
 def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:

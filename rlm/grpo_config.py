@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,3 +92,15 @@ class GRPOConfig:
             raise ValueError("--max-minutes must be above 0")
         if self.output.resolve() == (self.sft_adapter or Path()).resolve():
             raise ValueError("--output would overwrite --sft-adapter; name another directory")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then constant, linear or cosine down to min_lr_ratio of the peak."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        height = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+        }[self.lr_schedule]
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)

@@ -7,9 +7,16 @@ import ctypes
 import resource
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+
+from rlm import terminal
+from rlm.config import explicit
+
+C = TypeVar("C")  # a script's config, with model, dataset and use_4bit
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -62,6 +69,31 @@ def default_setup() -> Setup:
             *embedded, "the hub is out of reach: the model that came with the installation"
         )
     return Setup(GPU_MODEL, "gsm8k", True, "a GPU and the hub are at hand")
+
+
+def fill_in(
+    config: C, gpu_defaults: Mapping[str, object], start_run: Mapping[str, object] | None = None
+) -> C:
+    """The config with model and data where no flag named them, and a line that says why.
+
+    Args:
+        gpu_defaults: other fields that change when the 7B model is chosen and no flag set them.
+        start_run: run.json of the adapter that training starts from: its model and data win.
+    """
+    if config.model is not None and config.dataset is not None:
+        return config
+    if start_run:
+        names = (str(start_run["base_model"]), str(start_run["dataset"]))
+        setup = Setup(*names, bool(start_run["use_4bit"]), "the start adapter's are taken")
+    else:
+        setup = default_setup()
+    chosen = {"model": setup.model, "dataset": setup.dataset, "use_4bit": setup.use_4bit}
+    if setup.use_4bit:
+        chosen |= gpu_defaults
+    chosen = {name: value for name, value in chosen.items() if name not in explicit(config)}
+    named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
+    terminal.line(f"chosen: {named} ({setup.reason})")
+    return replace(config, **chosen)
 
 
 def hub_reachable() -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import Tensor
 
-from rlm.grpo import has_signal
+from rlm import terminal
+from rlm.data import Problem
+from rlm.grpo import LossSums, MicroBatch, has_signal
+from rlm.runs import RunDirectory
 from rlm.sampling import Completion
 
 
@@ -41,6 +46,51 @@ def step_metrics(
     }
 
 
+@dataclass
+class LearningTally:
+    """What the micro-batches of a step add up to."""
+
+    grad_norm: float = 0.0
+    sums: list[LossSums] = field(default_factory=list)  # of the last update
+    update: int = 0
+    tokens: int = 0  # of the first update, as the rest
+    entropy: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+
+    def add(
+        self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
+    ) -> None:
+        """
+        Args:
+            logprobs, entropy: (n, T), of the policy.
+        """
+        if update != self.update:
+            self.update, self.sums = update, []
+        self.sums.append(sums)
+        if update == 0:
+            gap = (logprobs - micro.sampler_logprobs).abs()[micro.completion_mask]
+            self.tokens += sums.tokens
+            self.entropy += entropy.sum().item()
+            self.gap += gap.sum().item()
+            self.gap_max = max(self.gap_max, gap.max().item())
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens; {} where nothing was learned from."""
+        if not self.tokens:
+            return {}
+        clipped = sum(part.clipped_low + part.clipped_high for part in self.sums)
+        return {
+            "loss/policy": sum(part.policy for part in self.sums),
+            "loss/kl": sum(part.k3 for part in self.sums) / self.tokens,
+            "policy/entropy": self.entropy / self.tokens,
+            "policy/clip_fraction": clipped / self.tokens,
+            "optim/grad_norm": self.grad_norm,
+            "sampler/logprob_gap_mean": self.gap / self.tokens,
+            "sampler/logprob_gap_max": self.gap_max,
+        }
+
+
 def step_line(metrics: Mapping[str, float], steps: int) -> str:
     """The step as a person reads it."""
     seconds = metrics["time/sample"] + metrics["time/score"] + metrics["time/learn"]
@@ -62,3 +112,42 @@ def step_line(metrics: Mapping[str, float], steps: int) -> str:
     if "eval/accuracy" in metrics:
         parts.append(f"validation {metrics['eval/accuracy']:.1%}")
     return "  ".join(parts)
+
+
+def log_step(
+    run: RunDirectory,
+    metrics: Mapping[str, float],
+    problems: Sequence[Problem],
+    texts: Sequence[Sequence[str]],
+    rewards: Tensor,
+    advantages: Tensor,
+    *,
+    steps: int,
+    sample_every: int,
+) -> None:
+    """One line on the terminal, one in metrics.jsonl, every completion in samples.jsonl.
+
+    Args:
+        rewards, advantages: (P, G).
+        sample_every: print the first completion of every so many steps; 0 for none.
+    """
+    run.log(metrics)
+    terminal.line(step_line(metrics, steps))
+    rows = zip(problems, texts, rewards.tolist(), advantages.tolist(), strict=True)
+    run.log_samples(
+        [
+            {
+                "step": metrics["step"],
+                "problem": problem.id,
+                "question": problem.question,
+                "answer": problem.answer,
+                "completions": group,
+                "rewards": [None if math.isnan(reward) else reward for reward in row],
+                "advantages": signal,
+            }
+            for problem, group, row, signal in rows
+        ]
+    )
+    if sample_every and metrics["step"] % sample_every == 0:
+        verdict = f"reward {rewards[0, 0].item():g}, gold {problems[0].answer}"
+        terminal.sample(problems[0].question, texts[0][0], verdict)

@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -140,28 +141,11 @@ class RunDirectory:
         return sorted(file.parent for file in self._checkpoints.glob("step_*/manifest.json"))
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """The optimizer's state as named tensors: "optimizer/<entry>/<parameter>"."""
-    state = optimizer.state_dict()["state"]
-    return {
-        f"optimizer/{entry}/{names[index]}": torch.as_tensor(value)
-        for index, entries in state.items()
-        for entry, value in entries.items()
-    }
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Put back what `optimizer_tensors` gave."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        if key.startswith("optimizer/"):
-            _, entry, name = key.split("/", 2)
-            state.setdefault(names.index(name), {})[entry] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+def git_commit() -> str | None:
+    """The commit of the code that runs; None outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _write_json(file: Path, content: object) -> None:

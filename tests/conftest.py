@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config
-from transformers import Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
@@ -27,7 +32,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 def byte_tokenizer(pad: str = "<|pad|>", template: str = CHATML) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, *SPECIAL])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

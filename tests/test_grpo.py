@@ -61,9 +61,27 @@ def test_groups_do_not_mix_and_rewards_are_not_written():
 
 # --- loss: goldens of TRL 1.16's own `_compute_loss` on these tensors ---------------------------
 
-NEW = torch.tensor([[-0.10, -0.90, -2.00, -0.30], [-0.50, -1.20, -0.05, -3.00], [-0.70, -0.20, -1.00, -0.40]])  # fmt: skip
-OLD = torch.tensor([[-0.20, -0.60, -2.50, -0.30], [-0.40, -1.70, -0.05, -2.00], [-0.70, -0.50, -0.60, -0.40]])  # fmt: skip
-REF = torch.tensor([[-0.15, -0.80, -1.50, -0.50], [-0.60, -1.00, -0.10, -2.50], [-0.90, -0.30, -1.10, -0.20]])  # fmt: skip
+NEW = torch.tensor(
+    [
+        [-0.10, -0.90, -2.00, -0.30],
+        [-0.50, -1.20, -0.05, -3.00],
+        [-0.70, -0.20, -1.00, -0.40],
+    ]
+)
+OLD = torch.tensor(
+    [
+        [-0.20, -0.60, -2.50, -0.30],
+        [-0.40, -1.70, -0.05, -2.00],
+        [-0.70, -0.50, -0.60, -0.40],
+    ]
+)
+REF = torch.tensor(
+    [
+        [-0.15, -0.80, -1.50, -0.50],
+        [-0.60, -1.00, -0.10, -2.50],
+        [-0.90, -0.30, -1.10, -0.20],
+    ]
+)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5])
 
@@ -297,10 +315,22 @@ def test_a_completion_sees_its_prompt_and_itself_alone():
     ]
 
 
-def test_prompt_embeddings_receive_gradient_only_through_attention(policy):
-    """No loss term of its own: with zero advantages nothing at all reaches the weights."""
-    rollouts = [
-        Rollout(r.problem, r.prompt, r.completion, 0.0, r.weight, r.sampler_logprobs)
-        for r in some_rollouts()
-    ]
-    assert gradients(policy, rollouts, 4).abs().max() == 0
+def test_prompt_tokens_receive_exactly_zero_gradient(policy):
+    """Only hidden states that predict a completion token carry any."""
+    (micro,) = split(some_rollouts(problems=1), max_rows=9, max_tokens=99, device="cpu")
+    kept = []
+    decoder = policy.get_base_model().get_decoder()
+
+    def keep(module, inputs, output):
+        output.last_hidden_state.retain_grad()
+        kept.append(output.last_hidden_state)
+
+    hook = decoder.register_forward_hook(keep)
+    logprobs, _ = token_logprobs(policy, micro, 1.0)
+    hook.remove()
+    logprobs.sum().backward()
+    touched = kept[0].grad.flatten(0, 1).abs().sum(-1) > 0
+    expected = torch.zeros_like(touched)
+    expected[micro.sources] = True
+    assert torch.equal(touched, expected)
+    assert not touched[: int((micro.segments == 0).sum()) - 1].any()
