@@ -123,15 +123,21 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
 
 
 def evaluate_row(
-    name: str, model, tokenizer, problems: list[Problem], examples, config: EvaluateConfig
+    name: str,
+    model,
+    tokenizer,
+    problems: list[Problem],
+    examples,
+    config: EvaluateConfig,
+    kinds: Sequence[str] = ("greedy", "sampled"),
 ) -> dict[str, Evaluation]:
-    """What came out: "greedy", and "sampled" if asked for."""
+    """What came out of each kind of decoding: "greedy", and "sampled" if --samples asks for it."""
     from rlm.sampling import Sampler
 
     started, sampler, results = time.monotonic(), Sampler(model, tokenizer), {}
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind, (k, temperature) in plan.items():
-        if k == 0:
+        if k == 0 or kind not in kinds:
             continue
         with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
             results[kind] = evaluate(
@@ -238,14 +244,16 @@ def report(
 ) -> None:
     """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`."""
     content = dict(about)
-    for kind, result in results["base"].items():
-        rows = {name: figures(row[kind]) for name, row in results.items()}
-        compared = {
-            f"{b} − {a}": compare(results[a][kind], results[b][kind]) for a, b in pairwise(results)
-        }
-        content[kind] = {"completions": result.k, "rows": rows, "compared": compared}
-        show(f"{data}, {kind}, {result.k} each", rows, compared)
-    if about["note"]:
+    for kind in ("greedy", "sampled"):
+        found = {name: row[kind] for name, row in results.items() if kind in row}
+        if not found:
+            continue
+        rows = {name: figures(result) for name, result in found.items()}
+        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairwise(found)}
+        k = next(iter(found.values())).k
+        content[kind] = {"completions": k, "rows": rows, "compared": compared}
+        show(f"{data}, {kind}, {k} each", rows, compared)
+    if about.get("note"):
         terminal.line(f"  {about['note']}")
 
     output.mkdir(parents=True, exist_ok=True)
@@ -257,7 +265,7 @@ def report(
         name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
         for name, row in content["greedy"]["rows"].items()
     }
-    accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", about["note"])
+    accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", about.get("note", ""))
     terminal.line(f"written: {output}/evaluation.json, accuracy.png, failures.jsonl")
 
 

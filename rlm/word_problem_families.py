@@ -56,7 +56,7 @@ ONE_STEP = (
     Family(
         "gather_more",
         steps=("total = start + found",),
-        numbers={"start": range(5, 61), "found": range(3, 41)},
+        numbers={"start": range(4, 41), "found": range(3, 31)},
         wordings=(
             "{name} has {start} {keepsake}. A cousin brings {found} more. How many {keepsake} does {name} have now?",
             "There are {start} {keepsake} in {name}'s drawer and {found} on the desk. How many {keepsake} is that altogether?",
@@ -69,7 +69,7 @@ ONE_STEP = (
     Family(
         "give_away",
         steps=("fruit_left = start - given",),
-        numbers={"start": range(10, 91), "given": range(3, 61)},
+        numbers={"start": range(8, 51), "given": range(3, 31)},
         wordings=(
             "{name} picks {start} {fruit} and gives {given} to {friend}. How many {fruit} does {name} keep?",
             "A basket holds {start} {fruit}. {name} takes out {given}. How many {fruit} are left in the basket?",
@@ -82,7 +82,7 @@ ONE_STEP = (
     Family(
         "shopping_cost",
         steps=("cost = price * count",),
-        numbers={"price": range(2, 25), "count": range(2, 25)},
+        numbers={"price": range(2, 13), "count": range(2, 13)},
         wordings=(
             "{name} buys {count} {supply} at {price} dollars each. How many dollars does {name} pay?",
             "A shop sells {supply} for ${price} each. How much do {count} {supply} cost {name}?",
@@ -98,7 +98,7 @@ ONE_STEP = (
     Family(
         "rows_of_seats",
         steps=("total = rows * per_row",),
-        numbers={"rows": range(2, 26), "per_row": range(3, 31)},
+        numbers={"rows": range(2, 13), "per_row": range(3, 13)},
         wordings=(
             "{name} sets up {rows} rows of {per_row} chairs. How many chairs does {name} use?",
             "A hall has {rows} rows with {per_row} chairs in each row. How many chairs must {name} clean?",
@@ -111,7 +111,7 @@ ONE_STEP = (
     Family(
         "share_equally",
         steps=("share = total / people",),
-        numbers={"total": range(8, 133), "people": range(2, 13)},
+        numbers={"total": range(8, 101), "people": range(2, 11)},
         wordings=(
             "{name} shares {total} {bake} equally among {people} friends. How many {bake} does each friend get?",
             "{name} splits a tray of {total} {bake} evenly onto {people} plates. How many {bake} go on each plate?",
@@ -124,7 +124,7 @@ ONE_STEP = (
     Family(
         "make_groups",
         steps=("groups = total / size",),
-        numbers={"total": range(8, 145), "size": range(2, 16)},
+        numbers={"total": range(8, 101), "size": range(2, 13)},
         wordings=(
             "{name} packs {total} eggs into cartons of {size}. How many cartons does {name} fill?",
             "The {total} children at {name}'s camp form teams of {size}. How many teams are there?",
@@ -136,7 +136,7 @@ ONE_STEP = (
     Family(
         "compare_amounts",
         steps=("difference = more - fewer",),
-        numbers={"more": range(12, 100), "fewer": range(4, 80)},
+        numbers={"more": range(8, 61), "fewer": range(3, 41)},
         wordings=(
             "{name} reads {more} pages and {friend} reads {fewer} pages. How many more pages does {name} read?",
             "{friend} scores {fewer} points in a game, while {name} scores {more}. By how many points does {name} win?",
@@ -148,7 +148,7 @@ ONE_STEP = (
     Family(
         "money_at_first",
         steps=("money_at_first = spent + left",),
-        numbers={"spent": range(4, 61), "left": range(3, 61)},
+        numbers={"spent": range(4, 41), "left": range(3, 41)},
         wordings=(
             "{name} spends {spent} dollars and has {left} dollars left. How many dollars did {name} have at first?",
             "After giving {friend} {spent} dollars, {name} still has ${left}. How much did {name} have before?",
@@ -160,7 +160,7 @@ ONE_STEP = (
     Family(
         "still_to_go",
         steps=("remaining = goal - done",),
-        numbers={"goal": range(20, 131), "done": range(5, 91)},
+        numbers={"goal": range(12, 71), "done": range(4, 51)},
         wordings=(
             "A bike costs {goal} dollars. {name} has saved {done} dollars. How many more dollars does {name} need?",
             "{name} plans to walk {goal} miles this month and has walked {done} so far. How many miles are left to walk?",
@@ -172,7 +172,7 @@ ONE_STEP = (
     Family(
         "hourly_pay",
         steps=("pay = rate * hours",),
-        numbers={"rate": range(5, 31), "hours": range(2, 16)},
+        numbers={"rate": range(5, 21), "hours": range(2, 11)},
         wordings=(
             "{name} earns {rate} dollars an hour. How many dollars does {name} earn in {hours} hours?",
             "A painter charges {name} ${rate} per hour. What is the bill for {hours} hours?",
@@ -184,7 +184,7 @@ ONE_STEP = (
     Family(
         "times_as_many",
         steps=("times_as_many = base * times",),
-        numbers={"base": range(3, 41), "times": range(2, 11)},
+        numbers={"base": range(3, 16), "times": range(2, 11)},
         wordings=(
             "{friend} has {base} {keepsake}. {name} has {times} times as many. How many {keepsake} does {name} have?",
             "{name}'s puppy weighs {base} pounds. The puppy's mother weighs {times} times as much. How many pounds does the mother weigh?",
@@ -195,7 +195,7 @@ ONE_STEP = (
     Family(
         "distance_travelled",
         steps=("distance = speed * hours",),
-        numbers={"speed": range(3, 61), "hours": range(2, 13)},
+        numbers={"speed": range(3, 21), "hours": range(2, 11)},
         wordings=(
             "A boat moves at {speed} miles per hour. How many miles does it go in {hours} hours?",
             "{name} travels for {hours} hours at {speed} miles per hour. How many miles is that?",
@@ -206,7 +206,7 @@ ONE_STEP = (
     Family(
         "age_later",
         steps=("age = age_now + years",),
-        numbers={"age_now": range(4, 61), "years": range(2, 31)},
+        numbers={"age_now": range(4, 51), "years": range(2, 21)},
         wordings=(
             "{name} is {age_now} years old. How old will {name} be in {years} years?",
             "In {years} years {name} will have a big birthday party. {name} is {age_now} now. What age will the party celebrate?",
@@ -218,7 +218,7 @@ ONE_STEP = (
     Family(
         "rectangle_area",
         steps=("area = length * width",),
-        numbers={"length": range(4, 31), "width": range(2, 21)},
+        numbers={"length": range(4, 16), "width": range(2, 13)},
         wordings=(
             "{name}'s garden is {length} feet long and {width} feet wide. What is its area in square feet?",
             "How many square tiles, each 1 foot wide, cover a floor of {length} feet by {width} feet?",
