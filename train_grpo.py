@@ -66,7 +66,7 @@ from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_prompt
 from rlm.report import LearningTally, log_step, step_metrics
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
-from rlm.runs import RunDirectory, git_commit
+from rlm.runs import RunDirectory, check_writable, git_commit
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 from rlm.state import TrainingState
 
@@ -310,6 +310,7 @@ def main(config: GRPOConfig) -> int:
         config.dataset, "train", max_samples=config.max_samples, seed=config.seed
     )
     validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+    check_writable("--output", config.output.parent)
     trainer = GRPOTrainer(config.model, config)
     terminal.facts(
         "Stage 2: GRPO",

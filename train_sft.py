@@ -91,6 +91,7 @@ def main(config: SFTConfig) -> int:
 
     from rlm.machine import fill_in, keep_freed_memory, peak_memory_gb, pick_device
     from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
+    from rlm.runs import check_writable
 
     keep_freed_memory()
     config = fill_in(config, GPU_DEFAULTS)
@@ -119,6 +120,8 @@ def main(config: SFTConfig) -> int:
             show_example(tokenizer, example)
         return 0
 
+    check_writable("--output", config.output.parent)
+    check_writable("--run-dir", config.run_dir)
     transformers.set_seed(config.seed)
     policy = new_adapter(
         load_base(config.model, device, use_4bit=config.use_4bit),

@@ -1,8 +1,8 @@
 """The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems, one answer.
 
 Run by `make demo`. Everything goes under runs/demo/, adapters too; weights/ is left alone. The
-stage scripts do the work, with the options of configs/demo_sft.yaml and configs/demo_grpo.yaml; what
-is here is their order and the summary.
+stage scripts do the work, with the options of configs/demo_sft.yaml and configs/demo_grpo.yaml;
+what is here is their order and the summary.
 
 The three rows of the table share prompt, problems, grader and token limit. "gain" is GRPO's lead
 over the SFT adapter in sampled accuracy (mean over k completions a problem, at the training
@@ -46,15 +46,20 @@ def main(config: DemoConfig) -> int:
     keep_freed_memory()
     began, seconds = time.monotonic(), {}
     sft_adapter, grpo_adapter = config.output / "sft_lora", config.output / "final_rlm_lora"
-    sft = parse(
-        train_sft.SFTConfig,
-        ["--config", str(config.sft_config), "--output", str(sft_adapter)]
-        + ["--run-dir", str(config.output / "sft")],
+
+    def options(cls, file: Path, **paths: Path):
+        typed = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
+        return parse(cls, ["--config", str(file), *typed])
+
+    sft = options(
+        train_sft.SFTConfig, config.sft_config, output=sft_adapter, run_dir=config.output / "sft"
     )
-    grpo = parse(
+    grpo = options(
         train_grpo.GRPOConfig,
-        ["--config", str(config.grpo_config), "--output", str(grpo_adapter)]
-        + ["--sft-adapter", str(sft_adapter), "--run-dir", str(config.output / "grpo")],
+        config.grpo_config,
+        output=grpo_adapter,
+        sft_adapter=sft_adapter,
+        run_dir=config.output / "grpo",
     )
 
     def timed(stage: str, work, *args):

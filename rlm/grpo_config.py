@@ -29,7 +29,7 @@ class GRPOConfig:
     group_size: int = flag(8, "completions of each problem")
     max_new_tokens: int = flag(96, "longest completion")
     temperature: float = flag(1.0, "of sampling and scoring alike")
-    seats: int = flag(64, "completions decoded at the same time")
+    seats: int = flag(128, "completions decoded at the same time")
 
     learning_rate: float = flag(2e-4, "peak; LoRA wants about ten times full fine-tuning's")
     lr_schedule: str = flag("constant", "after warm-up", choices=("constant", "linear", "cosine"))

@@ -26,6 +26,21 @@ from rlm import terminal
 from rlm.config import UsageError
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Make the directory and write in it, before hours of work depend on it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".write_test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
 class RunDirectory:
     """Where one training run writes."""
 
@@ -36,13 +51,7 @@ class RunDirectory:
             UsageError: it cannot be written, or holds another run that --resume did not ask for.
         """
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / ".write_test"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UsageError(f"--run-dir {path} cannot be written: {error.strerror}") from error
+        check_writable("--run-dir", path)
         self.metrics_file = path / "metrics.jsonl"
         self.samples_file = path / "samples.jsonl"
         if not resume:

@@ -391,7 +391,7 @@ def test_aime(year):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stand-ins for `datasets` and `huggingface_hub`: rows to serve, calls seen, whether it is up."""
+    """Stand-ins for `datasets` and `huggingface_hub`: rows, calls, whether it is up."""
     state = SimpleNamespace(
         rows=[], calls=[], up=True, config=SimpleNamespace(HF_HUB_OFFLINE=False)
     )

@@ -49,7 +49,7 @@ class Sampler:
     """Draws completions from a model, with its adapter unmerged if it has one."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seats: int = 64
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seats: int = 128
     ) -> None:
         self._decoder, self._head = decoder_and_head(model)
         self._config = model.config

@@ -1,0 +1,245 @@
+"""The four scripts, in-process, on a tiny model: SFT → GRPO → evaluation → inference."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import evaluate
+import inference
+import train_grpo
+import train_sft
+from rlm.config import parse, run_main
+from rlm.prompts import FORMATS, render_prompt
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ("train_sft", "train_grpo", "evaluate", "inference")
+DATA = ["--dataset", "word-problems:1"]
+
+
+def run(script, *arguments):
+    """What `python script.py arguments` does, in this process; the exit code."""
+    classes = {
+        train_sft: train_sft.SFTConfig,
+        train_grpo: train_grpo.GRPOConfig,
+        evaluate: evaluate.EvaluateConfig,
+        inference: inference.InferenceConfig,
+    }
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, classes[script], argv=[str(a) for a in arguments])
+    return exit.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def trained(model_dir, tmp_path_factory):
+    """Both stages, once."""
+    path = tmp_path_factory.mktemp("trained")
+    common = ["--model", model_dir, *DATA]
+    assert run(
+        train_sft, *common, "--max-samples", 16, "--batch-size", 8, "--micro-batch", 4,
+        "--output", path / "sft", "--run-dir", path / "run_sft",
+    ) == 0  # fmt: skip
+    assert run(
+        train_grpo, *common, "--sft-adapter", path / "sft", "--output", path / "grpo",
+        "--run-dir", path / "run_grpo", "--steps", 2, "--batch-size", 2, "--group-size", 2,
+        "--max-new-tokens", 8, "--eval-samples", 4,
+    ) == 0  # fmt: skip
+    return path
+
+
+def test_both_stages_leave_an_adapter_with_its_history(trained):
+    for stage in ("sft", "grpo"):
+        files = {file.name for file in (trained / stage).iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "run.json"} <= files
+        history = json.loads((trained / stage / "run.json").read_text())
+        assert history["stage"] == stage
+        assert history["dataset"] == "word-problems:1"
+    assert not list(trained.glob(".*"))  # nothing half-written stays
+
+
+def test_sft_changed_every_adapter_tensor(trained):
+    tensors = load_file(trained / "sft" / "adapter_model.safetensors")
+    assert all(tensor.abs().max() > 0 for name, tensor in tensors.items() if "lora_B" in name)
+
+
+def test_evaluate_writes_its_files(trained, capsys):
+    code = run(
+        evaluate, "--sft-adapter", trained / "sft", "--adapter", trained / "grpo",
+        "--max-samples", 6, "--samples", 2, "--max-new-tokens", 8, "--few-shot", 1,
+        "--output", trained / "evaluation",
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads((trained / "evaluation" / "evaluation.json").read_text())
+    assert list(result["greedy"]["rows"]) == ["base", "base, 1-shot", "SFT", "GRPO"]
+    assert result["sampled"]["completions"] == 2
+    assert (trained / "evaluation" / "accuracy.png").stat().st_size > 10_000
+    failures = (trained / "evaluation" / "failures.jsonl").read_text().splitlines()
+    assert {json.loads(line)["row"] for line in failures} >= {"base", "GRPO"}
+    assert "SFT" in capsys.readouterr().out
+
+
+def test_inference_streams_then_says_what_it_found(trained, capsys):
+    assert run(inference, "2 + 2?", "--adapter", trained / "grpo", "--max-new-tokens", 8) == 0
+    text = capsys.readouterr().out
+    assert "answer: " in text
+    assert "8 tokens" in text or "tokens/s" in text
+
+
+def test_inference_json_and_base(trained, capsys):
+    common = ["--adapter", trained / "grpo", "--max-new-tokens", 8, "--json"]
+    assert run(inference, "2 + 2?", *common) == 0
+    tuned = json.loads(capsys.readouterr().out)
+    assert tuned["completion_tokens"] <= 8
+    assert tuned["finish_reason"] in ("stop", "length")
+    assert run(inference, "2 + 2?", *common, "--base") == 0
+    base = json.loads(capsys.readouterr().out)
+    assert base["response"] != tuned["response"]
+
+
+def test_plain_peft_loads_the_adapter_and_says_the_same(trained, model_dir):
+    """Greedy text of transformers + PEFT, with nothing of ours but the prompt."""
+    model, tokenizer = inference.load_rlm_model(trained / "grpo")
+    text = inference.generate_reasoning("Tom has 3?", model, tokenizer, max_new_tokens=24)
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, trained / "grpo").eval()
+    prompt = render_prompt(tokenizer, "Tom has 3?", FORMATS["deepseek"])
+    ids = plain.generate(
+        input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=258
+    )
+    assert tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True) == text
+
+
+def test_grpo_takes_model_and_data_from_the_sft_adapter(trained, capsys):
+    code = run(
+        train_grpo, "--sft-adapter", trained / "sft", "--output", trained / "again",
+        "--run-dir", trained / "run_again", "--steps", 1, "--batch-size", 2, "--group-size", 2,
+        "--max-new-tokens", 4, "--eval-samples", 2, "--max-minutes", 0.001,
+    )  # fmt: skip
+    assert code == 0
+    assert "the start adapter's" in capsys.readouterr().out
+
+
+def test_max_minutes_stops_evaluates_and_exports(trained, capsys):
+    code = run(
+        train_grpo, "--sft-adapter", trained / "sft", "--output", trained / "short",
+        "--run-dir", trained / "run_short", "--steps", 500, "--batch-size", 2, "--group-size", 2,
+        "--max-new-tokens", 4, "--eval-samples", 2, "--max-minutes", 0.0001, "--eval-every", 0,
+    )  # fmt: skip
+    assert code == 0
+    rows = (trained / "run_short" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 1
+    assert "eval/accuracy" in json.loads(rows[0])
+    assert (trained / "short" / "run.json").exists()
+
+
+def test_dry_run_shows_the_mask_and_trains_nothing(model_dir, tmp_path, capsys):
+    output = tmp_path / "none"
+    assert run(train_sft, "--model", model_dir, *DATA, "--dry-run", "--output", output) == 0
+    text = capsys.readouterr().out
+    assert text.count("--- learned") == 3
+    assert "<think>" in text.split("--- learned")[1]
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_fast_and_lists_every_option(script):
+    result = subprocess.run(
+        [sys.executable, f"{script}.py", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0
+    assert result.stdout.count("--") > 8
+
+
+def test_importing_rlm_loads_no_torch():
+    code = (
+        "import rlm, rlm.config, rlm.data, rlm.answers, rlm.prompts, rlm.evaluation, sys\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_importing_a_script_runs_nothing(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(SCRIPTS)}"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- a user's mistakes: one line that says what to do, exit code 2, nothing written --------------
+
+MISTAKES = [
+    (train_sft, ["--model", "no/such-model", *DATA], "no such directory"),
+    (train_sft, ["--dataset", "nope"], "unknown data set"),
+    (train_sft, ["--dataset", "missing.jsonl"], "missing.jsonl"),
+    (train_sft, ["--batch-size", "10", "--micro-batch", "4"], "multiple"),
+    (train_sft, ["--learning-rate", "0"], "above 0"),
+    (train_sft, ["--learning-rat", "1"], "did you mean --learning-rate"),
+    (train_sft, ["--epochs", "half"], "expected int"),
+    (train_sft, ["--use-4bit", *DATA], "CUDA"),
+    (train_grpo, ["--temperature", "0"], "above 0"),
+    (train_grpo, ["--group-size", "1"], "at least 2"),
+    (train_grpo, ["--algorithm", "ppo"], "grpo"),
+    (train_grpo, ["--sft-adapter", "nowhere"], "python train_sft.py"),
+    (train_grpo, ["--config", "nowhere.yaml"], "cannot read"),
+    (train_grpo, ["--clip-eps-low", "1.5"], "clip-eps-low"),
+    (train_grpo, ["--output", "x", "--sft-adapter", "x"], "overwrite"),
+    (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
+    (evaluate, ["--temperature", "0"], "above 0"),
+    (inference, ["hi", "--adapter", "nowhere"], "python train_sft.py"),
+    (inference, ["--json"], "one question"),
+    (inference, ["hi", "--top-p", "2"], "at most 1"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "message"), MISTAKES, ids=str)
+def test_a_mistake_is_one_line(
+    script, arguments, message, model_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    if script is not inference and "--model" not in arguments:
+        arguments = ["--model", str(model_dir), *arguments]
+    assert run(script, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_of_another_base_is_refused(trained, tmp_path, tokenizer, capsys):
+    from conftest import tiny_model
+
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    for script, arguments in (
+        (train_grpo, ["--sft-adapter", trained / "sft", *DATA]),
+        (evaluate, ["--adapter", trained / "grpo", "--sft-adapter", "none"]),
+        (inference, ["hi", "--adapter", trained / "grpo"]),
+    ):
+        assert run(script, *arguments, "--model", other) == 2
+        assert "other weights" in capsys.readouterr().err
+
+
+def test_an_unwritable_place_is_refused_before_training(model_dir, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    code = run(
+        train_grpo, "--model", model_dir, *DATA, "--sft-adapter", "none", "--run-dir",
+        tmp_path / "file" / "run", "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_yaml_configs_parse():
+    assert parse(train_sft.SFTConfig, ["--config", str(ROOT / "configs/demo_sft.yaml")])
+    assert parse(train_grpo.GRPOConfig, ["--config", str(ROOT / "configs/demo_grpo.yaml")])
