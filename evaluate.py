@@ -270,12 +270,14 @@ def report(
 
 
 def main(config: EvaluateConfig) -> int:
-    from rlm.machine import EMBEDDED_MODEL, pick_device
+    from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.models import base_hash, check_base, load_adapter, load_base, load_tokenizer, read_run
 
+    prepare_process()
     adapters = find_adapters(config)
     run = read_run([*adapters.values()][-1]) if adapters else {}
-    config, device = fill_in(config, run), pick_device()
+    config = fill_in(config, run)
+    device = pick_device(use_4bit=config.use_4bit)
     weights = base_hash(config.model)
     for path in adapters.values():
         check_base(path, config.model, weights)

@@ -69,7 +69,7 @@ def load_rlm_model(
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
     """
-    from rlm.machine import EMBEDDED_MODEL, pick_device
+    from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.models import (
         base_hash,
         check_adapter,
@@ -80,6 +80,7 @@ def load_rlm_model(
         read_run,
     )
 
+    prepare_process()
     adapter = Path(adapter)
     if not (base and model):
         if base and not adapter.exists():
@@ -90,7 +91,8 @@ def load_rlm_model(
     model = model or run.get("base_model")
     if model is None:
         raise UsageError(f"{adapter} does not say what it was trained on; name it with --model")
-    loaded = load_base(model, pick_device(), use_4bit=run.get("use_4bit", False))
+    use_4bit = bool(run.get("use_4bit", False))
+    loaded = load_base(model, pick_device(use_4bit=use_4bit), use_4bit=use_4bit)
     if not base:
         check_base(adapter, model, base_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)

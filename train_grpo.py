@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlm import terminal
+from rlm import machine, models, terminal
 from rlm.config import UsageError, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import evaluate
@@ -42,29 +42,9 @@ from rlm.grpo import (
     token_logprobs,
 )
 from rlm.grpo_config import GRPOConfig
-from rlm.machine import (
-    Device,
-    fill_in,
-    keep_freed_memory,
-    peak_memory_gb,
-    pick_device,
-)
-from rlm.models import (
-    adapter_tensors,
-    base_hash,
-    check_adapter,
-    check_base,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    new_adapter,
-    read_run,
-    save_adapter,
-    use_reference,
-)
 from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_prompt
-from rlm.report import LearningTally, log_step, step_metrics
+from rlm.report import LearningTally, announce, log_step, step_metrics, summary_card
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
 from rlm.runs import RunDirectory, check_writable, git_commit
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
@@ -81,7 +61,7 @@ class GRPOTrainer:
         model_name: str,
         config: GRPOConfig | None = None,
         reward_fn: RewardFunction | Callable | None = None,
-        device: Device | None = None,
+        device: machine.Device | None = None,
     ) -> None:
         """Load the model and the adapter to start from.
 
@@ -93,18 +73,22 @@ class GRPOTrainer:
         self.model_name = model_name
         self.format = FORMATS[config.reasoning_format]
         self.scorer = as_scorer(reward_fn or CorrectnessReward(self.format))
-        self.tokenizer = load_tokenizer(model_name)
-        self.base_hash = base_hash(model_name)
+        self.tokenizer = models.load_tokenizer(model_name)
+        self.base_hash = models.base_hash(model_name)
         if config.sft_adapter:
-            check_adapter(config.sft_adapter, "run: python train_sft.py")
-            check_base(config.sft_adapter, model_name, self.base_hash)
-        base = load_base(model_name, device or pick_device(), use_4bit=config.use_4bit)
+            models.check_adapter(config.sft_adapter, "run: python train_sft.py")
+            models.check_base(config.sft_adapter, model_name, self.base_hash)
+        base = models.load_base(
+            model_name,
+            device or machine.pick_device(use_4bit=config.use_4bit),
+            use_4bit=config.use_4bit,
+        )
         if config.sft_adapter:
-            self.policy = load_adapter(base, config.sft_adapter, trainable=True)
+            self.policy = models.load_adapter(base, config.sft_adapter, trainable=True)
         else:
-            self.policy = new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+            self.policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
         self.sampler = Sampler(self.policy, self.tokenizer, seats=config.seats)
-        self.adapter = adapter_tensors(self.policy)  # name → the tensor that is trained
+        self.adapter = models.adapter_tensors(self.policy)  # name → the tensor that is trained
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -171,16 +155,7 @@ class GRPOTrainer:
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
                     metrics["eval/accuracy"] = accuracy
-            log_step(
-                run,
-                metrics,
-                chosen,
-                texts,
-                rewards,
-                advantages,
-                steps=config.steps,
-                sample_every=config.sample_every,
-            )
+            log_step(run, config, metrics, chosen, texts, rewards, advantages)
             if last or (config.save_every and done % config.save_every == 0):
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
@@ -206,7 +181,7 @@ class GRPOTrainer:
                 if update == 0:  # the current log-probabilities are the old ones
                     old |= dict(zip(micro.rows, logprobs.detach(), strict=True))
                     if config.kl_weight:
-                        with torch.no_grad(), use_reference(self.policy, config.sft_adapter):
+                        with torch.no_grad(), models.use_reference(self.policy, config.sft_adapter):
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
                 loss, sums = policy_loss(
@@ -281,10 +256,10 @@ class GRPOTrainer:
             "steps_run": len(rows),
             "commit": git_commit(),
             "seconds": seconds,
-            "peak_memory_gb": peak_memory_gb(),
+            "peak_memory_gb": machine.peak_memory_gb(),
             "config": to_dict(config),
         }
-        save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)
+        models.save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)
         self.run.write_csv()
         learning_curves(rows, self.run.path / "curves.png")
         return summary
@@ -301,46 +276,20 @@ GPU_DEFAULTS = {
 
 
 def main(config: GRPOConfig) -> int:
-    keep_freed_memory()
+    machine.prepare_process()
     if config.sft_adapter:
-        check_adapter(config.sft_adapter, "run: python train_sft.py")
-    start_run = read_run(config.sft_adapter) if config.sft_adapter else None
-    config = fill_in(config, GPU_DEFAULTS, start_run)
+        models.check_adapter(config.sft_adapter, "run: python train_sft.py")
+    start_run = models.read_run(config.sft_adapter) if config.sft_adapter else None
+    config = machine.fill_in(config, GPU_DEFAULTS, start_run)
     problems = load_problems(
         config.dataset, "train", max_samples=config.max_samples, seed=config.seed
     )
     validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
     check_writable("--output", config.output.parent)
     trainer = GRPOTrainer(config.model, config)
-    terminal.facts(
-        "Stage 2: GRPO",
-        {
-            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
-            "device": pick_device(),
-            "data": f"{config.dataset}: {len(problems)} problems, {len(validation)} to validate on",
-            "trainable": f"{sum(t.numel() for t in trainer.adapter.values()):,} parameters",
-            "algorithm": f"{config.algorithm}: {ALGORITHMS[config.algorithm].formula}",
-            "a step": f"{config.batch_size} problems × {config.group_size} completions",
-            "steps": f"{config.steps}"
-            + (f", or {config.max_minutes:g} minutes" if config.max_minutes else ""),
-            "run": config.run_dir,
-        },
-    )
+    announce(config, trainer.adapter, len(problems), len(validation))
     summary = trainer.train(problems, validation)
-    accuracy = summary["accuracy"]
-    terminal.facts(
-        "Stage 2 done",
-        {
-            "validation accuracy": f"{accuracy:.1%} at step {summary['step']}"
-            if accuracy is not None
-            else "not measured",
-            "time": terminal.duration(summary["seconds"]),
-            "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
-            "curves": config.run_dir / "curves.png",
-            "adapter": config.output,
-            "next": 'python inference.py "your question"',
-        },
-    )
+    summary_card(config, summary)
     return 0
 
 

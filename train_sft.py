@@ -71,6 +71,21 @@ def to_example(tokenizer, problem: Problem, format: Format) -> dict[str, list[in
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
+def check_loss_mask(batch, examples: list[dict[str, list[int]]]) -> None:
+    """That the batch the trainer will see learns exactly what the examples say, padding apart.
+
+    Raises:
+        RuntimeError: the collator changed ids or labels.
+    """
+    for row, example in enumerate(examples):
+        length = len(example["input_ids"])
+        ids, labels = batch["input_ids"][row].tolist(), batch["labels"][row].tolist()
+        if ids[:length] != example["input_ids"] or labels[:length] != example["labels"]:
+            raise RuntimeError("the collator does not keep input_ids and labels as they are")
+        if any(label != IGNORED for label in labels[length:]):
+            raise RuntimeError("the collator puts padding into the loss")
+
+
 def show_example(tokenizer, example: dict[str, list[int]]) -> None:
     """The rendered text, the part that is learned marked."""
     learned = [
@@ -89,13 +104,13 @@ def main(config: SFTConfig) -> int:
     import trl
     from transformers import TrainerCallback
 
-    from rlm.machine import fill_in, keep_freed_memory, peak_memory_gb, pick_device
+    from rlm.machine import fill_in, peak_memory_gb, pick_device, prepare_process
     from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
     from rlm.runs import check_writable
 
-    keep_freed_memory()
+    prepare_process()
     config = fill_in(config, GPU_DEFAULTS)
-    device = pick_device()
+    device = pick_device(use_4bit=config.use_4bit)
     format = FORMATS[config.reasoning_format]
     tokenizer = load_tokenizer(config.model)
     problems = load_problems(
@@ -195,6 +210,7 @@ def main(config: SFTConfig) -> int:
         ),
         callbacks=[Report()],
     )
+    check_loss_mask(trainer.data_collator(kept[: config.micro_batch]), kept[: config.micro_batch])
     trainer.remove_callback(transformers.PrinterCallback)
     result = trainer.train()
     run = {

@@ -40,10 +40,10 @@ def main(config: DemoConfig) -> int:
     from inference import generate_reasoning, load_rlm_model
     from rlm.data import load_problems
     from rlm.evaluation import paired_bootstrap
-    from rlm.machine import keep_freed_memory, peak_memory_gb, pick_device
+    from rlm.machine import peak_memory_gb, pick_device, prepare_process
     from rlm.models import load_adapter, load_base, load_tokenizer
 
-    keep_freed_memory()
+    prepare_process()
     began, seconds = time.monotonic(), {}
     sft_adapter, grpo_adapter = config.output / "sft_lora", config.output / "final_rlm_lora"
 

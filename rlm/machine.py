@@ -7,6 +7,7 @@ import ctypes
 import resource
 import socket
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from rlm import terminal
-from rlm.config import explicit
+from rlm.config import UsageError, explicit
 
 C = TypeVar("C")  # a script's config, with model, dataset and use_4bit
 
@@ -34,8 +35,14 @@ class Device:
         return f"{self.type}, {str(self.dtype).removeprefix('torch.')} ({self.reason})"
 
 
-def pick_device() -> Device:
-    """The accelerator if there is one; the type that this hardware computes fast."""
+def pick_device(*, use_4bit: bool = False) -> Device:
+    """The accelerator if there is one; the type that this hardware computes fast.
+
+    Raises:
+        UsageError: 4-bit weights were asked for and there is no CUDA device.
+    """
+    if use_4bit and not torch.cuda.is_available():
+        raise UsageError("--use-4bit needs a CUDA GPU; leave it out on this machine")
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
@@ -105,12 +112,19 @@ def hub_reachable() -> bool:
         return False
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks of up to 32 MB instead of giving each back to the system.
+def prepare_process() -> None:
+    """Called by every script first: quiet libraries, and an allocator that keeps what it frees.
 
     Every layer allocates temporaries of a few megabytes; mapped anew each time, page faults take
-    a tenth of a training step on a CPU. Larger blocks still go back, so memory stays bounded.
+    a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to 32 MB; larger
+    ones still go back to the system, so memory stays bounded.
     """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    # Libraries announcing their own renamings to us: nothing a user of the script can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\b")
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tune
             libc = ctypes.CDLL("libc.so.6")

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlm.config import UsageError
-from rlm.machine import EMBEDDED_MODEL, Device
+from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
@@ -46,6 +46,13 @@ def model_directory(name: str) -> str:
         UsageError: the embedded model's package is not installed.
     """
     return str(_embedded_model()) if name == EMBEDDED_MODEL else name
+
+
+def _where(name: str) -> dict[str, object]:
+    """Arguments of from_pretrained. Without network the cache is asked at once, no retries."""
+    directory = model_directory(name)
+    local = not Path(directory).is_dir() and not hub_reachable()
+    return {"pretrained_model_name_or_path": directory, "local_files_only": local}
 
 
 def _embedded_model() -> Path:
@@ -85,8 +92,11 @@ def _embedded_model() -> Path:
         made.mkdir()
         for file in [f for f in Path(scratch).iterdir() if f.is_file()]:
             shutil.move(file, made)
-        if not (target / "config.json").exists():
+        try:
             made.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():
+                raise
     return target
 
 
@@ -97,7 +107,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         UsageError: nothing loadable is there.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_directory(name))
+        tokenizer = AutoTokenizer.from_pretrained(**_where(name))
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if tokenizer.pad_token_id is None:
@@ -109,12 +119,10 @@ def load_base(name: str, device: Device, *, use_4bit: bool = False) -> PreTraine
     """The frozen base model, in eval mode.
 
     Raises:
-        UsageError: nothing loadable is there, or 4-bit was asked for without a GPU.
+        UsageError: nothing loadable is there.
     """
     quantization = None
     if use_4bit:
-        if device.type != "cuda":
-            raise UsageError("--use-4bit needs a CUDA GPU; leave it out on this machine")
         from transformers import BitsAndBytesConfig
 
         quantization = BitsAndBytesConfig(
@@ -125,7 +133,7 @@ def load_base(name: str, device: Device, *, use_4bit: bool = False) -> PreTraine
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            model_directory(name),
+            **_where(name),
             dtype=device.dtype,
             use_safetensors=True,
             quantization_config=quantization,
@@ -163,7 +171,7 @@ def base_hash(name: str) -> str:
     """What identifies the weights: the hub's commit, or a SHA-256 over a directory's tensors."""
     directory = Path(model_directory(name))
     if not directory.is_dir():
-        commit = AutoConfig.from_pretrained(name)._commit_hash
+        commit = AutoConfig.from_pretrained(**_where(name))._commit_hash
         return f"hub:{commit}"
     digest = hashlib.sha256()
     for file in sorted(directory.glob("*.safetensors")):

@@ -11,9 +11,49 @@ from torch import Tensor
 
 from rlm import terminal
 from rlm.data import Problem
-from rlm.grpo import LossSums, MicroBatch, has_signal
+from rlm.grpo import ALGORITHMS, LossSums, MicroBatch, has_signal
+from rlm.grpo_config import GRPOConfig
+from rlm.machine import pick_device
 from rlm.runs import RunDirectory
 from rlm.sampling import Completion
+
+
+def announce(
+    config: GRPOConfig, adapter: Mapping[str, Tensor], problems: int, validation: int
+) -> None:
+    """What will happen, before it does."""
+    limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
+    terminal.facts(
+        "Stage 2: GRPO",
+        {
+            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
+            "device": pick_device(),
+            "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
+            "trainable": f"{sum(tensor.numel() for tensor in adapter.values()):,} parameters",
+            "algorithm": f"{config.algorithm}: {ALGORITHMS[config.algorithm].formula}",
+            "a step": f"{config.batch_size} problems × {config.group_size} completions",
+            "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
+            "run": config.run_dir,
+        },
+    )
+
+
+def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
+    """What happened, and what to do next."""
+    accuracy = summary["accuracy"]
+    terminal.facts(
+        "Stage 2 done",
+        {
+            "validation accuracy": "not measured"
+            if accuracy is None
+            else f"{accuracy:.1%} at step {summary['step']}",
+            "time": terminal.duration(summary["seconds"]),
+            "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
+            "curves": config.run_dir / "curves.png",
+            "adapter": config.output,
+            "next": f'python inference.py --adapter {config.output} "your question"',
+        },
+    )
 
 
 def step_metrics(
@@ -109,6 +149,9 @@ def step_line(metrics: Mapping[str, float], steps: int) -> str:
     parts.append(
         f"{seconds:.0f} s (sample {metrics['time/sample']:.0f}, learn {metrics['time/learn']:.0f})"
     )
+    left = (steps - metrics["step"] - 1) * seconds
+    if left:
+        parts.append(f"{terminal.duration(left)} left")
     if "eval/accuracy" in metrics:
         parts.append(f"validation {metrics['eval/accuracy']:.1%}")
     return "  ".join(parts)
@@ -116,23 +159,20 @@ def step_line(metrics: Mapping[str, float], steps: int) -> str:
 
 def log_step(
     run: RunDirectory,
+    config: GRPOConfig,
     metrics: Mapping[str, float],
     problems: Sequence[Problem],
     texts: Sequence[Sequence[str]],
     rewards: Tensor,
     advantages: Tensor,
-    *,
-    steps: int,
-    sample_every: int,
 ) -> None:
     """One line on the terminal, one in metrics.jsonl, every completion in samples.jsonl.
 
     Args:
         rewards, advantages: (P, G).
-        sample_every: print the first completion of every so many steps; 0 for none.
     """
     run.log(metrics)
-    terminal.line(step_line(metrics, steps))
+    terminal.line(step_line(metrics, config.steps))
     rows = zip(problems, texts, rewards.tolist(), advantages.tolist(), strict=True)
     run.log_samples(
         [
@@ -148,6 +188,6 @@ def log_step(
             for problem, group, row, signal in rows
         ]
     )
-    if sample_every and metrics["step"] % sample_every == 0:
+    if config.sample_every and metrics["step"] % config.sample_every == 0:
         verdict = f"reward {rewards[0, 0].item():g}, gold {problems[0].answer}"
         terminal.sample(problems[0].question, texts[0][0], verdict)

@@ -7,6 +7,9 @@ what it says; the byte-level tokenizer needs no vocabulary file.
 from __future__ import annotations
 
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries below are imported
+
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
 
 CHATML = (
