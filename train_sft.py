@@ -28,7 +28,7 @@ IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
-    max_samples: int = flag(1000, "training examples")
+    max_samples: int = flag(400, "training examples")
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
     max_length: int = flag(1024, "longest example in tokens; longer ones are left out and counted")

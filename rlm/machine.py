@@ -68,7 +68,7 @@ class Setup:
 
 def default_setup() -> Setup:
     """A 7B model in 4-bit on GSM8K where a GPU and the hub are; else what the package carries."""
-    embedded = (EMBEDDED_MODEL, "word-problems:1-2", False)
+    embedded = (EMBEDDED_MODEL, "word-problems:1", False)
     if not torch.cuda.is_available():
         return Setup(*embedded, "no GPU here: the 135M model that came with the installation")
     if not hub_reachable():

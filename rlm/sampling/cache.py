@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+# By layer: keys and values, each (rows, heads, tokens, width).
+KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 class SeatCache:
     """A fixed number of seats, each with room for one row's keys and values.
 
     Handed to a transformers model as `past_key_values`. It works in one of two modes: while
-    prompts are read (`collect`), what attention computes is kept aside and returned unchanged;
-    while rows are decoded (`place`), each row's new key is written at its own position, so rows
-    of different length need no common padding.
+    prompts are read (`collect`), what attention computes is kept aside, behind the keys of a
+    beginning that all prompts share; while rows are decoded (`place`), each row's new key is
+    written at its own position, so rows of different length need no common padding.
     """
 
     is_compileable = False
@@ -28,13 +31,15 @@ class SeatCache:
         shape = (config.num_hidden_layers, seats, heads, length, width)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self._collected: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._collected: KeysAndValues | None = None
+        self._prefix: KeysAndValues = []
 
-    def collect(self) -> None:
-        """The next forward pass reads prompts; `collected` has their keys and values after it."""
-        self._collected = []
+    def collect(self, prefix: KeysAndValues) -> None:
+        """The next forward pass reads prompts that go on after `prefix` ([] for none)."""
+        self._collected, self._prefix = [], prefix
 
-    def collected(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def collected(self) -> KeysAndValues:
+        """Keys and values by layer of what that pass read, the prefix in front."""
         collected, self._collected = self._collected, None
         return collected
 
@@ -49,6 +54,11 @@ class SeatCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the model's attention: keys and values (N, heads, tokens, width)."""
         if self._collected is not None:
+            if self._prefix:
+                before = (part.expand(len(keys), -1, -1, -1) for part in self._prefix[layer])
+                keys, values = (
+                    torch.cat(parts, 2) for parts in zip(before, (keys, values), strict=True)
+                )
             self._collected.append((keys, values))
             return keys, values
         self.keys[layer][self._rows, :, self._positions] = keys[:, :, 0]

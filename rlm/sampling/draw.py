@@ -42,16 +42,19 @@ def draw(
     logits = logits.float()
     if params.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, _logprob_of(logits, tokens)
-    logits = truncate(logits / params.temperature, params)
-    cumulative = logits.softmax(-1).cumsum_(-1)  # (N, V)
+        chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        return tokens, chosen - logits.logsumexp(-1)
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    probabilities = truncate(logits, params).softmax(-1)  # (N, V)
+    cumulative = probabilities.cumsum(-1)
     # Rounding leaves the last sum off 1: scale by it, or rare tokens at the end gain mass.
     threshold = uniform.to(cumulative) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
     # u → 1 can round up to the total itself; the last token with mass is meant.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
     tokens = torch.minimum(tokens, last)
-    return tokens, _logprob_of(logits, tokens)
+    return tokens, probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()
 
 
 def truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -69,7 +72,3 @@ def truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         excluded = (mass_before >= params.top_p).scatter(-1, order, mass_before >= params.top_p)
         logits = logits.masked_fill(excluded, -torch.inf)
     return logits
-
-
-def _logprob_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)

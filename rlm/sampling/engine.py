@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.models import decoder_and_head
 from rlm.prompts import stop_token_ids
-from rlm.sampling.cache import SeatCache
+from rlm.sampling.cache import KeysAndValues, SeatCache
 from rlm.sampling.draw import draw, uniforms
 from rlm.sampling.params import Completion, SamplingParams, Token
 
@@ -43,6 +43,19 @@ class _Row:
     length: int  # tokens in the cache
     drawn: int  # tokens drawn
     last: int  # the token to feed next
+
+
+def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, short of the last token of the shortest.
+
+    >>> shared_beginning([[1, 2, 3, 4], [1, 2, 5]]), shared_beginning([[1, 2], [1, 2]])
+    (2, 1)
+    """
+    if len(prompts) == 1:
+        return 0  # nothing to share
+    limit = min(len(prompt) for prompt in prompts) - 1
+    first, last = min(prompts), max(prompts)  # the two that differ most
+    return next((i for i in range(limit) if first[i] != last[i]), limit)
 
 
 class Sampler:
@@ -107,6 +120,9 @@ class Sampler:
             self.model.dtype,
             self.model.device.type,
         )
+        # The system prompt stands before every question: it is read once for all of them.
+        prefix = shared_beginning(prompts)
+        prefix_kv = self._read([prompts[0][:prefix]], [], cache)[0] if prefix else []
         unread = deque(order)
         waiting: deque[tuple[_Row, _Prefilled]] = deque()
         seated: list[_Row] = []
@@ -116,7 +132,9 @@ class Sampler:
                 if not waiting:
                     read = [unread.popleft() for _ in range(min(PREFILL_PROMPTS, len(unread)))]
                     for index, prefilled in zip(
-                        read, self._prefill([prompts[i] for i in read], cache), strict=True
+                        read,
+                        self._prefill([prompts[i][prefix:] for i in read], prefix_kv, cache),
+                        strict=True,
                     ):
                         for row in range(n):
                             start = _Row(index, row, seeds[index] + row, len(prompts[index]), 0, -1)
@@ -132,28 +150,41 @@ class Sampler:
             else:
                 yield from self._advance(seated, 0, self._decode(seated, cache), params, cache)
 
-    def _prefill(self, prompts: list[Sequence[int]], cache: SeatCache) -> list[_Prefilled]:
-        """Read prompts in one pass, padded on the right, where causal attention never looks."""
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        positions = torch.arange(longest).expand(len(prompts), -1)
-        cache.collect()
-        mask = self._mask(torch.ones(longest, longest, dtype=torch.bool).triu(1))
-        mask = mask.expand(len(prompts), 1, -1, -1)
-        hidden = self._hidden(ids, positions, cache, mask)  # (P, T, hidden)
+    def _prefill(
+        self, prompts: list[Sequence[int]], prefix: KeysAndValues, cache: SeatCache
+    ) -> list[_Prefilled]:
+        """Read what follows the shared beginning; keys and values come with it in front."""
+        collected, hidden = self._read(prompts, prefix, cache)
+        before = prefix[0][0].shape[2] if prefix else 0
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=hidden.device)
         logits = self._head(hidden[torch.arange(len(prompts)), last])  # (P, V)
-        collected = cache.collected()
         return [
             _Prefilled(
-                torch.stack([keys[i, :, : len(prompt)] for keys, _ in collected]),
-                torch.stack([values[i, :, : len(prompt)] for _, values in collected]),
+                torch.stack([keys[i, :, : before + len(prompt)] for keys, _ in collected]),
+                torch.stack([values[i, :, : before + len(prompt)] for _, values in collected]),
                 logits[i],
             )
             for i, prompt in enumerate(prompts)
         ]
+
+    def _read(
+        self, prompts: list[Sequence[int]], prefix: KeysAndValues, cache: SeatCache
+    ) -> tuple[KeysAndValues, torch.Tensor]:
+        """One pass over prompts, padded on the right, where causal attention never looks.
+
+        Keys and values by layer, and the last hidden states (P, T, hidden).
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        before = prefix[0][0].shape[2] if prefix else 0
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        positions = torch.arange(before, before + longest).expand(len(prompts), -1)
+        later = torch.ones(longest, before + longest, dtype=torch.bool).triu(before + 1)
+        cache.collect(prefix)
+        mask = self._mask(later).expand(len(prompts), 1, -1, -1)
+        hidden = self._hidden(ids, positions, cache, mask)
+        return cache.collected(), hidden
 
     def _decode(self, seated: list[_Row], cache: SeatCache) -> torch.Tensor:
         """Feed each row its last token; logits (N, V) of the next."""
