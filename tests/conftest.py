@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -23,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+settings.register_profile("repeatable", derandomize=True)  # the same examples every time
+settings.load_profile("repeatable")
 torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
 
 CHATML = (

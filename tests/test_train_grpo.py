@@ -36,6 +36,7 @@ def a_config(tmp_path: Path, name: str = "run", **options) -> GRPOConfig:
         "max_new_tokens": 6,
         "learning_rate": 1e-2,
         "warmup_steps": 0,
+        "lr_schedule": "constant",
         "lora_r": 4,
         "eval_every": 0,
         "sample_every": 0,
