@@ -107,8 +107,7 @@ class GRPOTrainer:
         algorithm = ALGORITHMS[config.algorithm]
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
-        if first_step == 0:
-            self._evaluate(eval_problems, 0)
+        start = self._evaluate(eval_problems, 0) if first_step == 0 else None
         for step in range(first_step, config.steps):
             clock = [time.monotonic()]
             # 1. sample: P problems, G completions of each
@@ -149,6 +148,8 @@ class GRPOTrainer:
                 **scores.metrics,
                 **learned,
             }
+            if step == 0 and start is not None:
+                metrics["eval/start_accuracy"] = start
             done = step + 1
             last = done == config.steps or time.monotonic() - started >= 60 * time_limit
             if last or (config.eval_every and done % config.eval_every == 0):

@@ -41,6 +41,7 @@ class SFTConfig:
     lora_alpha: int = flag(32, "scale of the adapter, over its rank")
     lora_dropout: float = flag(0.0, "dropout inside the adapter")
     use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    eval_samples: int = flag(50, "validation problems whose loss is measured at the end (0: none)")
     max_minutes: float | None = flag(None, "stop at the step after this many minutes, and save")
     seed: int = flag(0, "seed of data order and adapter")
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
@@ -56,6 +57,8 @@ class SFTConfig:
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
                 f"{self.micro_batch}"
             )
+        if self.eval_samples < 0:
+            raise ValueError("--eval-samples must be 0 or more")
         if self.learning_rate <= 0:
             raise ValueError("--learning-rate must be above 0")
 
@@ -126,6 +129,7 @@ def main(config: SFTConfig) -> int:
             f"--dataset {config.dataset}: {unsolved} of {len(problems)} problems have no solution "
             "to learn from; SFT needs a `solution` field"
         )
+    validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples or 1)
     examples = [to_example(tokenizer, problem, format) for problem in problems]
     kept = [e for e in examples if len(e["input_ids"]) <= config.max_length]
     if not kept:
@@ -190,6 +194,7 @@ def main(config: SFTConfig) -> int:
             output_dir=str(config.run_dir),
             num_train_epochs=config.epochs,
             per_device_train_batch_size=config.micro_batch,
+            per_device_eval_batch_size=config.micro_batch,
             gradient_accumulation_steps=config.batch_size // config.micro_batch,
             learning_rate=config.learning_rate,
             lr_scheduler_type="cosine",
@@ -213,6 +218,11 @@ def main(config: SFTConfig) -> int:
     check_loss_mask(trainer.data_collator(kept[: config.micro_batch]), kept[: config.micro_batch])
     trainer.remove_callback(transformers.PrinterCallback)
     result = trainer.train()
+    validation_loss = None
+    if config.eval_samples:
+        held_out = [to_example(tokenizer, problem, format) for problem in validation]
+        found = trainer.evaluate(datasets.Dataset.from_list(held_out))
+        validation_loss = found["eval_loss"]
     run = {
         "stage": "sft",
         "base_model": config.model,
@@ -222,6 +232,7 @@ def main(config: SFTConfig) -> int:
         "examples": len(kept),
         "step": result.global_step,
         "loss": result.training_loss,
+        "validation_loss": validation_loss,
         "seconds": time.monotonic() - started,
         "config": to_dict(config),
     }
@@ -229,7 +240,8 @@ def main(config: SFTConfig) -> int:
     terminal.facts(
         "Stage 1 done",
         {
-            "mean loss": f"{result.training_loss:.3f}",
+            "mean loss": f"{result.training_loss:.3f}"
+            + ("" if validation_loss is None else f", on held-out problems {validation_loss:.3f}"),
             "time": terminal.duration(time.monotonic() - started),
             "peak memory": f"{peak_memory_gb():.1f} GB",
             "adapter": config.output,

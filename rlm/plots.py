@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette (2008): told apart with any colour vision, and in grey by lightness.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
+RUNNING = 5  # steps
 
 Interval = Mapping[str, float]  # mean, low, high
 
@@ -66,7 +67,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     """Six panels over the steps of a GRPO run, from the rows of its metrics.jsonl."""
     figure = _figure(11, 5.6)
     titles = {
-        "reward/mean": "reward, mean ± std over rollouts",
+        "reward/mean": f"reward, mean ± std; orange: mean of {RUNNING} steps",
         "eval/accuracy": "validation accuracy, %",
         "completion/length_mean": "completion length, tokens",
         "policy/entropy": "policy entropy, nats",
@@ -82,6 +83,8 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
             axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
             axes.set(xticks=[], yticks=[])
             continue
+        if key == "eval/accuracy" and metrics[0].get("eval/start_accuracy") is not None:
+            steps, values = [0, *steps], [metrics[0]["eval/start_accuracy"], *values]
         marker = "o" if len(values) <= 30 else None  # few points must be seen as such
         axes.plot(steps, [scale * v for v in values], color=BLUE, lw=1.5, marker=marker, ms=3.5)
         if key == "reward/mean":
@@ -90,6 +93,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
                 [m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1)
             )
             axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
+            axes.plot(steps, _running_mean(means), color=ORANGE, lw=2)
         if scale == 100:
             axes.set_ylim(0, max(1, 108 * max(values)))
         axes.set_xlim(*_step_range(metrics))
@@ -111,18 +115,24 @@ def _tidy(axes: Axes) -> None:
 
 
 def _series(rows: Sequence[Mapping[str, float]], *keys: str) -> tuple[list[float], ...]:
-    """Steps and the values of the keys, from the rows that have a number for each."""
+    """Steps done and the values of the keys, from the rows that have a number for each."""
     kept = [
-        (row["step"], *(row[key] for key in keys))
+        (row["step"] + 1, *(row[key] for key in keys))
         for row in rows
         if all(row.get(key) is not None and math.isfinite(row[key]) for key in keys)
     ]
     return tuple(map(list, zip(*kept, strict=True))) or ([],) * (len(keys) + 1)
 
 
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """Each value's mean with the ones before it: the problems of one step may be harder."""
+    windows = [values[max(0, i + 1 - RUNNING) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
 def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """The same for all panels, so that what happened together stands in line."""
-    steps = [row["step"] for row in rows]
+    steps = [0, *(row["step"] + 1 for row in rows)]
     margin = 0.02 * (max(steps) - min(steps)) or 0.5
     return min(steps) - margin, max(steps) + margin
 

@@ -243,3 +243,19 @@ def test_an_unwritable_place_is_refused_before_training(model_dir, tmp_path, cap
 def test_yaml_configs_parse():
     assert parse(train_sft.SFTConfig, ["--config", str(ROOT / "configs/demo_sft.yaml")])
     assert parse(train_grpo.GRPOConfig, ["--config", str(ROOT / "configs/demo_grpo.yaml")])
+
+
+@pytest.mark.parametrize("change", ["input_ids", "labels", "padding"])
+def test_a_collator_that_changes_the_mask_is_caught(change):
+    example = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3, 0]]),
+        "labels": torch.tensor([[-100, 2, 3, -100]]),
+    }
+    train_sft.check_loss_mask(batch, [example])
+    if change == "padding":
+        batch["labels"][0, 3] = 0
+    else:
+        batch[change][0, 0] = 7
+    with pytest.raises(RuntimeError, match="collator"):
+        train_sft.check_loss_mask(batch, [example])
