@@ -86,6 +86,7 @@ class GRPOTrainer:
         if config.sft_adapter:
             self.policy = models.load_adapter(base, config.sft_adapter, trainable=True)
         else:
+            torch.manual_seed(config.seed)  # of the new adapter's matrices
             self.policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
         self.sampler = Sampler(self.policy, self.tokenizer, seats=config.seats)
         self.adapter = models.adapter_tensors(self.policy)  # name → the tensor that is trained
