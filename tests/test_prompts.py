@@ -88,10 +88,8 @@ def test_few_shot_examples_are_earlier_turns_and_keep_their_reasoning(tokenizer)
     text = tokenizer.decode(ids)
     assert text.index("1 + 1?") < text.index(shown) < text.index("2 + 2?")
     stripped = byte_tokenizer(template=STRIPS_REASONING)
-    assert shown not in "".join(stripped.chat_template)
-    assert stripped.decode(
-        render_prompt(stripped, "2 + 2?", DEEPSEEK, examples=[("1 + 1?", shown)])
-    ).count("</think>")
+    ids = render_prompt(stripped, "2 + 2?", DEEPSEEK, examples=[("1 + 1?", shown)])
+    assert shown in stripped.decode(ids)  # the template never sees the reasoning it would drop
 
 
 def test_the_gold_never_reaches_a_prompt(tokenizer):
