@@ -130,12 +130,12 @@ def _complete(
     show: Callable[[str], None],
 ) -> dict[str, object]:
     """Answer a question; `show` is given each new piece of text as it is drawn."""
-    from rlm.sampling import Sampler
+    from rlm.sampling import Request
 
     format = getattr(model, "rlm_format", FORMATS["deepseek"])
     prompt = render_prompt(tokenizer, question, format)
     started, ids, shown, reason = time.monotonic(), [], "", None
-    for token in Sampler(model, tokenizer, seats=1).stream([prompt], 1, params, [seed]):
+    for token in model.rlm_sampler.stream([Request(prompt, params, seed)]):
         ids.append(token.id)
         reason = token.finish_reason
         text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -35,20 +35,24 @@ from rlm.grpo import (
     ALGORITHMS,
     Rollout,
     group_advantages,
+    importance_weights,
     make_rollouts,
     policy_loss,
     problems_for_step,
+    share_rollouts,
     split,
     token_logprobs,
 )
 from rlm.grpo_config import GRPOConfig
+from rlm.memory import MemoryPlan, plan_memory
+from rlm.parallel import Team
 from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_prompt
-from rlm.report import LearningTally, announce, log_step, step_metrics, summary_card
+from rlm.report import LearningTally, announce, log_step, run_summary, step_metrics, summary_card
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
-from rlm.runs import RunDirectory, check_writable, git_commit
+from rlm.runs import RunDirectory, check_writable
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
-from rlm.state import TrainingState
+from rlm.state import TrainedAdapter, TrainingState
 
 GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
 
@@ -78,22 +82,27 @@ class GRPOTrainer:
         if config.sft_adapter:
             models.check_adapter(config.sft_adapter, "run: python train_sft.py")
             models.check_base(config.sft_adapter, model_name, self.base_hash)
-        base = models.load_base(
-            model_name,
-            device or machine.pick_device(use_4bit=config.use_4bit),
-            use_4bit=config.use_4bit,
-        )
+        self.team = Team.join()
+        device = device or machine.pick_device(use_4bit=config.use_4bit)
+        base = models.load_base(model_name, device, use_4bit=config.use_4bit)
         if config.sft_adapter:
             self.policy = models.load_adapter(base, config.sft_adapter, trainable=True)
         else:
             torch.manual_seed(config.seed)  # of the new adapter's matrices
             self.policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
-        self.sampler = Sampler(self.policy, self.tokenizer, seats=config.seats)
-        self.adapter = models.adapter_tensors(self.policy)  # name → the tensor that is trained
+        models.use_checkpointing(self.policy, config.checkpointing)
+        self.trained = TrainedAdapter(self.policy)
+        self.adapter = self.trained.masters  # name → the fp32 tensor that is trained
+        self.sampler = Sampler(
+            self.policy,
+            self.tokenizer,
+            seats=config.seats,
+            merged={"merged": True, "unmerged": False}.get(config.sampler),
+        )
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self.state = TrainingState(self.adapter, self.optimizer, self.base_hash)
+        self.state = TrainingState(self.trained, self.optimizer, self.base_hash)
 
     def train(self, problems: Sequence[Problem], eval_problems: Sequence[Problem] = ()) -> dict:
         """Run the loop, export the best adapter, and return the run's summary.
@@ -101,32 +110,36 @@ class GRPOTrainer:
         Raises:
             UsageError: the run directory holds another run, or --resume finds nothing to resume.
         """
-        config, started = self.config, time.monotonic()
-        run = self.run = RunDirectory(config.run_dir, resume=config.resume)
+        config, team, started = self.config, self.team, time.monotonic()
+        run = self.run = RunDirectory(config.run_dir, resume=config.resume, writes=team.leads)
         first_step = self.state.restore(run) if config.resume else 0
         run.write_config(to_dict(config))
         algorithm = ALGORITHMS[config.algorithm]
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
+        self.plan = self._plan([*problems, *eval_problems], len(eval_problems))
         start = self._evaluate(eval_problems, 0) if first_step == 0 else None
         for step in range(first_step, config.steps):
             clock = [time.monotonic()]
             # 1. sample: P problems, G completions of each
-            chosen = problems_for_step(problems, step, config.batch_size, config.seed)
+            chosen = team.share(problems_for_step(problems, step, config.batch_size, config.seed))
             prompts = [render_prompt(self.tokenizer, p.question, self.format) for p in chosen]
             seeds = [prompt_seed(config.seed, step, problem.id) for problem in chosen]
             with terminal.progress("sampling", len(prompts) * config.group_size) as advance:
                 groups = self.sampler.sample(prompts, config.group_size, params, seeds, advance)
+            self.sampler.release()  # its memory is the learning pass's now
             clock.append(time.monotonic())
 
             # 2. score: one call for the whole step
             decode = partial(self.tokenizer.decode, skip_special_tokens=True)
             texts = [[decode(c.token_ids) for c in group] for group in groups]
             scores = self.scorer(chosen, texts)
-            rewards = torch.tensor(
-                [[math.nan if r is None else r for r in row] for row in scores.rewards]
-            )  # (P, G)
+            rewards = [[math.nan if r is None else r for r in row] for row in scores.rewards]
             clock.append(time.monotonic())
+            # From here on every process knows the whole step; alone, nothing happens.
+            sampled = team.gather(list(zip(chosen, prompts, groups, texts, rewards, strict=True)))
+            chosen, prompts, groups, texts, rewards = map(list, zip(*sampled, strict=True))
+            rewards = torch.tensor(rewards)  # (P, G)
 
             # 3. compare: inside each group
             advantages = group_advantages(rewards, scale_by_std=algorithm.scale_by_std)  # (P, G)
@@ -152,7 +165,8 @@ class GRPOTrainer:
             if step == 0 and start is not None:
                 metrics["eval/start_accuracy"] = start
             done = step + 1
-            last = done == config.steps or time.monotonic() - started >= 60 * time_limit
+            out_of_time = team.agree(time.monotonic() - started >= 60 * time_limit)
+            last = done == config.steps or out_of_time
             if last or (config.eval_every and done % config.eval_every == 0):
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
@@ -164,6 +178,17 @@ class GRPOTrainer:
                 break
         return self._finish(len(eval_problems), time.monotonic() - started)
 
+    def _plan(self, problems: Sequence[Problem], eval_problems: int) -> MemoryPlan:
+        """What memory the run will take, printed; the processes of a launch agree on it."""
+        longest = sorted(problems, key=lambda problem: -len(problem.question))[:8]
+        prompts = [render_prompt(self.tokenizer, p.question, self.format) for p in longest]
+        masters = list(self.adapter.values())
+        plan = self.team.agree(
+            plan_memory(self.policy, masters, self.sampler, self.config, prompts, eval_problems)
+        )
+        terminal.line(f"memory: {plan}")
+        return plan
+
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
         """`updates_per_batch` passes over the rollouts, one optimizer update each."""
         config, tally = self.config, LearningTally()
@@ -171,11 +196,12 @@ class GRPOTrainer:
         reference: dict[int, Tensor] = {}  # likewise, by the start adapter
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        mine = share_rollouts(rollouts, self.team)
         for update in range(config.updates_per_batch if rollouts else 0):
             micro_batches = split(
-                rollouts,
+                mine,
                 max_rows=config.train_batch_size or len(rollouts),
-                max_tokens=config.train_batch_tokens,
+                max_tokens=self.plan.train_batch_tokens,
                 device=self.policy.device.type,
             )
             for micro in micro_batches:
@@ -186,29 +212,37 @@ class GRPOTrainer:
                         with torch.no_grad(), models.use_reference(self.policy, config.sft_adapter):
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
+                before = torch.stack([old[row] for row in micro.rows])
                 loss, sums = policy_loss(
                     logprobs,
-                    torch.stack([old[row] for row in micro.rows]),
+                    before,
                     micro.advantages,
                     micro.weights,
                     micro.completion_mask,
                     clip_eps_low=config.clip_eps_low,
                     clip_eps_high=config.clip_eps_high,
+                    importance=None
+                    if self.sampler.exact
+                    else importance_weights(before, micro.sampler_logprobs),
                     ref_logprobs=torch.stack([reference[row] for row in micro.rows])
                     if reference
                     else None,
                     kl_weight=config.kl_weight,
                 )
                 loss.backward()
+                self.trained.collect()
                 tally.add(update, micro, logprobs.detach(), entropy, sums)
             tally.grad_norm = self._update()
-        return {"optim/lr": rate, "optim/skipped": self.state.skipped_total, **tally.metrics()}
+        learned = LearningTally.joined(self.team.gather([tally])).metrics()
+        return {"optim/lr": rate, "optim/skipped": self.state.skipped_total, **learned}
 
     def _update(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
+        self.team.add_gradients(self.adapter.values())
         norm = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         if norm.isfinite():
             self.optimizer.step()
+            self.trained.publish()
         else:
             terminal.line(f"gradient norm is {norm.item()}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
@@ -223,47 +257,38 @@ class GRPOTrainer:
         """Greedy strict accuracy on the validation slice; the best adapter so far is kept."""
         if not problems:
             return None
-        with terminal.progress("evaluating", len(problems)) as advance:
+        mine = self.team.share(problems)
+        with terminal.progress("evaluating", len(mine)) as advance:
             result = evaluate(
                 self.sampler,
                 self.tokenizer,
-                problems,
+                mine,
                 self.format,
                 max_new_tokens=self.config.max_new_tokens,
                 on_finish=advance,
             )
-        accuracy = result.accuracy(strict=True)
-        share = accuracy["correct"] / accuracy["total"]
+        self.sampler.release()
+        accuracy = self.team.gather([result.accuracy(strict=True)])
+        correct, total = (sum(part[key] for part in accuracy) for key in ("correct", "total"))
+        share = correct / total
         if step == 0:
-            of = f"{accuracy['correct']} of {accuracy['total']}"
-            terminal.line(f"start: validation accuracy {share:.1%} ({of})")
+            terminal.line(f"start: validation accuracy {share:.1%} ({correct} of {total})")
         else:
             self.state.keep_if_best(share, step)
         return share
 
     def _finish(self, validated_on: int, seconds: float) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""
-        config, state, rows = self.config, self.state, self.run.metrics()
-        state.use_best()
-        summary = {
-            "stage": "grpo",
-            "base_model": self.model_name,
-            "base_hash": state.base_hash,
-            "use_4bit": config.use_4bit,
-            "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
-            "dataset": config.dataset,
-            "step": state.best_step if state.best else len(rows),
-            "accuracy": state.best_accuracy if state.best else None,
-            "validated_on": validated_on,
-            "steps_run": len(rows),
-            "commit": git_commit(),
-            "seconds": seconds,
-            "peak_memory_gb": machine.peak_memory_gb(),
-            "config": to_dict(config),
-        }
-        models.save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)
-        self.run.write_csv()
-        learning_curves(rows, self.run.path / "curves.png")
+        self.state.use_best()
+        rows = self.team.agree(self.run.metrics())
+        summary = run_summary(
+            self.config, self.model_name, self.state, len(rows), validated_on, seconds
+        )
+        if self.team.leads:
+            output = self.config.output
+            models.save_adapter(self.policy, self.tokenizer, output, summary, keep_previous=True)
+            self.run.write_csv()
+            learning_curves(rows, self.run.path / "curves.png")
         return summary
 
 
@@ -289,7 +314,7 @@ def main(config: GRPOConfig) -> int:
     validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
     check_writable("--output", config.output.parent)
     trainer = GRPOTrainer(config.model, config)
-    announce(config, trainer.adapter, len(problems), len(validation))
+    announce(config, trainer.adapter, trainer.sampler, len(problems), len(validation))
     summary = trainer.train(problems, validation)
     summary_card(config, summary)
     return 0

@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlm.models import decoder_and_head
+from rlm.parallel import Team
 from rlm.sampling.params import Completion
 
 T = TypeVar("T")
 
 ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
+IMPORTANCE_CAP = 2.0
 # Logits of this many tokens are held at once: 512 × 49,152 × 4 bytes = 100 MB.
 LOGITS_CHUNK = 512
 
@@ -165,6 +167,13 @@ def make_rollouts(
     ]
 
 
+def share_rollouts(rollouts: Sequence[Rollout], team: Team) -> list[Rollout]:
+    """This process's part of the learning: whole problems, so that their prompts stay shared."""
+    problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
+    mine = set(team.share(problems))
+    return [rollout for rollout in rollouts if rollout.problem in mine]
+
+
 @dataclass
 class MicroBatch:
     """Rollouts as tensors. The prompt of a group stands once in front of its completions.
@@ -199,22 +208,23 @@ def split(
 
     Args:
         max_rows: completions in a micro-batch.
-        max_tokens: padded tokens in a micro-batch (a single sequence may exceed it).
+        max_tokens: padded tokens in a micro-batch (a single completion may exceed it).
     """
-    # One packed sequence per problem, cut where it would hold too many rows.
-    by_problem: dict[int, list[int]] = {}
-    for row, rollout in enumerate(rollouts):
-        by_problem.setdefault(rollout.problem, []).append(row)
-    sequences = [
-        rows[start : start + max_rows]
-        for rows in by_problem.values()
-        for start in range(0, len(rows), max_rows)
-    ]
 
     def length(rows: list[int]) -> int:
         # An end token predicts nothing: it is a target and never an input.
         return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
 
+    # One packed sequence per problem, cut where it would hold too many rows or tokens.
+    sequences: list[list[int]] = []
+    open_sequence: dict[int, list[int]] = {}  # of a problem
+    for row, rollout in enumerate(rollouts):
+        rows = open_sequence.get(rollout.problem)
+        if rows and len(rows) < max_rows and length([*rows, row]) <= max_tokens:
+            rows.append(row)
+        else:
+            open_sequence[rollout.problem] = [row]
+            sequences.append(open_sequence[rollout.problem])
     sequences.sort(key=length, reverse=True)
     while sequences:
         taken = [sequences.pop(0)]
@@ -299,24 +309,53 @@ def token_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, S, hidden)
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
-
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature  # (chunk, V)
-        normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-        with torch.no_grad():
-            entropy = normaliser - (logits.softmax(-1) * logits).sum(-1)
-        return logprobs, entropy
-
-    chunks = list(zip(hidden.split(LOGITS_CHUNK), batch.targets.split(LOGITS_CHUNK), strict=True))
-    if len(chunks) == 1 or not torch.is_grad_enabled():
-        scored = [score(*chunk) for chunk in chunks]
-    else:  # the logits of a chunk are made again in the backward pass rather than kept
-        scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+    chunks = zip(hidden.split(LOGITS_CHUNK), batch.targets.split(LOGITS_CHUNK), strict=True)
+    scored = [
+        _ScoreTokens.apply(part, head.weight, head.bias, targets, temperature)
+        for part, targets in chunks
+    ]
     logprobs, entropy = (
         torch.cat(parts).split(batch.lengths) for parts in zip(*scored, strict=True)
     )
     return _pad(logprobs), _pad(entropy)
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """Log-probabilities and entropies of tokens, and the gradient, from one set of logits.
+
+    d logprob / d hidden = (W[target] - Σ_v p_v W[v]) / temperature does not depend on the loss:
+    it is made while the logits are at hand, and the backward pass only scales it. That is two
+    products with the head instead of the three of making the logits again, and no logits kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,  # (M, hidden)
+        weight: Tensor,  # (V, hidden), frozen
+        bias: Tensor | None,  # (V,), frozen
+        targets: Tensor,  # (M,)
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        logits = F.linear(hidden, weight, bias).float()
+        if temperature != 1:
+            logits /= temperature
+        normaliser = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+        probabilities = (logits - normaliser[:, None]).exp_()
+        entropy = normaliser - torch.linalg.vecdot(probabilities, logits)
+        if ctx.needs_input_grad[0]:
+            mean = probabilities.to(weight.dtype) @ weight  # (M, hidden)
+            ctx.save_for_backward((weight[targets] - mean) / temperature)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, by_logprob: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return by_logprob[:, None].to(slope.dtype) * slope, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -331,6 +370,15 @@ class LossSums:
     tokens: int
 
 
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+    """Corrects for a sampler that computes a little differently from the trainer: (n, T).
+
+    min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
+    sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
+    """
+    return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -340,6 +388,7 @@ def policy_loss(
     *,
     clip_eps_low: float,
     clip_eps_high: float,
+    importance: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     kl_weight: float = 0.0,
 ) -> tuple[Tensor, LossSums]:
@@ -355,6 +404,7 @@ def policy_loss(
         logprobs, old_logprobs, ref_logprobs, completion_mask: (n, T).
         advantages: (n,).
         weights: (n,), what one token counts: `row_weights`.
+        importance: (n, T), where another distribution was sampled: `importance_weights`.
     """
     mask = completion_mask.to(logprobs.dtype)
     scale = weights[:, None] * mask
@@ -362,6 +412,8 @@ def policy_loss(
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     per_token = -torch.minimum(ratio * advantage, clipped * advantage)  # (n, T)
+    if importance is not None:
+        per_token = per_token * importance
     policy = (per_token * scale).sum()
     loss = policy
     kl = k3 = torch.zeros(())

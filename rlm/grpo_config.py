@@ -10,6 +10,7 @@ from rlm.config import flag
 from rlm.prompts import FORMATS
 
 ALGORITHM_NAMES = ("grpo", "drgrpo")
+SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 
 
 @dataclass
@@ -30,6 +31,8 @@ class GRPOConfig:
     max_new_tokens: int = flag(96, "longest completion")
     temperature: float = flag(1.0, "of sampling and scoring alike")
     seats: int = flag(128, "completions decoded at the same time")
+    sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
+    sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
 
     learning_rate: float = flag(2e-4, "peak; LoRA wants about ten times full fine-tuning's")
     lr_schedule: str = flag("linear", "after warm-up", choices=("constant", "linear", "cosine"))
@@ -39,7 +42,8 @@ class GRPOConfig:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
     updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step")
     train_batch_size: int | None = flag(None, "completions in a micro-batch (none: by tokens)")
-    train_batch_tokens: int = flag(512, "padded tokens in a micro-batch")
+    train_batch_tokens: int | None = flag(None, "padded tokens in a micro-batch (none: by memory)")
+    checkpointing: bool = flag(False, "compute activations twice rather than keep them")
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.2, "and at 1 + this")
     kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
@@ -59,7 +63,7 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         at_least_1 = (
-            "steps batch_size max_new_tokens seats updates_per_batch train_batch_tokens lora_r "
+            "steps batch_size max_new_tokens seats updates_per_batch lora_r "
             "eval_samples keep_checkpoints"
         )
         for name in at_least_1.split():
@@ -84,8 +88,11 @@ class GRPOConfig:
             raise ValueError("--max-grad-norm must be above 0")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("--min-lr-ratio must be between 0 and 1")
-        if self.train_batch_size is not None and self.train_batch_size < 1:
-            raise ValueError("--train-batch-size must be at least 1")
+        for name in ("train_batch_size", "train_batch_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if (self.sampler == "vllm") != (self.sampler_url is not None):
+            raise ValueError("--sampler vllm and --sampler-url go together")
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError("--max-samples must be at least 1")
         if self.max_minutes is not None and self.max_minutes <= 0:

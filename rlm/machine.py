@@ -10,8 +10,10 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 
 from rlm import terminal
@@ -130,6 +132,17 @@ def prepare_process() -> None:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(ctypes.c_int(-3), ctypes.c_int(32 * 2**20))  # M_MMAP_THRESHOLD
             libc.mallopt(ctypes.c_int(-1), ctypes.c_int(512 * 2**20))  # M_TRIM_THRESHOLD
+
+
+def available_memory(device_type: str) -> int:
+    """Bytes that can still be taken: of the GPU, or of this machine (or its container)."""
+    if device_type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    available = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
+    if limit.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
 
 
 def peak_memory_gb() -> float:

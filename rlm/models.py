@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
@@ -157,6 +159,8 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
+    if isinstance(base.get_output_embeddings(), LoraLayer):
+        raise UsageError("the adapter changes the language-model head: unsupported")
     return base.get_decoder(), base.get_output_embeddings()
 
 
@@ -243,6 +247,54 @@ def load_adapter(model: PreTrainedModel, path: Path, *, trainable: bool) -> Peft
 def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
     """The tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
     return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
+
+
+def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The LoRA matrices that take part in a forward pass now, by name; {} without an adapter."""
+    return {
+        f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not module.disable_adapters
+        for adapter in module.active_adapters
+        if adapter in module.lora_A
+        for side in ("lora_A", "lora_B")
+    }
+
+
+@torch.no_grad()
+def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """The weight of a linear layer, (out, in), with its active adapters added in a new tensor.
+
+    4-bit weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
+    """
+    lora = isinstance(linear, LoraLayer)
+    weight = (linear.get_base_layer() if lora else linear).weight
+    if hasattr(weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight = dequantize_4bit(weight.data, weight.quant_state)
+    if not lora or linear.disable_adapters:
+        return weight.detach()
+    total = weight.float()
+    for adapter in linear.active_adapters:
+        if adapter in linear.lora_A:
+            down, up = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+            total = total + linear.scaling[adapter] * (up.float() @ down.float())
+    return total.to(weight.dtype)
+
+
+def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
+    """Keep only each layer's input for the backward pass, and compute the layer again there.
+
+    transformers does so in training mode only. We train in eval mode (no dropout), so the layers
+    themselves are told that they train, and what is inside them is not.
+    """
+    if not wanted:
+        return
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in policy.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 @contextmanager

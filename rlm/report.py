@@ -10,16 +10,22 @@ from itertools import pairwise
 from torch import Tensor
 
 from rlm import terminal
+from rlm.config import to_dict
 from rlm.data import Problem
 from rlm.grpo import ALGORITHMS, LossSums, MicroBatch, has_signal
 from rlm.grpo_config import GRPOConfig
-from rlm.machine import pick_device
-from rlm.runs import RunDirectory
-from rlm.sampling import Completion
+from rlm.machine import peak_memory_gb, pick_device
+from rlm.runs import RunDirectory, git_commit
+from rlm.sampling import Completion, Sampler
+from rlm.state import TrainingState
 
 
 def announce(
-    config: GRPOConfig, adapter: Mapping[str, Tensor], problems: int, validation: int
+    config: GRPOConfig,
+    adapter: Mapping[str, Tensor],
+    sampler: Sampler,
+    problems: int,
+    validation: int,
 ) -> None:
     """What will happen, before it does."""
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
@@ -30,6 +36,7 @@ def announce(
             "device": pick_device(),
             "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
             "trainable": f"{sum(tensor.numel() for tensor in adapter.values()):,} parameters",
+            "sampler": sampler.path,
             "algorithm": f"{config.algorithm}: {ALGORITHMS[config.algorithm].formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
@@ -54,6 +61,33 @@ def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
             "next": f'python inference.py --adapter {config.output} "your question"',
         },
     )
+
+
+def run_summary(
+    config: GRPOConfig,
+    model: str,
+    state: TrainingState,
+    steps_run: int,
+    validated_on: int,
+    seconds: float,
+) -> dict[str, object]:
+    """What stands in the run.json beside the adapter: where it comes from and how it did."""
+    return {
+        "stage": "grpo",
+        "base_model": model,
+        "base_hash": state.base_hash,
+        "use_4bit": config.use_4bit,
+        "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
+        "dataset": config.dataset,
+        "step": state.best_step if state.best else steps_run,
+        "accuracy": state.best_accuracy if state.best else None,
+        "validated_on": validated_on,
+        "steps_run": steps_run,
+        "commit": git_commit(),
+        "seconds": seconds,
+        "peak_memory_gb": peak_memory_gb(),
+        "config": to_dict(config),
+    }
 
 
 def step_metrics(
@@ -114,6 +148,18 @@ class LearningTally:
             self.entropy += entropy.sum().item()
             self.gap += gap.sum().item()
             self.gap_max = max(self.gap_max, gap.max().item())
+
+    @classmethod
+    def joined(cls, tallies: Sequence[LearningTally]) -> LearningTally:
+        """The tallies of several processes as one; they agree on the gradient norm."""
+        return cls(
+            grad_norm=tallies[0].grad_norm,
+            sums=[part for tally in tallies for part in tally.sums],
+            tokens=sum(tally.tokens for tally in tallies),
+            entropy=sum(tally.entropy for tally in tallies),
+            gap=sum(tally.gap for tally in tallies),
+            gap_max=max(tally.gap_max for tally in tallies),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Means over tokens; {} where nothing was learned from."""

@@ -44,16 +44,22 @@ def check_writable(option: str, path: Path) -> None:
 class RunDirectory:
     """Where one training run writes."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool, writes: bool = True) -> None:
         """Open or make it.
 
+        Args:
+            writes: false in the processes of a launch that only follow: what they log is dropped.
+
         Raises:
-            UsageError: it cannot be written, or holds another run that --resume did not ask for.
+            UsageError: it cannot be written.
         """
         self.path = path
-        check_writable("--run-dir", path)
+        self.writes = writes
         self.metrics_file = path / "metrics.jsonl"
         self.samples_file = path / "samples.jsonl"
+        if not writes:
+            return
+        check_writable("--run-dir", path)
         if not resume:
             if (path / "checkpoints").exists():
                 previous = path.with_name(path.name + ".prev")
@@ -65,17 +71,22 @@ class RunDirectory:
                 file.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, object]) -> None:
-        _write_json(self.path / "config.json", config)
+        if self.writes:
+            _write_json(self.path / "config.json", config)
 
     def read_config(self) -> dict[str, object]:
         return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Append one step's figures."""
+        if not self.writes:
+            return
         with self.metrics_file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(metrics) + "\n")
 
     def log_samples(self, rows: list[dict[str, object]]) -> None:
+        if not self.writes:
+            return
         with self.samples_file.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -94,6 +105,8 @@ class RunDirectory:
 
     def truncate(self, step: int) -> None:
         """Forget what was logged from `step` on: a resumed run will log it again."""
+        if not self.writes:
+            return
         for file in (self.metrics_file, self.samples_file):
             kept = [row for row in _read_jsonl(file) if row["step"] < step]
             scratch = file.with_suffix(".tmp")
@@ -111,8 +124,10 @@ class RunDirectory:
 
     def save_checkpoint(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, object], keep: int
-    ) -> Path:
+    ) -> None:
         """Write checkpoint `step` (the next step to run) and drop all but the newest `keep`."""
+        if not self.writes:
+            return
         target = self._checkpoints / f"step_{step:06d}"
         scratch = self._checkpoints / f".{target.name}.{os.getpid()}"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -129,7 +144,6 @@ class RunDirectory:
         _sync(self._checkpoints)
         for old in self._complete()[:-keep]:
             shutil.rmtree(old)
-        return target
 
     def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, object]] | None:
         """The newest checkpoint whose hashes hold, or None. Damaged ones are named."""

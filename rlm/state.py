@@ -6,11 +6,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from rlm import terminal
 from rlm.config import UsageError
+from rlm.models import adapter_tensors
 from rlm.runs import RunDirectory
+
+
+class TrainedAdapter:
+    """The LoRA matrices that training changes: the model's, and the fp32 masters behind them.
+
+    A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
+    are smaller than bf16's steps, so they are added to fp32 masters. In fp32 both are the same
+    tensors, and `collect` and `publish` do nothing.
+    """
+
+    def __init__(self, policy: PeftModel) -> None:
+        self.computed = adapter_tensors(policy)
+        self.masters = self.computed
+        if policy.dtype != torch.float32:
+            self.masters = {
+                name: torch.nn.Parameter(tensor.detach().float())
+                for name, tensor in self.computed.items()
+            }
+            for tensor in self.computed.values():
+                tensor.data = tensor.data.to(policy.dtype)
+
+    def collect(self) -> None:
+        """Add the gradients of a micro-batch to the masters' (summed in fp32)."""
+        if self.masters is self.computed:
+            return
+        for name, tensor in self.computed.items():
+            if tensor.grad is not None:
+                master = self.masters[name]
+                new = tensor.grad.float()
+                master.grad = new if master.grad is None else master.grad + new
+                tensor.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The model computes with the masters' values from here on."""
+        if self.masters is not self.computed:
+            for name, master in self.masters.items():
+                self.computed[name].copy_(master)
 
 
 @dataclass
@@ -20,7 +60,7 @@ class TrainingState:
     Nothing random is in it: what a step draws is a function of the seed and the step's number.
     """
 
-    adapter: dict[str, torch.nn.Parameter]
+    trained: TrainedAdapter
     optimizer: torch.optim.Optimizer
     base_hash: str
     best_accuracy: float = -1.0
@@ -28,6 +68,11 @@ class TrainingState:
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     skipped_in_a_row: int = 0
+
+    @property
+    def adapter(self) -> dict[str, torch.nn.Parameter]:
+        """Name → fp32 master."""
+        return self.trained.masters
 
     def count_update(self, *, skipped: bool) -> int:
         """Count an update; how many were skipped in a row by now."""
@@ -46,6 +91,7 @@ class TrainingState:
         """Put the best adapter's tensors on the model; the present ones where none was kept."""
         for name, tensor in self.best.items():
             self.adapter[name].copy_(tensor)
+        self.trained.publish()
 
     def save(self, run: RunDirectory, next_step: int, keep: int) -> None:
         tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
@@ -75,6 +121,7 @@ class TrainingState:
             raise UsageError(f"--resume: {run.path} was trained on another model or adapter")
         for name, tensor in self.adapter.items():
             tensor.copy_(tensors[f"adapter/{name}"])
+        self.trained.publish()
         _restore_optimizer(self.optimizer, list(self.adapter), tensors)
         self.best = {
             k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")

@@ -17,11 +17,10 @@ import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 settings.register_profile("repeatable", derandomize=True)  # the same examples every time
@@ -51,26 +50,29 @@ def byte_tokenizer(pad: str = "<|pad|>", template: str = CHATML) -> PreTrainedTo
     return tokenizer
 
 
-def tiny_model(family: str = "llama", seed: int = 0) -> LlamaForCausalLM | Qwen2ForCausalLM:
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[family]
-    config = config_class(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=256 + len(SPECIAL),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
         max_position_embeddings=1024,
         initializer_range=0.2,
         eos_token_id=257,
         pad_token_id=258,
         bos_token_id=None,
+        **{"sliding_window": None} if family == "mistral" else {},
+        **options,
     )
-    return model_class(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import FAMILIES, tiny_model
 
 from rlm.grpo import Rollout, split, token_logprobs
 from rlm.models import adapter_tensors, new_adapter
@@ -23,12 +23,13 @@ def ids(groups):
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_greedy_equals_generate(family, tokenizer):
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family, merged, tokenizer):
     model = tiny_model(family)
-    prompts = some_prompts(16)
-    groups = Sampler(model, tokenizer, seats=5).sample(
-        prompts, 1, SamplingParams(20, temperature=0), [0] * 16
+    prompts = some_prompts(64)
+    groups = Sampler(model, tokenizer, seats=5, merged=merged).sample(
+        prompts, 1, SamplingParams(20, temperature=0), [0] * 64
     )
     for prompt, (completion,) in zip(prompts, groups, strict=True):
         full = model.generate(

@@ -1,84 +1,214 @@
-"""Keys and values of the rows being decoded: preallocated, written in place."""
+"""Keys and values of what is being decoded, each kept once for all that share it.
+
+A row attends to three segments: the beginning that all prompts share (the system prompt), the
+rest of its own prompt, shared by the prompt's n completions, and its own completion. The first
+two are stored once and multiplied with the queries of all their rows in one product.
+
+Letters: N rows, P prompt slots, R rows of a prompt, H key-value heads, Q queries per such head,
+D head width, T tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PretrainedConfig
 
-# By layer: keys and values, each (rows, heads, tokens, width).
-KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+# attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
-class SeatCache:
-    """A fixed number of seats, each with room for one row's keys and values.
+@dataclass(frozen=True)
+class Room:
+    """How much a cache holds: fixed when it is made, so nothing can run out half way."""
 
-    Handed to a transformers model as `past_key_values`. It works in one of two modes: while
-    prompts are read (`collect`), what attention computes is kept aside, behind the keys of a
-    beginning that all prompts share; while rows are decoded (`place`), each row's new key is
-    written at its own position, so rows of different length need no common padding.
-    """
+    seats: int  # rows decoded at once
+    slots: int  # prompts held at once
+    prompt_tokens: int  # of a prompt, without the shared beginning
+    new_tokens: int  # of a completion
+    prefix_tokens: int = 0  # of the shared beginning
 
-    is_compileable = False
-    is_sliding = (False,)
+    @property
+    def tokens(self) -> int:
+        """Tokens for which keys and values are stored."""
+        return self.prefix_tokens + self.slots * self.prompt_tokens + self.seats * self.new_tokens
+
+
+def head_width(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes."""
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    return 2 * heads * head_width(config) * dtype.itemsize
+
+
+class Cache:
+    """Preallocated storage, and the attention over it."""
 
     def __init__(
-        self, config: PretrainedConfig, seats: int, length: int, dtype: torch.dtype, device: str
+        self, config: PretrainedConfig, room: Room, dtype: torch.dtype, device: torch.device
     ) -> None:
-        heads = config.num_key_value_heads
-        width = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        shape = (config.num_hidden_layers, seats, heads, length, width)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self._collected: KeysAndValues | None = None
-        self._prefix: KeysAndValues = []
-
-    def collect(self, prefix: KeysAndValues) -> None:
-        """The next forward pass reads prompts that go on after `prefix` ([] for none)."""
-        self._collected, self._prefix = [], prefix
-
-    def collected(self) -> KeysAndValues:
-        """Keys and values by layer of what that pass read, the prefix in front."""
-        collected, self._collected = self._collected, None
-        return collected
-
-    def place(self, positions: torch.Tensor) -> None:
-        """The next forward pass decodes one token for seats 0…N-1, at these positions (N,)."""
-        self._positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self._longest = int(positions.max()) + 1
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention: keys and values (N, heads, tokens, width)."""
-        if self._collected is not None:
-            if self._prefix:
-                before = (part.expand(len(keys), -1, -1, -1) for part in self._prefix[layer])
-                keys, values = (
-                    torch.cat(parts, 2) for parts in zip(before, (keys, values), strict=True)
-                )
-            self._collected.append((keys, values))
-            return keys, values
-        self.keys[layer][self._rows, :, self._positions] = keys[:, :, 0]
-        self.values[layer][self._rows, :, self._positions] = values[:, :, 0]
-        rows = len(self._rows)
-        return (
-            self.keys[layer][:rows, :, : self._longest],
-            self.values[layer][:rows, :, : self._longest],
+        self.room = room
+        layers, heads, width = (
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            head_width(config),
         )
 
-    def fill(self, seat: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put a prompt's keys and values (layers, heads, tokens, width) at a seat's start."""
-        self.keys[:, seat, :, : keys.shape[2]] = keys
-        self.values[:, seat, :, : values.shape[2]] = values
+        def store(*shape: int) -> Tensor:
+            # Zeros, because what is masked is still multiplied: 0 · NaN would be NaN.
+            return torch.zeros(2, layers, *shape, width, dtype=dtype, device=device)
+
+        self._prefix = store(heads, room.prefix_tokens)  # (2, L, H, T, D): keys, values
+        self._prompts = store(room.slots, heads, room.prompt_tokens)
+        self._own = store(room.seats, heads, room.new_tokens)
+        self._device = device
+
+    def read_prefix(self) -> Attend:
+        """Attention of the pass that reads the shared beginning, one row."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            self._prefix[0, layer, :, : k.shape[2]] = k[0]
+            self._prefix[1, layer, :, : k.shape[2]] = v[0]
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+
+        return attend
+
+    def read_prompts(self, slots: Sequence[int], tokens: int, prefix: int) -> Attend:
+        """Attention of a pass that reads prompts into slots: (len(slots), tokens), right-padded.
+
+        Args:
+            prefix: tokens of the shared beginning that stand before them (0 for none).
+        """
+        where = torch.tensor(slots, device=self._device)
+        shape = (tokens, prefix + tokens)
+        seen = torch.ones(shape, dtype=torch.bool, device=self._device).tril(prefix)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            parts = []
+            for kind, new in enumerate((k, v)):
+                self._prompts[kind, layer][where, :, :tokens] = new
+                before = self._prefix[kind, layer, :, :prefix].expand(len(new), -1, -1, -1)
+                parts.append(torch.cat((before, new), 2))
+            return F.scaled_dot_product_attention(
+                q, *parts, attn_mask=seen, scale=scale, enable_gqa=True
+            )
+
+        return attend
+
+    def decode(
+        self,
+        slots: Sequence[int],
+        prefix_lengths: Sequence[int],
+        prompt_lengths: Sequence[int],
+        own_lengths: Sequence[int],
+    ) -> Attend:
+        """Attention of a pass that reads one token for each of seats 0…N-1.
+
+        Args:
+            slots: where the prompt of each row stands.
+            own_lengths: tokens of each row's completion before this one.
+        """
+        lengths = [
+            torch.tensor(part, device=self._device)
+            for part in (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
+        ]
+        longest = [max(prefix_lengths), max(prompt_lengths), max(own_lengths) + 1]
+        mask = self._mask(lengths, longest)
+        grid, place = (part.to(self._device) for part in _grid(slots))
+        own = lengths[2] - 1
+        rows = torch.arange(len(slots), device=self._device)
+        used = len(grid)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            self._own[0, layer][rows, :, own] = k[:, :, 0]
+            self._own[1, layer][rows, :, own] = v[:, :, 0]
+            (n, heads, width), kv_heads = q[:, :, 0].shape, k.shape[1]
+            # Queries that share a key-value head become rows of one matrix.
+            q = (q[:, :, 0] * scale).view(n, kv_heads, heads // kv_heads, width)  # (N, H, Q, D)
+            stored = [
+                [
+                    self._prefix[kind, layer, None, :, : longest[0]],
+                    self._prompts[kind, layer, :used, :, : longest[1]],
+                    self._own[kind, layer, :n, :, : longest[2]],
+                ]
+                for kind in (0, 1)
+            ]
+            scores = torch.cat(
+                [
+                    _shared_by_all(q, stored[0][0].transpose(2, 3)),
+                    _shared_by_some(q, stored[0][1].transpose(2, 3), grid, place),
+                    _product(q, stored[0][2].transpose(2, 3)),
+                ],
+                -1,
+            )  # (N, H, Q, T)
+            weights = (scores + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
+            weights = weights.split(longest, -1)
+            out = _product(weights[2], stored[1][2])
+            out += _shared_by_some(weights[1], stored[1][1], grid, place)
+            out += _shared_by_all(weights[0], stored[1][0])
+            return out.view(n, heads, 1, width)
+
+        return attend
+
+    def _mask(self, lengths: Sequence[Tensor], longest: Sequence[int]) -> Tensor:
+        """(N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
+        beyond = [
+            torch.arange(size, device=self._device) >= length[:, None]
+            for length, size in zip(lengths, longest, strict=True)
+        ]
+        mask = torch.zeros(len(lengths[0]), sum(longest), device=self._device)
+        return mask.masked_fill_(torch.cat(beyond, 1), -torch.inf)[:, None, None]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a row to another seat, so that the occupied seats stay a block."""
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self._own[:, :, target, :, :length] = self._own[:, :, source, :, :length]
 
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Asked by the model when it is given no positions; it always is."""
-        return 0
+
+def _grid(slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Which rows a slot serves, (P, R), and where each row stands in that, flattened, (N,).
+
+    Unused places name row 0; what is computed there is never read.
+
+    >>> [part.tolist() for part in _grid([1, 0, 1])]
+    [[[1, 0], [0, 2]], [2, 0, 3]]
+    """
+    members: list[list[int]] = [[] for _ in range(max(slots) + 1)]
+    for row, slot in enumerate(slots):
+        members[slot].append(row)
+    width = max(map(len, members))
+    place = torch.empty(len(slots), dtype=torch.long)
+    for slot, rows in enumerate(members):
+        for column, row in enumerate(rows):
+            place[row] = slot * width + column
+    return torch.tensor([rows + [0] * (width - len(rows)) for rows in members]), place
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """(N, H, Q, A) times (N, H, A, B); `right` is a view into the store and is not copied."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _shared_by_all(left: Tensor, right: Tensor) -> Tensor:
+    """(N, H, Q, A) times (1, H, A, B), one product per head for all rows."""
+    n, heads, queries, inner = left.shape
+    stacked = left.transpose(0, 1).reshape(heads, n * queries, inner)
+    return torch.bmm(stacked, right[0]).unflatten(1, (n, queries)).transpose(0, 1)
+
+
+def _shared_by_some(left: Tensor, right: Tensor, grid: Tensor, place: Tensor) -> Tensor:
+    """(N, H, Q, A) times (P, H, A, B), one product per slot and head for the slot's rows."""
+    _, heads, queries, inner = left.shape
+    slots, width = grid.shape
+    stacked = left[grid].transpose(1, 2).reshape(slots, heads, width * queries, inner)
+    product = _product(stacked, right)  # (P, H, R·Q, B)
+    product = product.unflatten(2, (width, queries)).transpose(1, 2)
+    return product.flatten(0, 1)[place]

@@ -12,6 +12,8 @@ import torch
 
 from rlm.sampling.params import SamplingParams
 
+BLOCK = 256  # tokens; blocks and tokens of a block are then about equally many
+
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     """One number in [0, 1) per row, a pure function of (seed, counter): (N,) float64.
@@ -36,8 +38,10 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (N,) and their log-probabilities (N,) from logits (N, V).
 
-    Inverse transform: softmax, running sum, one uniform number a row scaled by the sum. It costs
-    a pass over the logits; `torch.multinomial` draws N × V random numbers on one thread.
+    Inverse transform: one uniform number a row, scaled by the total mass, is looked up in the
+    running sum. It costs about what reading the logits costs: the running sum is made over blocks
+    of the vocabulary, then within the one block that is hit. (`torch.multinomial` draws N × V
+    random numbers on one thread.)
     """
     logits = logits.float()
     if params.temperature == 0:
@@ -46,15 +50,34 @@ def draw(
         return tokens, chosen - logits.logsumexp(-1)
     if params.temperature != 1:
         logits = logits / params.temperature
-    probabilities = truncate(logits, params).softmax(-1)  # (N, V)
-    cumulative = probabilities.cumsum(-1)
-    # Rounding leaves the last sum off 1: scale by it, or rare tokens at the end gain mass.
-    threshold = uniform.to(cumulative) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
-    # u → 1 can round up to the total itself; the last token with mass is meant.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
-    tokens = torch.minimum(tokens, last)
-    return tokens, probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()
+    logits = truncate(logits, params)
+    rows, vocabulary = logits.shape
+    peak = logits.amax(-1, keepdim=True)
+    mass = logits.new_empty(rows, -(-vocabulary // BLOCK) * BLOCK)
+    mass[:, vocabulary:] = 0
+    torch.sub(logits, peak, out=mass[:, :vocabulary])
+    mass[:, :vocabulary].exp_()
+    mass = mass.unflatten(-1, (-1, BLOCK))  # (N, blocks, BLOCK)
+    # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
+    blocks = mass.sum(-1).double()
+    before = blocks.cumsum(-1)
+    total = before[:, -1:]
+    wanted = uniform.to(total)[:, None] * total
+    block = _look_up(before, wanted)
+    wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
+    inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
+    tokens = (block * BLOCK + _look_up(inside, wanted)).squeeze(-1)
+    chosen = logits.gather(-1, tokens[:, None])
+    return tokens, (chosen - peak - total.log()).squeeze(-1).float()
+
+
+def _look_up(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Where running sums (N, K) pass the wanted mass (N, 1): (N, 1), always at a step up.
+
+    Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
+    """
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
 
 
 def truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -7,42 +7,54 @@ whose order of summation changes with the batch size).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlm.models import decoder_and_head
+from rlm import machine
+from rlm.config import UsageError
 from rlm.prompts import stop_token_ids
-from rlm.sampling.cache import KeysAndValues, SeatCache
+from rlm.sampling.cache import Attend, Cache, Room, token_bytes
 from rlm.sampling.draw import draw, uniforms
-from rlm.sampling.params import Completion, SamplingParams, Token
+from rlm.sampling.params import Completion, Request, SamplingParams, Token
+from rlm.sampling.weights import MergedWeights, ModelWeights, copy_bytes, why_not_fused
 
 # Prompts read in one forward pass. More saves little: a few hundred tokens already fill a CPU.
 PREFILL_PROMPTS = 8
+# A stop text is looked for among this many last tokens (and at least as many as it has letters).
+STOP_WINDOW = 16
 
 
 @dataclass
-class _Prefilled:
-    """A prompt that has been read: keys and values (layers, heads, tokens, width), next logits."""
+class _Prompt:
+    """A request on its way: waiting to be read (slot None), then holding a slot of the cache."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    logits: torch.Tensor
+    handle: int
+    request: Request
+    prefix: int  # tokens it shares with all: kept in the cache once
+    slot: int | None = None
+    left: int = 0  # completions not finished yet
+
+    @property
+    def rest(self) -> Sequence[int]:
+        """What its slot holds. The last token is the first that each completion reads itself."""
+        return self.request.prompt[self.prefix : -1]
 
 
 @dataclass
 class _Row:
     """A completion in a seat."""
 
-    prompt: int
+    prompt: _Prompt
     row: int
-    seed: int
-    length: int  # tokens in the cache
-    drawn: int  # tokens drawn
-    last: int  # the token to feed next
+    last: int  # the token to read next
+    ids: list[int] = field(default_factory=list)
+    forced: deque[int] = field(default_factory=deque)
+    finished: bool = False
 
 
 def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
@@ -51,7 +63,7 @@ def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
     >>> shared_beginning([[1, 2, 3, 4], [1, 2, 5]]), shared_beginning([[1, 2], [1, 2]])
     (2, 1)
     """
-    if len(prompts) == 1:
+    if len(prompts) < 2:
         return 0  # nothing to share
     limit = min(len(prompt) for prompt in prompts) - 1
     first, last = min(prompts), max(prompts)  # the two that differ most
@@ -59,16 +71,49 @@ def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
 
 
 class Sampler:
-    """Draws completions from a model, with its adapter unmerged if it has one."""
+    """Draws completions from a model with the adapter it wears.
+
+    `sample` and `stream` are loops over the core: `reserve` room, `submit` requests, call `step`
+    until `idle`.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seats: int = 128
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seats: int = 128,
+        merged: bool | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
-        self._decoder, self._head = decoder_and_head(model)
-        self._config = model.config
-        self.model = model
-        self.seats = seats
+        """
+        Args:
+            merged: whether to keep a merged copy of the weights (the fast path); None decides by
+                the architecture and by the memory that is free.
+            cache_bytes: for keys and values; None takes up to half of what is free.
+
+        Raises:
+            UsageError: a merged copy was asked for and this architecture has no fast path.
+        """
+        self.model, self.tokenizer, self.seats = model, tokenizer, seats
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
+        self._weights, self.path = _choose_weights(model, merged)
+        self._config = model.config.get_text_config()
+        self._cache_bytes = cache_bytes
+        self._cache: Cache | None = None
+        self._prefix: tuple[int, ...] = ()
+        self._handles = 0
+        self._unread: deque[_Prompt] = deque()
+        self._waiting: deque[_Row] = deque()
+        self._seated: list[_Row] = []
+        self._free_slots: list[int] = []
+
+    @property
+    def exact(self) -> bool:
+        """Whether tokens are drawn with the very weights that training scores them with."""
+        return isinstance(self._weights, ModelWeights)
+
+    # --- a whole batch ----------------------------------------------------------------------
 
     def sample(
         self,
@@ -84,9 +129,18 @@ class Sampler:
             seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
             on_finish: called after each finished completion (progress bars).
         """
-        groups = [[Completion([], []) for _ in range(n)] for _ in prompts]
-        for token in self.stream(prompts, n, params, seeds):
-            completion = groups[token.prompt][token.row]
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+        requests = [Request(p, params, s, n) for p, s in zip(prompts, seeds, strict=True)]
+        return self.complete(requests, on_finish)
+
+    def complete(
+        self, requests: Sequence[Request], on_finish: Callable[[], None] = lambda: None
+    ) -> list[list[Completion]]:
+        """The group of completions of each request."""
+        groups = [[Completion([], []) for _ in range(request.n)] for request in requests]
+        for token in self.stream(requests):
+            completion = groups[token.request][token.row]
             completion.token_ids.append(token.id)
             completion.logprobs.append(token.logprob)
             completion.finish_reason = token.finish_reason
@@ -94,164 +148,255 @@ class Sampler:
                 on_finish()
         return groups
 
-    @torch.inference_mode()
-    def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        params: SamplingParams,
-        seeds: Sequence[int],
-    ) -> Iterator[Token]:
-        """The tokens of `sample`, each as soon as it is drawn."""
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
-        if any(not prompt for prompt in prompts):
-            raise ValueError("a prompt is empty")
-        if not prompts:
+    def stream(self, requests: Sequence[Request]) -> Iterator[Token]:
+        """The tokens of `complete`, each as soon as it is drawn; `request` counts from 0."""
+        if not self.idle:
+            raise RuntimeError("a batch while other requests are running: submit them instead")
+        if not requests:
             return
-        self._require_eval_mode()
-        # Long prompts first: the last rows to run, which nothing refills, are then short ones.
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        seats = min(self.seats, len(prompts) * n)
-        cache = SeatCache(
-            self._config,
-            seats,
-            len(prompts[order[0]]) + params.max_new_tokens,
-            self.model.dtype,
-            self.model.device.type,
+        prompts = [request.prompt for request in requests]
+        prefix = prompts[0][: shared_beginning(prompts)]
+        room = self.room_for(
+            len(requests),
+            [request.n for request in requests],
+            prompt_tokens=max(map(len, prompts)) - len(prefix) - 1,
+            new_tokens=max(request.params.max_new_tokens for request in requests),
         )
-        # The system prompt stands before every question: it is read once for all of them.
-        prefix = shared_beginning(prompts)
-        prefix_kv = self._read([prompts[0][:prefix]], [], cache)[0] if prefix else []
-        unread = deque(order)
-        waiting: deque[tuple[_Row, _Prefilled]] = deque()
-        seated: list[_Row] = []
-        while unread or waiting or seated:
-            newcomers = []
-            while len(seated) + len(newcomers) < seats and (waiting or unread):
-                if not waiting:
-                    read = [unread.popleft() for _ in range(min(PREFILL_PROMPTS, len(unread)))]
-                    for index, prefilled in zip(
-                        read,
-                        self._prefill([prompts[i][prefix:] for i in read], prefix_kv, cache),
-                        strict=True,
-                    ):
-                        for row in range(n):
-                            start = _Row(index, row, seeds[index] + row, len(prompts[index]), 0, -1)
-                            waiting.append((start, prefilled))
-                newcomers.append(waiting.popleft())
-            if newcomers:
-                for seat, (_, prefilled) in enumerate(newcomers, start=len(seated)):
-                    cache.fill(seat, prefilled.keys, prefilled.values)
-                logits = torch.stack([prefilled.logits for _, prefilled in newcomers])
-                first = len(seated)
-                seated += [row for row, _ in newcomers]
-                yield from self._advance(seated, first, logits, params, cache)
-            else:
-                yield from self._advance(seated, 0, self._decode(seated, cache), params, cache)
+        self.reserve(room, prefix)
+        # Long prompts first: the last rows to run, which nothing refills, are then short ones.
+        order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
+        numbers = {self.submit(requests[i]): i for i in order}
+        try:
+            while not self.idle:
+                for token in self.step():
+                    yield replace(token, request=numbers[token.request])
+        finally:  # the caller may stop listening half way
+            for handle in numbers:
+                self.cancel(handle)
+            self._cache = None  # the memory is somebody else's until the next batch
 
-    def _prefill(
-        self, prompts: list[Sequence[int]], prefix: KeysAndValues, cache: SeatCache
-    ) -> list[_Prefilled]:
-        """Read what follows the shared beginning; keys and values come with it in front."""
-        collected, hidden = self._read(prompts, prefix, cache)
-        before = prefix[0][0].shape[2] if prefix else 0
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=hidden.device)
-        logits = self._head(hidden[torch.arange(len(prompts)), last])  # (P, V)
-        return [
-            _Prefilled(
-                torch.stack([keys[i, :, : before + len(prompt)] for keys, _ in collected]),
-                torch.stack([values[i, :, : before + len(prompt)] for _, values in collected]),
-                logits[i],
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+    def room_for(self, prompts: int, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> Room:
+        """What a batch of this many prompts, with n completions each, wants at most."""
+        return Room(
+            seats=min(self.seats, sum(n)),
+            slots=min(prompts, self.seats // min(n) + PREFILL_PROMPTS),
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+        )
 
-    def _read(
-        self, prompts: list[Sequence[int]], prefix: KeysAndValues, cache: SeatCache
-    ) -> tuple[KeysAndValues, torch.Tensor]:
-        """One pass over prompts, padded on the right, where causal attention never looks.
+    def bytes_for(self, room: Room) -> int:
+        """What sampling takes while it goes on, beside the model: a weight copy, the cache."""
+        cache = self._fitting(room).tokens * token_bytes(self._config, self.model.dtype)
+        return cache + self._weights.copied_bytes
 
-        Keys and values by layer, and the last hidden states (P, T, hidden).
+    def release(self) -> None:
+        """Give back a merged copy's memory until the next batch; after training it is stale."""
+        self._weights.release()
+
+    # --- the core ---------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def reserve(self, room: Room, prefix: Sequence[int] = ()) -> None:
+        """Make room, once, for requests up to this size; fewer seats where memory is short.
+
+        Also brings a merged copy of the weights up to date, and reads `prefix`, the beginning
+        that prompts share (those that begin otherwise are read whole, if they fit).
+
+        Raises:
+            UsageError: not even one seat fits, or the model's attention window is shorter.
         """
-        longest = max(len(prompt) for prompt in prompts)
-        before = prefix[0][0].shape[2] if prefix else 0
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        positions = torch.arange(before, before + longest).expand(len(prompts), -1)
-        later = torch.ones(longest, before + longest, dtype=torch.bool).triu(before + 1)
-        cache.collect(prefix)
-        mask = self._mask(later).expand(len(prompts), 1, -1, -1)
-        hidden = self._hidden(ids, positions, cache, mask)
-        return cache.collected(), hidden
-
-    def _decode(self, seated: list[_Row], cache: SeatCache) -> torch.Tensor:
-        """Feed each row its last token; logits (N, V) of the next."""
-        device = self.model.device
-        positions = torch.tensor([row.length for row in seated], device=device)
-        cache.place(positions)
-        for row in seated:
-            row.length += 1
-        beyond = torch.arange(int(positions.max()) + 1, device=device) > positions[:, None]
-        ids = torch.tensor([[row.last] for row in seated])
-        mask = self._mask(beyond[:, None, None])
-        hidden = self._hidden(ids, positions[:, None], cache, mask)  # (N, 1, hidden)
-        return self._head(hidden[:, 0])
-
-    def _mask(self, hidden_from: torch.Tensor) -> torch.Tensor:
-        """An additive mask: the lowest number where `hidden_from` is true, else 0."""
-        mask = torch.zeros(hidden_from.shape, dtype=self.model.dtype, device=self.model.device)
-        return mask.masked_fill_(hidden_from.to(mask.device), torch.finfo(mask.dtype).min)
-
-    def _hidden(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: SeatCache,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        device = self.model.device
-        return self._decoder(
-            input_ids=ids.to(device),
-            position_ids=positions.to(device),
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-
-    def _advance(
-        self,
-        seated: list[_Row],
-        first: int,
-        logits: torch.Tensor,
-        params: SamplingParams,
-        cache: SeatCache,
-    ) -> Iterator[Token]:
-        """Draw the next token of rows `first`…; finished rows leave, the last takes their seat."""
-        rows = seated[first:]
-        uniform = uniforms([row.seed for row in rows], [row.drawn for row in rows])
-        tokens, logprobs = draw(logits, uniform.to(logits.device), params)
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.last = token
-            row.drawn += 1
-            stopped = token in self.stop_ids
-            finished = stopped or row.drawn == params.max_new_tokens
-            reason = ("stop" if stopped else "length") if finished else None
-            if finished:
-                row.last = -1
-            yield Token(row.prompt, row.row, token, logprob, reason)
-        seat = first
-        while seat < len(seated):
-            if seated[seat].last != -1:
-                seat += 1
-                continue
-            mover = seated.pop()
-            if seat < len(seated):  # else the finished row itself was the last
-                seated[seat] = mover
-                if mover.last != -1:
-                    cache.move(len(seated), seat, mover.length)
-
-    def _require_eval_mode(self) -> None:
+        if not self.idle:
+            raise RuntimeError("reserve while requests are running")
         if self.model.training:
             raise RuntimeError("sampling with dropout on: call model.eval() first")
+        room = replace(room, prefix_tokens=len(prefix))
+        window = getattr(self._config, "sliding_window", None)
+        if window and len(prefix) + room.prompt_tokens + 1 + room.new_tokens > window:
+            raise UsageError(f"this model attends to {window} tokens only: use shorter lengths")
+        self._weights.refresh()
+        self._cache = None  # the old one goes first
+        room = self._fitting(room)
+        self._cache = Cache(self._config, room, self.model.dtype, self.model.device)
+        self._free_slots = list(reversed(range(self._cache.room.slots)))
+        self._prefix = tuple(prefix)
+        if prefix:
+            self._read([prefix], 0, self._cache.read_prefix())
+
+    def _fitting(self, room: Room) -> Room:
+        """The room, with as many seats and slots as the memory budget allows."""
+        budget = self._cache_bytes
+        if budget is None:
+            budget = machine.available_memory(self.model.device.type) // 2
+        each = token_bytes(self._config, self.model.dtype)
+        while room.tokens * each > budget:
+            if room.seats == 1 and room.slots == 1:
+                raise UsageError(
+                    f"keys and values of one completion need {room.tokens * each / 2**30:.1f} GB, "
+                    f"and {budget / 2**30:.1f} GB are free: lower --max-new-tokens"
+                )
+            halved = (max(1, room.seats // 2), max(1, room.slots // 2))
+            room = replace(room, seats=halved[0], slots=halved[1])
+        return room
+
+    @property
+    def idle(self) -> bool:
+        return not (self._unread or self._waiting or self._seated)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its handle.
+
+        Raises:
+            ValueError: it is larger than what was reserved.
+        """
+        room = self._cache.room if self._cache else Room(0, 0, 0, 0)
+        shares = tuple(request.prompt[:-1][: len(self._prefix)]) == self._prefix
+        prompt = _Prompt(self._handles, request, len(self._prefix) if shares else 0)
+        if len(prompt.rest) > room.prompt_tokens:
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens: more than was reserved")
+        if request.params.max_new_tokens > room.new_tokens:
+            raise ValueError(f"max_new_tokens {request.params.max_new_tokens}: more than reserved")
+        self._handles += 1
+        self._unread.append(prompt)
+        return prompt.handle
+
+    def cancel(self, handle: int) -> None:
+        """Forget a request and what it has drawn; nothing happens if it has ended."""
+        self._unread = deque(p for p in self._unread if p.handle != handle)
+        gone = [row for row in self._waiting if row.prompt.handle == handle]
+        self._waiting = deque(row for row in self._waiting if row.prompt.handle != handle)
+        for row in gone:
+            self._release(row)
+        for row in self._seated:
+            row.finished = row.prompt.handle == handle
+        self._leave()
+
+    @torch.inference_mode()
+    def step(self) -> list[Token]:
+        """One token for every row that has a seat, after free seats have been given away."""
+        while len(self._seated) < self._cache.room.seats:
+            if not self._waiting and not self._read_more():
+                break
+            self._seated.append(self._waiting.popleft())
+        if not self._seated:
+            return []
+        rows = self._seated
+        logits = self._decode(rows)  # (N, V)
+        uniform = uniforms(
+            [r.prompt.request.seed + r.row for r in rows], [len(r.ids) for r in rows]
+        )
+        drawn: list[tuple[int, float]] = [(0, 0.0)] * len(rows)
+        by_params: dict[tuple, list[int]] = {}
+        for i, row in enumerate(rows):
+            params = row.prompt.request.params
+            by_params.setdefault((params.temperature, params.top_p, params.top_k), []).append(i)
+        for members in by_params.values():
+            every = len(members) == len(rows)
+            tokens, logprobs = draw(
+                logits if every else logits[members],
+                (uniform if every else uniform[members]).to(logits.device),
+                rows[members[0]].prompt.request.params,
+            )
+            for i, *pair in zip(members, tokens.tolist(), logprobs.tolist(), strict=True):
+                drawn[i] = tuple(pair)
+        events = [self._take(row, *pair) for row, pair in zip(rows, drawn, strict=True)]
+        self._leave()
+        return events
+
+    def _read_more(self) -> bool:
+        """Read the next prompts of the queue into free slots; False if there are none."""
+        prompts: list[_Prompt] = []
+        while (
+            self._unread
+            and self._free_slots
+            and len(prompts) < PREFILL_PROMPTS
+            and (not prompts or self._unread[0].prefix == prompts[0].prefix)
+        ):
+            prompt = self._unread.popleft()
+            prompt.slot, prompt.left = self._free_slots.pop(), prompt.request.n
+            prompts.append(prompt)
+            last = prompt.request.prompt[-1]
+            self._waiting.extend(_Row(prompt, row, last) for row in range(prompt.request.n))
+        texts = [prompt.rest for prompt in prompts]
+        if any(texts):
+            attend = self._cache.read_prompts(
+                [prompt.slot for prompt in prompts], max(map(len, texts)), prompts[0].prefix
+            )
+            self._read(texts, prompts[0].prefix, attend)
+        return bool(prompts)
+
+    def _read(self, texts: Sequence[Sequence[int]], start: int, attend: Attend) -> None:
+        """One pass over texts, padded on the right, where causal attention never looks."""
+        device, longest = self.model.device, max(map(len, texts))
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+        positions = torch.arange(start, start + longest).expand(len(texts), -1)
+        self._weights.hidden(ids.to(device), positions.to(device), attend)
+
+    def _decode(self, rows: Sequence[_Row]) -> torch.Tensor:
+        """Each row reads its last token; logits (N, V) of the next."""
+        lengths = [(r.prompt.prefix, len(r.prompt.rest), len(r.ids)) for r in rows]
+        attend = self._cache.decode([r.prompt.slot for r in rows], *zip(*lengths, strict=True))
+        device = self.model.device
+        ids = torch.tensor([[row.last] for row in rows], device=device)
+        positions = torch.tensor([[sum(parts)] for parts in lengths], device=device)
+        hidden = self._weights.hidden(ids, positions, attend)  # (N, 1, hidden)
+        return self._weights.head(hidden[:, 0])
+
+    def _take(self, row: _Row, token: int, logprob: float) -> Token:
+        """Append a drawn token (or what the request puts in its place), and see if it ends."""
+        request = row.prompt.request
+        if not row.forced and request.steer:
+            row.forced.extend(request.steer(row.row, row.ids, token) or ())
+        if row.forced:
+            token, logprob = row.forced.popleft(), math.nan
+        row.ids.append(token)
+        row.last = token
+        stopped = token in self.stop_ids or self._hits_stop_text(row)
+        row.finished = stopped or len(row.ids) == request.params.max_new_tokens
+        reason = ("stop" if stopped else "length") if row.finished else None
+        return Token(row.prompt.handle, row.row, token, logprob, reason)
+
+    def _hits_stop_text(self, row: _Row) -> bool:
+        stops = row.prompt.request.params.stop
+        if not stops:
+            return False
+        tail = self.tokenizer.decode(row.ids[-max(STOP_WINDOW, *map(len, stops)) :])
+        return any(stop in tail for stop in stops)
+
+    def _leave(self) -> None:
+        """Finished rows give up their seats; the last rows take them."""
+        seat = 0
+        while seat < len(self._seated):
+            row = self._seated[seat]
+            if not row.finished:
+                seat += 1
+                continue
+            self._release(row)
+            mover = self._seated.pop()
+            if mover is not row:
+                self._seated[seat] = mover
+                if not mover.finished:
+                    self._cache.move(len(self._seated), seat, len(mover.ids))
+
+    def _release(self, row: _Row) -> None:
+        row.prompt.left -= 1
+        if row.prompt.left == 0:
+            self._free_slots.append(row.prompt.slot)
+            self._free_slots.sort(reverse=True)  # low slots first: few are then looked at
+
+
+def _choose_weights(
+    model: PreTrainedModel, merged: bool | None
+) -> tuple[ModelWeights | MergedWeights, str]:
+    """The weights to sample with, and a line that says which and why."""
+    reason = why_not_fused(model)
+    if merged and reason:
+        raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
+    size = copy_bytes(model)
+    if merged is None and reason is None:
+        free = machine.available_memory(model.device.type)
+        if size > free / 2:
+            gb = f"{size / 2**30:.1f} GB, {free / 2**30:.1f} GB are free"
+            reason = f"a merged copy would take {gb}"
+    if merged is False or reason:
+        return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
+    return MergedWeights(model), f"a merged copy of the weights ({size / 2**30:.1f} GB)"

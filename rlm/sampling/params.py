@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -11,13 +12,15 @@ class SamplingParams:
     """How tokens are drawn. Nothing else decides: no model default (top_k = 50) leaks in.
 
     temperature: 0 takes the most likely token. top_p = 1 and top_k = 0 leave the distribution
-    whole. max_new_tokens counts the end token.
+    whole. max_new_tokens counts the end token. stop: texts that end a completion, the tokens they
+    are made of included.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -28,17 +31,41 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if "" in self.stop:
+            raise ValueError("stop must not hold an empty text: it would end everything at once")
+
+
+# Asked after each drawn token with (row, tokens before it, the token): token ids that take its
+# place, one after the other without being drawn, or None to leave it.
+Steer = Callable[[int, Sequence[int], int], Sequence[int] | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """n completions of one prompt; completion i draws from the stream seed + i."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    n: int = 1
+    steer: Steer | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt is empty")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, not {self.n}")
 
 
 @dataclass(frozen=True)
 class Token:
-    """One drawn token: completion `row` of prompt number `prompt`."""
+    """One token of completion `row` of a request. The logprob of a token not drawn is NaN."""
 
-    prompt: int
+    request: int
     row: int
     id: int
     logprob: float
-    finish_reason: str | None  # "stop" (an end token), "length", or None: not finished
+    finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: goes on
 
 
 @dataclass

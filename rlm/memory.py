@@ -1,0 +1,147 @@
+"""How much memory a run will take, said before it starts, and the micro-batch that follows from it.
+
+What a forward pass keeps for the backward pass is measured on a few tokens of the very model,
+not estimated from its shape; everything else is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlm import terminal
+from rlm.grpo import LOGITS_CHUNK, Rollout, split, token_logprobs
+from rlm.grpo_config import GRPOConfig
+from rlm.machine import available_memory
+from rlm.sampling.engine import Sampler, shared_beginning
+
+PROBE_TOKENS = 64
+# Larger micro-batches are hardly faster: a CPU's matrix products are saturated by a few hundred
+# tokens, a GPU's by some thousands.
+MICRO_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+SMALLEST_MICRO_BATCH = 64
+# Logits in fp32, their exponentials, and a product of the two are alive at once.
+LOGITS_COPIES = 3
+HEADROOM = 0.9  # of what is available
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes; of the GPU if the model is there."""
+
+    loaded: int  # now: weights, libraries
+    sampling: int  # the sampler's copy of the weights, keys and values
+    optimizer: int  # gradients, two moments, the best adapter so far
+    learning: int  # what a micro-batch keeps for its backward pass, and its logits
+    available: int  # beyond what is loaded
+    train_batch_tokens: int  # of a micro-batch
+
+    @property
+    def peak(self) -> int:
+        """Sampling and learning take turns: what one needs, the other has given back."""
+        return self.loaded + self.optimizer + max(self.sampling, self.learning)
+
+    def __str__(self) -> str:
+        """
+        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 2**34, 512))[:45]
+        'about 2.0 GB at the peak (loaded 1.0, samplin'
+        """
+        gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
+        return (
+            f"about {self.peak / 2**30:.1f} GB at the peak (loaded {gb['loaded']}, sampling "
+            f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}); "
+            f"{gb['available']} GB are free; micro-batches of {self.train_batch_tokens} tokens"
+        )
+
+
+def plan_memory(
+    policy: PreTrainedModel,
+    masters: Sequence[Tensor],
+    sampler: Sampler,
+    config: GRPOConfig,
+    longest_prompts: Sequence[Sequence[int]],
+    eval_problems: int,
+) -> MemoryPlan:
+    """Measure, count, and choose the micro-batch if the config leaves it open.
+
+    Args:
+        masters: the fp32 tensors that are trained.
+        longest_prompts: the few longest that will come, as token ids.
+    """
+    prefix = shared_beginning(longest_prompts)
+    longest = max(map(len, longest_prompts))
+    rooms = [
+        sampler.room_for(count, [n] * count, longest - prefix, config.max_new_tokens)
+        for count, n in ((config.batch_size, config.group_size), (eval_problems, 1))
+        if count
+    ]
+    sampling = max(map(sampler.bytes_for, rooms))
+    longest_sequence = longest + config.max_new_tokens
+    train_batch_tokens, checkpointing = config.train_batch_tokens, config.checkpointing
+    device = policy.device.type
+    available = available_memory(device)
+    optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in masters)
+    per_token = activation_bytes(policy)
+    layers = policy.config.get_text_config().num_hidden_layers
+    if checkpointing:  # each layer's input, and one layer in full
+        width = policy.config.get_text_config().hidden_size * policy.dtype.itemsize
+        per_token = per_token // layers + layers * width
+    else:  # gradients of the layer at work
+        per_token += per_token // layers
+    vocabulary = policy.config.get_text_config().vocab_size
+
+    def learning(tokens: int) -> int:
+        tokens = max(tokens, longest_sequence)
+        return tokens * per_token + LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * vocabulary * 4
+
+    tokens = train_batch_tokens
+    if tokens is None:
+        tokens = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cpu"])
+        room = HEADROOM * available - optimizer
+        while tokens > SMALLEST_MICRO_BATCH and learning(tokens) > room:
+            tokens //= 2
+    plan = MemoryPlan(
+        loaded=_loaded(device),
+        sampling=sampling,
+        optimizer=optimizer,
+        learning=learning(tokens),
+        available=available,
+        train_batch_tokens=tokens,
+    )
+    if plan.peak - plan.loaded > available:
+        terminal.line(
+            "warning: this may not fit into memory; --checkpointing, --seats, --max-new-tokens "
+            "and --use-4bit bring it down"
+        )
+    return plan
+
+
+def activation_bytes(policy: PreTrainedModel) -> int:
+    """What the forward pass of one token keeps for the backward pass, measured."""
+    seen: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    half = PROBE_TOKENS // 2
+    probe = [Rollout(0, [0] * half, [0] * (half + 1), 1.0, 1.0, [0.0] * (half + 1))]
+    (micro,) = split(probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        logprobs, _ = token_logprobs(policy, micro, 1.0)
+    del logprobs  # and with it what was kept
+    return sum(seen.values()) // PROBE_TOKENS
+
+
+def _loaded(device_type: str) -> int:
+    if device_type == "cuda":
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss

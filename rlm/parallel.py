@@ -1,0 +1,84 @@
+"""Several processes on one training run: `accelerate launch` or `torchrun` start them.
+
+Each process samples its share of a step's problems; then all know the whole step, so rewards,
+advantages and denominators are one process's; each learns on its share of the rollouts, and the
+gradients are added up once per update.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlm import terminal
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among the others. Alone (size 1) every method is free."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls) -> Team:
+        """Meet the processes of this launch, as the launcher's environment names them."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        team = cls(dist.get_rank(), size)
+        terminal.console.quiet = not team.leads
+        return team
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part: every size-th."""
+        return list(items[self.rank :: self.size])
+
+    def gather(self, shares: Sequence[T]) -> list[T]:
+        """All parts, in the order from which `share` took them."""
+        if self.size == 1:
+            return list(shares)
+        parts: list[list[T]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(parts, list(shares))
+        return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
+
+    def agree(self, value: T) -> T:
+        """What the leading process says: clocks and disks differ."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Every gradient becomes its sum over the processes; None counts as zero."""
+        if self.size == 1:
+            return
+        parameters = list(parameters)
+        flat = torch.cat(
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
+                for p in parameters
+            ]
+        )
+        dist.all_reduce(flat)
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)

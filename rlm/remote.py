@@ -1,0 +1,461 @@
+"""The one client of OpenAI-compatible servers: chat with any LLM API, rollouts from vLLM.
+
+`RemoteClient` sends requests: bounded concurrency, timeouts, retries, tokens and cost counted.
+`RemoteSampler` stands where `rlm.sampling.Sampler` does and draws completions on a vLLM server.
+Loads no torch before something is sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+
+from rlm.config import UsageError
+
+if TYPE_CHECKING:
+    from rlm.sampling import Completion, SamplingParams
+
+MAX_PAUSE = 60.0  # seconds before a further try; who asks for more is told to the user instead
+# Tokens that a server may put around a conversation (its default system prompt, roles).
+TEMPLATE_TOKENS = 64
+# Said although it is nothing: vLLM would look into the model's generation_config.json instead.
+NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+
+
+class RemoteError(UsageError):
+    """A request was refused, or failed every time: one line in a script, for a recipe to record.
+
+    status: of HTTP, None where no answer came.
+    """
+
+    def __init__(self, message: str, status: int | None = None, pause: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.pause = pause  # seconds that the server asks to wait before the next try
+
+
+class BudgetExceeded(UsageError):
+    """The next call could cost more than what is left; it was not sent."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What an API takes for a million tokens read and a million tokens written."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+
+    def of(self, prompt_tokens: int, completion_tokens: int) -> float:
+        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
+
+
+FREE = Price()
+
+
+@dataclass
+class _Charge:
+    cost: float
+    tokens: tuple[int, int] = (0, 0)  # read, written
+
+
+class Spending:
+    """Tokens and cost of all requests so far, in the currency of the prices; threads share it."""
+
+    def __init__(self, max_cost: float | None = None) -> None:
+        self.max_cost = math.inf if max_cost is None else max_cost
+        self.cost, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
+        self._reserved: list[float] = []  # of the requests in flight
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, most: float) -> Iterator[_Charge]:
+        """Keep `most` aside during a request; the charge is then set to what it really cost.
+
+        So requests in flight can not pass max_cost together. One that does not fit beside them
+        waits, as most end cheaper than they might have.
+
+        Raises:
+            BudgetExceeded: it does not fit even alone.
+        """
+        charge = _Charge(most)  # also where no answer tells: the provider may have charged it
+        with self._changed:
+            self._changed.wait_for(lambda: self._fits(most) or not self._reserved)
+            if not self._fits(most):
+                raise BudgetExceeded(
+                    f"stopped at a cost of {self.cost:.4g}: the next call could cost {most:.2g}, "
+                    f"and the budget is {self.max_cost:g}"
+                )
+            self._reserved.append(most)
+        try:
+            yield charge
+        finally:
+            with self._changed:
+                self._reserved.remove(most)
+                self.cost += charge.cost
+                self.prompt_tokens += charge.tokens[0]
+                self.completion_tokens += charge.tokens[1]
+                self._changed.notify_all()
+
+    def _fits(self, most: float) -> bool:
+        return self.cost + math.fsum(self._reserved) + most <= self.max_cost
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """text is empty where the server sent none (a reasoning model cut off while it thinks)."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float
+
+
+class RemoteClient:
+    """Sends requests to one server; any number of threads may share it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str | None = None,
+        price: Price = FREE,
+        spending: Spending | None = None,
+        concurrency: int = 16,
+        timeout: float = 600.0,
+        attempts: int = 5,
+        backoff: float = 0.5,
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            url: as in http://127.0.0.1:8000/v1; /v1 is added where there is no path.
+            api_key_env: the environment variable that holds the key; None sends no key.
+            spending: one for all clients that share a budget.
+            concurrency: requests in flight at the same time; more wait for their turn.
+            timeout: seconds without a byte from the server.
+            attempts: tries of a request, the first included.
+            backoff: seconds before the second try; it doubles with each further one.
+
+        Raises:
+            UsageError: that is no URL, or the variable is not set.
+        """
+        try:
+            parsed = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise UsageError(f"{url!r} is not a URL: {error}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
+        if parsed.userinfo:  # it would stand in every message
+            raise UsageError("put the key into an environment variable, not into the URL")
+        self._key = os.environ.get(api_key_env, "").strip() if api_key_env else ""
+        if api_key_env and not self._key:
+            raise UsageError(f"API key not found: set the environment variable {api_key_env}")
+        if not (self._key.isascii() and self._key.isprintable()):
+            # Left to the HTTP library, its error would quote the key.
+            raise UsageError(f"the environment variable {api_key_env} holds no API key")
+        self.url = url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
+        self.price = price
+        self.spending = spending or Spending()
+        self.concurrency = concurrency
+        self._attempts, self._backoff = attempts, backoff
+        self._jitter = random.Random()  # its own: the run's random numbers stay reproducible
+        self._http = httpx2.Client(
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=httpx2.Timeout(timeout, pool=None),
+            # Servers close idle connections (commonly after 5 s). A request that meets one just
+            # being closed would look like a crash, so the client drops them first.
+            limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        model: str,
+        temperature: float,
+        max_tokens: int,
+        **options: Any,
+    ) -> ChatReply:
+        """One reply to a conversation.
+
+        Args:
+            options: sent as they are (top_p, seed, stop, response_format, …).
+
+        Raises:
+            RemoteError: the request was refused, failed every time, or the reply is none.
+            BudgetExceeded: it was not sent.
+            UsageError: no such server or model, or a key that it does not take.
+        """
+        body = {"model": model, "messages": list(messages), "temperature": temperature}
+        body |= {"max_tokens": max_tokens, **options}
+        # A token is at least one byte of text: a bound that needs no tokenizer.
+        size = len(json.dumps(body, ensure_ascii=False).encode()) + TEMPLATE_TOKENS
+        reply = self.post("chat/completions", body, most=self.price.of(size, max_tokens))
+        try:
+            choice, tokens = reply["choices"][0], _usage(reply)
+            text = choice["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError) as error:
+            raise RemoteError(f"{self.url}: a reply without message or usage", 200) from error
+        return ChatReply(text, choice.get("finish_reason"), *tokens, self.price.of(*tokens))
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server offers. One try only: this finds out whether it is there.
+
+        Raises:
+            UsageError: it is not.
+        """
+        models = self._once("GET", "models", None, 0.0).get("data")
+        if not models:
+            raise UsageError(f"{self.url} offers no model; is that an OpenAI-compatible server?")
+        return models
+
+    def post(self, path: str, body: dict[str, Any], *, most: float = 0.0) -> dict[str, Any]:
+        """The JSON object that the server answers ({} where it answers in plain text).
+
+        429, 5xx and broken connections are tried again, after a pause that doubles, with jitter,
+        and that is not shorter than the server asks for. Other refusals are final.
+
+        Args:
+            most: what the request may cost at most, kept aside while it runs.
+        """
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return self._once("POST", path, body, most)
+            except RemoteError as error:
+                if error.status is not None and error.status != 429 and error.status < 500:
+                    raise
+                if attempt == self._attempts:
+                    raise RemoteError(f"{error} (tries: {attempt})", error.status) from error
+                if error.pause > MAX_PAUSE:
+                    wish = f"it asks for a pause of {error.pause:.0f} s"
+                    raise RemoteError(f"{error} ({wish})", error.status) from error
+                jitter = self._jitter.uniform(0.5, 1)
+                wait = error.pause + min(MAX_PAUSE, self._backoff * 2 ** (attempt - 1) * jitter)
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def _once(
+        self, method: str, path: str, body: dict[str, Any] | None, most: float
+    ) -> dict[str, Any]:
+        with self.spending.reserve(most) as charge:
+            try:
+                response = self._http.request(method, f"{self.url}/{path}", json=body)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                charge.cost = 0.0
+                raise RemoteError(f"no server answers at {self.url}: {error}") from error
+            except httpx2.RequestError as error:
+                what = str(error) or type(error).__name__  # time-outs come without a text
+                raise RemoteError(f"{self.url}/{path}: no reply: {what}") from error
+            if not response.is_success:
+                charge.cost = 0.0
+                raise self._refusal(response)
+            if "json" not in response.headers.get("content-type", ""):
+                return {}
+            try:
+                answer = dict(response.json())
+                if "usage" in answer:
+                    charge.tokens = _usage(answer)
+                    charge.cost = self.price.of(*charge.tokens)
+            except (ValueError, TypeError, KeyError) as error:
+                raise RemoteError(f"{response.url}: the reply makes no sense", 200) from error
+            return answer
+
+    def _refusal(self, response: httpx2.Response) -> UsageError:
+        """The exception for an answer that is not 2xx."""
+        status, message = response.status_code, _message(response)
+        text = f"{response.url}: {status} {response.reason_phrase}: {message}"
+        if self._key:
+            text = text.replace(self._key, "***")  # some servers quote it
+        if status in (401, 403):
+            return UsageError(f"{text} (wrong or missing API key)")
+        if status == 404:
+            return UsageError(f"{text} (no such model, or a URL that should end in /v1)")
+        return RemoteError(text, status, _pause(response))
+
+
+def _usage(reply: dict[str, Any]) -> tuple[int, int]:
+    return reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]
+
+
+def _message(response: httpx2.Response) -> str:
+    """What the server says, on one line: OpenAI's and FastAPI's form, else the text."""
+    try:
+        said = response.json()
+    except ValueError:
+        said = response.text
+    for key in ("error", "message", "detail"):
+        if isinstance(said, dict) and key in said:
+            said = said[key]
+    return " ".join(str(said).split())[:300]
+
+
+def _pause(response: httpx2.Response) -> float:
+    """Seconds of a Retry-After header: a number, or a date. 0 without one."""
+    value = response.headers.get("retry-after", "0")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        try:
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except ValueError:
+            return 0.0  # neither: nothing was asked for that one could follow
+
+
+class RemoteSampler:
+    """Completions drawn by a vLLM server: the same `sample` as `rlm.sampling.Sampler`.
+
+    One request a prompt, for all its completions: vLLM gives completion i the seed + i, which is
+    our own rule, reads the prompt once and answers with 1/n of the messages. Equal seeds give
+    equal completions again, but not those of our own sampler: it has other random streams.
+    """
+
+    def __init__(self, client: RemoteClient, stop_ids: Collection[int]) -> None:
+        """Finds the base model that is served, and checks that log-probabilities are right.
+
+        Args:
+            stop_ids: every token that ends a completion (`rlm.prompts.stop_token_ids`).
+
+        Raises:
+            UsageError: there is no server, or one that can not give what training needs.
+        """
+        self._client = client
+        self.stop_ids = frozenset(stop_ids)
+        # vLLM names what an adapter stands on as its parent; the base model has none.
+        self._model = next(m["id"] for m in client.models() if not m.get("parent"))
+        self._adapter: str | None = None
+        self._check_logprobs()
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        params: SamplingParams,
+        seeds: Sequence[int],
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> list[list[Completion]]:
+        """A group of n completions per prompt, from the adapter of the last `sync`.
+
+        Args:
+            seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
+            on_finish: called after each finished completion (progress bars).
+
+        Raises:
+            RemoteError: the server failed, or ends completions on other tokens than the model.
+            UsageError: it does not return token ids and log-probabilities.
+        """
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+        if not prompts:
+            return []
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        with ThreadPoolExecutor(min(len(prompts), self._client.concurrency)) as pool:
+            futures = {
+                pool.submit(self._group, prompt, n, params, seed): i
+                for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            }
+            try:
+                for future in as_completed(futures):
+                    groups[futures[future]] = future.result()
+                    for _ in range(n):
+                        on_finish()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent
+                raise
+        return groups
+
+    def sync(self, adapter_dir: Path) -> None:
+        """Sample from this adapter from now on. The server reads the directory itself.
+
+        Raises:
+            UsageError: it refuses; it goes on with the adapter that it had.
+        """
+        # A new name each time: vLLM keeps the keys and values of prompts by the adapter's name.
+        name = f"rlm-{uuid.uuid4().hex[:12]}"
+        path = str(adapter_dir.resolve())
+        try:
+            self._client.post("load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except UsageError as error:
+            raise UsageError(
+                f"the server did not load the adapter {path}: {error}; it needs --enable-lora, "
+                "--max-lora-rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and to see that directory"
+            ) from error
+        previous, self._adapter = self._adapter, name
+        if previous:
+            self._client.post("unload_lora_adapter", {"lora_name": previous})
+
+    def _group(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, seed: int
+    ) -> list[Completion]:
+        greedy = params.temperature == 0  # n times the same: asked once, and vLLM insists on it
+        body = {
+            "model": self._adapter or self._model,
+            "prompt": list(prompt),
+            "n": 1 if greedy else n,
+            "seed": seed,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop": list(params.stop),
+            "stop_token_ids": sorted(self.stop_ids),
+            "logprobs": 0,  # of the drawn tokens, no others
+            "return_token_ids": True,
+            **NEUTRAL,
+        }
+        choices = self._client.post("completions", body).get("choices", [])
+        if len(choices) != body["n"]:
+            raise RemoteError(f"asked for {body['n']} completions, got {len(choices)}", 200)
+        choices = sorted(choices, key=lambda choice: choice["index"])
+        return [
+            self._completion(choice, stop_texts=bool(params.stop))
+            for choice in (choices * n if greedy else choices)
+        ]
+
+    def _completion(self, choice: dict[str, Any], *, stop_texts: bool) -> Completion:
+        from rlm.sampling import Completion  # brings torch, which callers of `chat` never need
+
+        ids = choice.get("token_ids") or []
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        reason = choice.get("finish_reason")
+        if not ids or len(ids) != len(logprobs) or None in logprobs:
+            raise UsageError(
+                f"{self._client.url} returns no token ids with their log-probabilities; "
+                "sampling there needs a vLLM server"
+            )
+        ended = ids[-1] in self.stop_ids
+        if reason not in ("stop", "length") or ((reason == "stop") != ended and not stop_texts):
+            raise RemoteError(
+                f"{self._client.url} ended a completion ({reason}) at token {ids[-1]}: that is "
+                "not how the model being trained ends; is another one served?"
+            )
+        return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
+
+    def _check_logprobs(self) -> None:
+        """Two tokens made equally likely by a very high temperature must have log ½.
+
+        vLLM's default is the log-probability before temperature, top-p and top-k.
+        """
+        from rlm.sampling import SamplingParams
+
+        params = SamplingParams(max_new_tokens=1, temperature=1e4, top_k=2)
+        (drawn,) = self._group([min(self.stop_ids)], 1, params, 0)
+        if abs(drawn.logprobs[0] + math.log(2)) > 0.01:
+            raise UsageError(
+                f"{self._client.url} gives log-probabilities that ignore temperature and top-p: "
+                "start it with --logprobs-mode processed_logprobs"
+            )
