@@ -79,6 +79,7 @@ def load_rlm_model(
         load_tokenizer,
         read_run,
     )
+    from rlm.sampling import Sampler
 
     prepare_process()
     adapter = Path(adapter)
@@ -96,8 +97,10 @@ def load_rlm_model(
     if not base:
         check_base(adapter, model, base_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
+    tokenizer = load_tokenizer(model)
     loaded.rlm_format = adapter_format(run)
-    return loaded, load_tokenizer(model)
+    loaded.rlm_sampler = Sampler(loaded, tokenizer, seats=1)
+    return loaded, tokenizer
 
 
 def adapter_format(run: dict) -> Format:
@@ -130,12 +133,13 @@ def _complete(
     show: Callable[[str], None],
 ) -> dict[str, object]:
     """Answer a question; `show` is given each new piece of text as it is drawn."""
-    from rlm.sampling import Request
+    from rlm.sampling import Request, Sampler
 
     format = getattr(model, "rlm_format", FORMATS["deepseek"])
     prompt = render_prompt(tokenizer, question, format)
     started, ids, shown, reason = time.monotonic(), [], "", None
-    for token in model.rlm_sampler.stream([Request(prompt, params, seed)]):
+    sampler = getattr(model, "rlm_sampler", None) or Sampler(model, tokenizer, seats=1)
+    for token in sampler.stream([Request(prompt, params, seed)]):
         ids.append(token.id)
         reason = token.finish_reason
         text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -43,11 +43,11 @@ from rlm.grpo import (
     split,
     token_logprobs,
 )
-from rlm.grpo_config import GRPOConfig
-from rlm.memory import MemoryPlan, plan_memory
+from rlm.grpo_config import GPU_DEFAULTS, GRPOConfig
+from rlm.memory import plan_memory
 from rlm.parallel import Team
 from rlm.plots import learning_curves
-from rlm.prompts import FORMATS, render_prompt
+from rlm.prompts import FORMATS, longest_prompts, render_prompt
 from rlm.report import LearningTally, announce, log_step, run_summary, step_metrics, summary_card
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
 from rlm.runs import RunDirectory, check_writable
@@ -83,6 +83,10 @@ class GRPOTrainer:
             models.check_adapter(config.sft_adapter, "run: python train_sft.py")
             models.check_base(config.sft_adapter, model_name, self.base_hash)
         self.team = Team.join()
+        if config.batch_size < self.team.size:
+            raise UsageError(
+                f"--batch-size {config.batch_size}: fewer than {self.team.size} processes"
+            )
         device = device or machine.pick_device(use_4bit=config.use_4bit)
         base = models.load_base(model_name, device, use_4bit=config.use_4bit)
         if config.sft_adapter:
@@ -117,7 +121,11 @@ class GRPOTrainer:
         algorithm = ALGORITHMS[config.algorithm]
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
-        self.plan = self._plan([*problems, *eval_problems], len(eval_problems))
+        prompts = longest_prompts(self.tokenizer, [*problems, *eval_problems], self.format)
+        masters, evaluated = list(self.adapter.values()), len(eval_problems)
+        plan = plan_memory(self.policy, masters, self.sampler, config, prompts, evaluated)
+        self.plan = team.agree(plan)
+        terminal.line(f"memory: {self.plan}")
         start = self._evaluate(eval_problems, 0) if first_step == 0 else None
         for step in range(first_step, config.steps):
             clock = [time.monotonic()]
@@ -156,12 +164,8 @@ class GRPOTrainer:
             learned = self._learn(rollouts, config.learning_rate_at(step))
             clock.append(time.monotonic())
 
-            metrics = {
-                "step": step,
-                **step_metrics(groups, rewards, clock),
-                **scores.metrics,
-                **learned,
-            }
+            metrics = {"step": step} | step_metrics(groups, rewards, clock)
+            metrics |= team.mean(scores.metrics) | learned
             if step == 0 and start is not None:
                 metrics["eval/start_accuracy"] = start
             done = step + 1
@@ -177,17 +181,6 @@ class GRPOTrainer:
             if last:
                 break
         return self._finish(len(eval_problems), time.monotonic() - started)
-
-    def _plan(self, problems: Sequence[Problem], eval_problems: int) -> MemoryPlan:
-        """What memory the run will take, printed; the processes of a launch agree on it."""
-        longest = sorted(problems, key=lambda problem: -len(problem.question))[:8]
-        prompts = [render_prompt(self.tokenizer, p.question, self.format) for p in longest]
-        masters = list(self.adapter.values())
-        plan = self.team.agree(
-            plan_memory(self.policy, masters, self.sampler, self.config, prompts, eval_problems)
-        )
-        terminal.line(f"memory: {plan}")
-        return plan
 
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
         """`updates_per_batch` passes over the rollouts, one optimizer update each."""
@@ -213,6 +206,8 @@ class GRPOTrainer:
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
                 before = torch.stack([old[row] for row in micro.rows])
+                drawn = before if self.sampler.exact else micro.sampler_logprobs
+                ref = torch.stack([reference[row] for row in micro.rows]) if reference else None
                 loss, sums = policy_loss(
                     logprobs,
                     before,
@@ -221,12 +216,8 @@ class GRPOTrainer:
                     micro.completion_mask,
                     clip_eps_low=config.clip_eps_low,
                     clip_eps_high=config.clip_eps_high,
-                    importance=None
-                    if self.sampler.exact
-                    else importance_weights(before, micro.sampler_logprobs),
-                    ref_logprobs=torch.stack([reference[row] for row in micro.rows])
-                    if reference
-                    else None,
+                    importance=importance_weights(before, drawn),
+                    ref_logprobs=ref,
                     kl_weight=config.kl_weight,
                 )
                 loss.backward()
@@ -259,14 +250,8 @@ class GRPOTrainer:
             return None
         mine = self.team.share(problems)
         with terminal.progress("evaluating", len(mine)) as advance:
-            result = evaluate(
-                self.sampler,
-                self.tokenizer,
-                mine,
-                self.format,
-                max_new_tokens=self.config.max_new_tokens,
-                on_finish=advance,
-            )
+            limit, tools = self.config.max_new_tokens, (self.sampler, self.tokenizer)
+            result = evaluate(*tools, mine, self.format, max_new_tokens=limit, on_finish=advance)
         self.sampler.release()
         accuracy = self.team.gather([result.accuracy(strict=True)])
         correct, total = (sum(part[key] for part in accuracy) for key in ("correct", "total"))
@@ -280,26 +265,16 @@ class GRPOTrainer:
     def _finish(self, validated_on: int, seconds: float) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.use_best()
-        rows = self.team.agree(self.run.metrics())
-        summary = run_summary(
-            self.config, self.model_name, self.state, len(rows), validated_on, seconds
-        )
+        rows, config = self.team.agree(self.run.metrics()), self.config
+        results = (self.state, len(rows), validated_on, seconds)
+        summary = run_summary(config, self.model_name, *results)
         if self.team.leads:
-            output = self.config.output
-            models.save_adapter(self.policy, self.tokenizer, output, summary, keep_previous=True)
+            models.save_adapter(
+                self.policy, self.tokenizer, config.output, summary, keep_previous=True
+            )
             self.run.write_csv()
             learning_curves(rows, self.run.path / "curves.png")
         return summary
-
-
-# What changes when a GPU picks the 7B model on GSM8K.
-GPU_DEFAULTS = {
-    "max_new_tokens": 512,
-    "steps": 200,
-    "learning_rate": 2e-5,
-    "seats": 128,
-    "train_batch_tokens": 8192,
-}
 
 
 def main(config: GRPOConfig) -> int:

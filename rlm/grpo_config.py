@@ -111,3 +111,11 @@ class GRPOConfig:
             "cosine": (1 + math.cos(math.pi * done)) / 2,
         }[self.lr_schedule]
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)
+
+
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {
+    "max_new_tokens": 512,
+    "steps": 200,
+    "learning_rate": 2e-5,
+}

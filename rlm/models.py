@@ -139,7 +139,7 @@ def load_base(name: str, device: Device, *, use_4bit: bool = False) -> PreTraine
             dtype=device.dtype,
             use_safetensors=True,
             quantization_config=quantization,
-            device_map={"": 0} if use_4bit else None,
+            device_map={"": torch.cuda.current_device()} if use_4bit else None,
         )
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error

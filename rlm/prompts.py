@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlm.data import Problem
+
 # Stands where a message goes while the chat template is rendered; no template or text contains it.
 _SENTINEL = "\ue000content\ue001"
 
@@ -147,6 +149,14 @@ def render_completion(
             f"the tokenizer of {tokenizer.name_or_path!r} does not give {text[:40]!r}… back"
         )
     return [*ids, end_of_turn_id(tokenizer)]
+
+
+def longest_prompts(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], format: Format, count: int = 8
+) -> list[list[int]]:
+    """The prompts of the problems with the longest questions, as token ids."""
+    longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
+    return [render_prompt(tokenizer, problem.question, format) for problem in longest]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:

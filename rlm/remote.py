@@ -324,6 +324,8 @@ class RemoteSampler:
     equal completions again, but not those of our own sampler: it has other random streams.
     """
 
+    exact = False  # other kernels, maybe another number type: not quite what training scores
+
     def __init__(self, client: RemoteClient, stop_ids: Collection[int]) -> None:
         """Finds the base model that is served, and checks that log-probabilities are right.
 
@@ -339,6 +341,10 @@ class RemoteSampler:
         self._model = next(m["id"] for m in client.models() if not m.get("parent"))
         self._adapter: str | None = None
         self._check_logprobs()
+        self.path = f"vLLM at {client.url}"
+
+    def release(self) -> None:
+        """As of a sampler that holds memory here; this one does not."""
 
     def sample(
         self,
@@ -446,16 +452,17 @@ class RemoteSampler:
         return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
 
     def _check_logprobs(self) -> None:
-        """Two tokens made equally likely by a very high temperature must have log ½.
+        """Where top_k = 1 leaves one token, its log-probability under what was drawn from is 0.
 
-        vLLM's default is the log-probability before temperature, top-p and top-k.
+        vLLM's default are those before temperature, top_p and top_k. A few tokens are asked for,
+        because of a single one the model may be sure anyway.
         """
         from rlm.sampling import SamplingParams
 
-        params = SamplingParams(max_new_tokens=1, temperature=1e4, top_k=2)
+        params = SamplingParams(max_new_tokens=8, top_k=1)
         (drawn,) = self._group([min(self.stop_ids)], 1, params, 0)
-        if abs(drawn.logprobs[0] + math.log(2)) > 0.01:
+        if min(drawn.logprobs) < -1e-4:
             raise UsageError(
-                f"{self._client.url} gives log-probabilities that ignore temperature and top-p: "
-                "start it with --logprobs-mode processed_logprobs"
+                f"{self._client.url} gives log-probabilities that leave out temperature, top_p "
+                "and top_k: start it with --logprobs-mode processed_logprobs"
             )

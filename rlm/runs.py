@@ -34,7 +34,7 @@ def check_writable(option: str, path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".write_test"
+        probe = path / f".write_test_{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:

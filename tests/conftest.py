@@ -69,8 +69,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
         eos_token_id=257,
         pad_token_id=258,
         bos_token_id=None,
-        **{"sliding_window": None} if family == "mistral" else {},
-        **options,
+        **({"sliding_window": None} if family == "mistral" else {}) | options,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 

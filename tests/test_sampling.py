@@ -7,10 +7,13 @@ from collections import Counter
 import pytest
 import torch
 from conftest import FAMILIES, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlm.config import UsageError
 from rlm.grpo import Rollout, split, token_logprobs
 from rlm.models import adapter_tensors, new_adapter
-from rlm.sampling import Sampler, SamplingParams, prompt_seed
+from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
+from rlm.sampling.cache import Room
 from rlm.sampling.draw import draw, truncate, uniforms
 
 
@@ -38,33 +41,70 @@ def test_greedy_equals_generate(family, merged, tokenizer):
         assert completion.token_ids == full[0, len(prompt) :].tolist()
 
 
-def test_a_completion_does_not_depend_on_who_shares_the_batch(tokenizer):
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer):
     model, prompts = tiny_model(), some_prompts(12)
     params, seeds = SamplingParams(24, temperature=1.0), [prompt_seed(0, i) for i in range(12)]
-    expected = ids(Sampler(model, tokenizer, seats=64).sample(prompts, 4, params, seeds))
-    for seats in (1, 7, 48):
-        assert (
-            ids(Sampler(model, tokenizer, seats=seats).sample(prompts, 4, params, seeds))
-            == expected
+
+    def sample(prompts, n, seeds, seats):
+        return ids(
+            Sampler(model, tokenizer, seats=seats, merged=merged).sample(prompts, n, params, seeds)
         )
+
+    expected = sample(prompts, 4, seeds, seats=64)
+    for seats in (1, 7, 48):
+        assert sample(prompts, 4, seeds, seats) == expected
     order = random.Random(2).sample(range(12), 12)
-    shuffled = Sampler(model, tokenizer, seats=9).sample(
-        [prompts[i] for i in order], 4, params, [seeds[i] for i in order]
+    shuffled = sample([prompts[i] for i in order], 4, [seeds[i] for i in order], 9)
+    assert shuffled == [expected[i] for i in order]
+    assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
+
+
+def boundary_distance(model, prompt, completion, seed, params):
+    """How far the uniform number of the last token lies from the edge of that token's share."""
+    text = torch.tensor([[*prompt, *completion[:-1]]])
+    with torch.no_grad():
+        logits = model(text).logits[0, -1].double()
+    edges = (logits / params.temperature).softmax(-1).cumsum(-1)
+    u = uniforms([seed], [len(completion) - 1])
+    return (edges - u).abs().min().item()
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
+    """The same ids for one and for many seats; a mismatch only where the uniform is on an edge."""
+    model, prompts = tiny_model(), some_prompts(100, longest=60)
+    params, seeds = SamplingParams(100, temperature=1.0), [prompt_seed(1, i) for i in range(100)]
+    sampler = Sampler(model, tokenizer)
+    sampler.stop_ids = frozenset()
+    one, many = (
+        Sampler(model, tokenizer, seats=seats).sample(prompts, 3, params, seeds)
+        for seats in (3, 128)
     )
-    assert ids(shuffled) == [expected[i] for i in order]
-    alone = Sampler(model, tokenizer).sample([prompts[3]], 1, params, [seeds[3] + 2])
-    assert ids(alone) == [[expected[3][2]]]
+    tokens = mismatches = 0
+    for p, (left, right) in enumerate(zip(one, many, strict=True)):
+        for row, (a, b) in enumerate(zip(left, right, strict=True)):
+            tokens += len(a.token_ids)
+            if a.token_ids != b.token_ids:
+                mismatches += 1
+                pairs = zip(a.token_ids, b.token_ids, strict=False)
+                first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+                text = a.token_ids[: first + 1]
+                assert boundary_distance(model, prompts[p], text, seeds[p] + row, params) < 1e-5
+    assert tokens >= 20_000
+    assert mismatches <= 3
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_sampled_logprobs_equal_scored_ones(family, temperature, tokenizer):
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_equal_scored_ones(family, temperature, merged, tokenizer):
     policy = new_adapter(tiny_model(family), r=4, alpha=8).eval()
     with torch.no_grad():
         for tensor in adapter_tensors(policy).values():
             tensor.normal_(0, 0.2)
     prompts = some_prompts(6)
-    groups = Sampler(policy, tokenizer, seats=5).sample(
+    groups = Sampler(policy, tokenizer, seats=5, merged=merged).sample(
         prompts, 3, SamplingParams(16, temperature), list(range(6))
     )
     rollouts = [
@@ -102,6 +142,216 @@ def test_every_end_token_counts(tokenizer):
     assert Sampler(model, tokenizer).stop_ids == {7, 9, 257}
 
 
+def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenizer):
+    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    before = {name: tensor.clone() for name, tensor in policy.named_parameters()}
+    merged, unmerged = (Sampler(policy, tokenizer, merged=value) for value in (True, False))
+    prompts, params = some_prompts(8), SamplingParams(16)
+
+    def both():
+        return [ids(s.sample(prompts, 2, params, list(range(8)))) for s in (merged, unmerged)]
+
+    first = both()
+    assert first[0] == first[1]
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(policy).items():
+            tensor.normal_(0, 0.3)
+            before[name] = tensor.clone()
+    second = both()
+    assert second[0] == second[1] != first[0]
+    with policy.disable_adapter():
+        assert both() == first
+    merged.release()
+    assert both() == second
+    for name, tensor in policy.named_parameters():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
+    model = tiny_model()
+    assert "merged copy" in Sampler(model, tokenizer).path
+    assert "as asked" in Sampler(model, tokenizer, merged=False).path
+    monkeypatch.setattr("rlm.machine.available_memory", lambda device: 1000)
+    assert "would take" in Sampler(model, tokenizer).path
+    other = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "gpt_neox",
+            vocab_size=259,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
+    ).eval()
+    with pytest.raises(UsageError, match="not of the Llama family"):
+        Sampler(other, tokenizer, merged=True)
+
+
+# --- the core: requests -------------------------------------------------------------------------
+
+
+def a_running_sampler(tokenizer, **options):
+    sampler = Sampler(tiny_model(), tokenizer, **options)
+    sampler.reserve(Room(seats=4, slots=4, prompt_tokens=64, new_tokens=32))
+    return sampler
+
+
+def run(sampler):
+    tokens = []
+    while not sampler.idle:
+        tokens += sampler.step()
+    return tokens
+
+
+def of(tokens, handle, row=0):
+    return [token.id for token in tokens if (token.request, token.row) == (handle, row)]
+
+
+def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
+    prompts = some_prompts(4)
+    choices = [
+        SamplingParams(20, temperature=0),
+        SamplingParams(7, temperature=1.0),
+        SamplingParams(20, temperature=1.3, top_k=5),
+        SamplingParams(12, temperature=0.8, top_p=0.5),
+    ]
+    requests = [
+        Request(p, c, seed=i) for i, (p, c) in enumerate(zip(prompts, choices, strict=True))
+    ]
+    sampler = a_running_sampler(tokenizer)
+    handles = [sampler.submit(request) for request in requests]
+    tokens = run(sampler)
+    for handle, request in zip(handles, requests, strict=True):
+        alone = a_running_sampler(tokenizer)
+        again = alone.submit(request)
+        assert of(tokens, handle) == of(run(alone), again)
+        assert len(of(tokens, handle)) <= request.params.max_new_tokens
+
+
+def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokenizer):
+    prompts, params = some_prompts(3), SamplingParams(20)
+    quiet = a_running_sampler(tokenizer)
+    quiet.stop_ids = frozenset()
+    expected = quiet.submit(Request(prompts[0], params, 1))
+    expected = of(run(quiet), expected)
+
+    sampler = a_running_sampler(tokenizer)
+    sampler.stop_ids = frozenset()
+    kept = sampler.submit(Request(prompts[0], params, 1))
+    running = sampler.submit(Request(prompts[1], params, 2, n=8))  # more than there are seats
+    queued = sampler.submit(Request(prompts[2], params, 3))
+    tokens = sampler.step() + sampler.step()
+    assert {token.request for token in tokens} == {kept, running}
+    sampler.cancel(running)
+    sampler.cancel(queued)
+    rest = run(sampler)
+    assert {token.request for token in rest} == {kept}
+    assert of(tokens + rest, kept) == expected
+    for _ in range(5):  # slots would run out if cancelling leaked them
+        for i in range(4):
+            sampler.submit(Request(prompts[i % 3], params, i, n=2))
+        sampler.step()
+        for handle in range(sampler.submit(Request(prompts[0], params, 9)) + 1):
+            sampler.cancel(handle)
+        assert sampler.idle
+    sampler.submit(Request(prompts[0], params, 1))
+    assert [token.id for token in run(sampler)] == expected
+
+
+def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
+    """What a thinking budget needs: after three tokens, these; and no end token before them."""
+    forced = [65, 66, 67]
+    asked = []
+
+    def steer(row, before, token):
+        asked.append((row, len(before)))
+        return forced if len(before) == 3 else None
+
+    sampler = a_running_sampler(tokenizer)
+    sampler.stop_ids = frozenset()
+    free = sampler.submit(Request([1, 2, 3], SamplingParams(8), 5))
+    free = of(run(sampler), free)
+    handle = sampler.submit(Request([1, 2, 3], SamplingParams(8), 5, steer=steer))
+    tokens = run(sampler)
+    got = of(tokens, handle)
+    assert got[:3] == free[:3]
+    assert got[3:6] == forced
+    assert len(got) == 8
+    assert [math.isnan(t.logprob) for t in tokens] == [False] * 3 + [True] * 3 + [False] * 2
+    assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 6), (0, 7)]
+    # What follows is drawn as if the model had written the forced tokens itself.
+    again = sampler.submit(Request([1, 2, 3, *got[:6]], SamplingParams(2, temperature=0), 0))
+    greedy = sampler.submit(
+        Request(
+            [1, 2, 3],
+            SamplingParams(8, temperature=0),
+            0,
+            steer=lambda r, b, t: got[len(b) : 6] or None,
+        )
+    )
+    both = run(sampler)
+    assert of(both, greedy)[6:] == of(both, again)
+
+
+def test_a_stop_text_ends_a_completion_also_across_tokens(tokenizer):
+    sampler = a_running_sampler(tokenizer)
+    sampler.stop_ids = frozenset()
+    handle = sampler.submit(Request([1, 2, 3], SamplingParams(30), 7))
+    text = tokenizer.decode(of(run(sampler), handle))
+    stop = text[9:12]
+    end = text.index(stop) + len(stop)
+    handle = sampler.submit(Request([1, 2, 3], SamplingParams(30, stop=("@@@@@", stop)), 7))
+    tokens = run(sampler)
+    assert tokenizer.decode(of(tokens, handle)) == text[:end]
+    assert tokens[-1].finish_reason == "stop"
+
+
+def test_what_was_not_reserved_is_refused(tokenizer):
+    sampler = a_running_sampler(tokenizer)
+    with pytest.raises(ValueError, match="reserved"):
+        sampler.submit(Request([1] * 66, SamplingParams(3), 0))
+    with pytest.raises(ValueError, match="reserved"):
+        sampler.submit(Request([1], SamplingParams(33), 0))
+    sampler.submit(Request([1] * 65, SamplingParams(3), 0))
+    with pytest.raises(RuntimeError, match="running"):
+        sampler.sample([[1]], 1, SamplingParams(2), [0])
+
+
+def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer):
+    model, prompts, params = tiny_model(), some_prompts(10), SamplingParams(20)
+    seeds = list(range(10))
+    expected = ids(Sampler(model, tokenizer).sample(prompts, 3, params, seeds))
+    each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
+    tight = Sampler(model, tokenizer, cache_bytes=each * 120)
+    assert ids(tight.sample(prompts, 3, params, seeds)) == expected
+    with pytest.raises(UsageError, match="max-new-tokens"):
+        Sampler(model, tokenizer, cache_bytes=each * 30).sample(prompts, 3, params, seeds)
+
+
+def test_a_prompt_that_begins_otherwise_is_read_whole(tokenizer):
+    sampler, params = a_running_sampler(tokenizer), SamplingParams(12, temperature=0)
+    prompts = [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]]
+    plain = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
+    plain = [of(tokens, handle) for tokens in [run(sampler)] for handle in plain]
+    sampler.reserve(Room(4, 4, 64, 32), prefix=[9, 8, 7])
+    shared = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
+    assert [of(tokens, handle) for tokens in [run(sampler)] for handle in shared] == plain
+
+
+def test_a_sliding_window_is_respected_or_refused(tokenizer):
+    model = tiny_model("mistral", sliding_window=40)
+    prompts = some_prompts(4, longest=20)
+    for prompt, (completion,) in zip(
+        prompts,
+        Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(15, 0), [0] * 4),
+        strict=True,
+    ):
+        full = model.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False)
+        assert completion.token_ids == full[0, len(prompt) :].tolist()
+    with pytest.raises(UsageError, match="40 tokens"):
+        Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(40, 0), [0] * 4)
+
+
 def test_dropout_on_is_refused(tokenizer):
     model = tiny_model().train()
     with pytest.raises(RuntimeError, match="eval"):
@@ -129,15 +379,19 @@ def test_neighbouring_seeds_do_not_share_draws():
     assert correlation.abs().max() < 0.6
 
 
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])  # below, at and above a block
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_distribution(temperature):
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, -torch.inf])
-    count = 40_000
+def test_draws_follow_the_distribution(temperature, vocabulary):
+    logits = torch.full((vocabulary,), -torch.inf)
+    places = [0, 1, 2, vocabulary // 2 + 1, vocabulary - 1]
+    logits[places] = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    count = 20_000
     u = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens, logprobs = draw(logits.expand(count, -1), u, SamplingParams(1, temperature))
     p = (logits / temperature).softmax(-1)
     shares = Counter(tokens.tolist())
-    for token in range(5):
+    assert set(shares) == set(places)
+    for token in places:
         assert shares[token] / count == pytest.approx(p[token].item(), abs=1e-3)
     assert logprobs[:50].tolist() == pytest.approx(p[tokens[:50]].log().tolist(), abs=1e-5)
 

@@ -259,6 +259,7 @@ class Sampler:
         self._unread.append(prompt)
         return prompt.handle
 
+    @torch.inference_mode()
     def cancel(self, handle: int) -> None:
         """Forget a request and what it has drawn; nothing happens if it has ended."""
         self._unread = deque(p for p in self._unread if p.handle != handle)
