@@ -283,8 +283,9 @@ class RemoteClient:
             text = text.replace(self._key, "***")  # some servers quote it
         if status in (401, 403):
             return UsageError(f"{text} (wrong or missing API key)")
-        if status == 404:
-            return UsageError(f"{text} (no such model, or a URL that should end in /v1)")
+        if status == 404:  # a model that is not there is named; a path that is not there is not
+            hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
+            return UsageError(text + hint)
         return RemoteError(text, status, _pause(response))
 
 

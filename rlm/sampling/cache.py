@@ -68,7 +68,7 @@ class Cache:
         self._prefix = store(heads, room.prefix_tokens)  # (2, L, H, T, D): keys, values
         self._prompts = store(room.slots, heads, room.prompt_tokens)
         self._own = store(room.seats, heads, room.new_tokens)
-        self._device = device
+        self._device, self._heads = device, heads
 
     def read_prefix(self) -> Attend:
         """Attention of the pass that reads the shared beginning, one row."""
@@ -123,38 +123,38 @@ class Cache:
         ]
         longest = [max(prefix_lengths), max(prompt_lengths), max(own_lengths) + 1]
         mask = self._mask(lengths, longest)
-        grid, place = (part.to(self._device) for part in _grid(slots))
+        grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
         own = lengths[2] - 1
         rows = torch.arange(len(slots), device=self._device)
-        used = len(grid)
+        used = max(slots) + 1
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             self._own[0, layer][rows, :, own] = k[:, :, 0]
             self._own[1, layer][rows, :, own] = v[:, :, 0]
-            (n, heads, width), kv_heads = q[:, :, 0].shape, k.shape[1]
+            (n, heads, width), shared = q[:, :, 0].shape, k.shape[1]
             # Queries that share a key-value head become rows of one matrix.
-            q = (q[:, :, 0] * scale).view(n, kv_heads, heads // kv_heads, width)  # (N, H, Q, D)
-            stored = [
-                [
-                    self._prefix[kind, layer, None, :, : longest[0]],
-                    self._prompts[kind, layer, :used, :, : longest[1]],
-                    self._own[kind, layer, :n, :, : longest[2]],
-                ]
+            q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
+            (k0, k1, k2), (v0, v1, v2) = (
+                (
+                    self._prefix[kind, layer, :, : longest[0]],  # (H, T, D)
+                    self._prompts[kind, layer, :used, :, : longest[1]].flatten(0, 1),  # (P·H, T, D)
+                    self._own[kind, layer, :n, :, : longest[2]].flatten(0, 1),  # (N·H, T, D)
+                )
                 for kind in (0, 1)
-            ]
+            )
             scores = torch.cat(
-                [
-                    _shared_by_all(q, stored[0][0].transpose(2, 3)),
-                    _shared_by_some(q, stored[0][1].transpose(2, 3), grid, place),
-                    _product(q, stored[0][2].transpose(2, 3)),
-                ],
+                (
+                    _shared_by_all(q, k0.mT),
+                    _shared_by_some(q, k1.mT, grid, place),
+                    torch.bmm(q, k2.mT),
+                ),
                 -1,
-            )  # (N, H, Q, T)
-            weights = (scores + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
-            weights = weights.split(longest, -1)
-            out = _product(weights[2], stored[1][2])
-            out += _shared_by_some(weights[1], stored[1][1], grid, place)
-            out += _shared_by_all(weights[0], stored[1][0])
+            )  # (N·H, Q, T)
+            scores = scores.unflatten(0, (n, shared)) + mask
+            weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
+            w0, w1, w2 = weights.split(longest, -1)
+            out = torch.baddbmm(_shared_by_some(w1, v1, grid, place), w2, v2)
+            out += _shared_by_all(w0, v0)
             return out.view(n, heads, 1, width)
 
         return attend
@@ -173,42 +173,46 @@ class Cache:
         self._own[:, :, target, :, :length] = self._own[:, :, source, :, :length]
 
 
-def _grid(slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Which rows a slot serves, (P, R), and where each row stands in that, flattened, (N,).
+def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
+    """Where the (row, head) pairs stand when they are sorted by slot, head, row: and back.
 
-    Unused places name row 0; what is computed there is never read.
+    Returns:
+        grid: (P·H·R,), for each place the pair (row · H + head); unused places name pair 0,
+            and what is computed there is never read.
+        place: (N·H,), for each pair its place.
 
-    >>> [part.tolist() for part in _grid([1, 0, 1])]
-    [[[1, 0], [0, 2]], [2, 0, 3]]
+    >>> [part.tolist() for part in _grid([1, 0, 1], 1)]
+    [[1, 0, 0, 2], [2, 0, 3]]
     """
     members: list[list[int]] = [[] for _ in range(max(slots) + 1)]
     for row, slot in enumerate(slots):
         members[slot].append(row)
     width = max(map(len, members))
-    place = torch.empty(len(slots), dtype=torch.long)
+    grid = torch.zeros(len(members), heads, width, dtype=torch.long)
+    place = torch.empty(len(slots), heads, dtype=torch.long)
+    head = torch.arange(heads)
     for slot, rows in enumerate(members):
-        for column, row in enumerate(rows):
-            place[row] = slot * width + column
-    return torch.tensor([rows + [0] * (width - len(rows)) for rows in members]), place
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """(N, H, Q, A) times (N, H, A, B); `right` is a view into the store and is not copied."""
-    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+        here = torch.tensor(rows, dtype=torch.long)
+        grid[slot, :, : len(rows)] = here * heads + head[:, None]
+        place[here] = (slot * heads + head) * width + torch.arange(len(rows))[:, None]
+    return grid.flatten(), place.flatten()
 
 
 def _shared_by_all(left: Tensor, right: Tensor) -> Tensor:
-    """(N, H, Q, A) times (1, H, A, B), one product per head for all rows."""
-    n, heads, queries, inner = left.shape
-    stacked = left.transpose(0, 1).reshape(heads, n * queries, inner)
-    return torch.bmm(stacked, right[0]).unflatten(1, (n, queries)).transpose(0, 1)
+    """(N·H, Q, A) times (H, A, B) → (N·H, Q, B): one product per head for all rows."""
+    # Reshapes name every size: where a segment is empty, -1 could be anything.
+    heads, (pairs, queries, inner) = len(right), left.shape
+    rows = pairs // heads
+    stacked = left.unflatten(0, (rows, heads)).transpose(0, 1)
+    product = torch.bmm(stacked.reshape(heads, rows * queries, inner), right)
+    product = product.view(heads, rows, queries, right.shape[-1]).transpose(0, 1)
+    return product.reshape(pairs, queries, right.shape[-1])
 
 
 def _shared_by_some(left: Tensor, right: Tensor, grid: Tensor, place: Tensor) -> Tensor:
-    """(N, H, Q, A) times (P, H, A, B), one product per slot and head for the slot's rows."""
-    _, heads, queries, inner = left.shape
-    slots, width = grid.shape
-    stacked = left[grid].transpose(1, 2).reshape(slots, heads, width * queries, inner)
-    product = _product(stacked, right)  # (P, H, R·Q, B)
-    product = product.unflatten(2, (width, queries)).transpose(1, 2)
-    return product.flatten(0, 1)[place]
+    """(N·H, Q, A) times (P·H, A, B) → (N·H, Q, B): one product per slot and head for its rows."""
+    queries, inner = left.shape[1:]
+    together = len(grid) // len(right) * queries
+    stacked = left.index_select(0, grid).view(len(right), together, inner)
+    product = torch.bmm(stacked, right)
+    return product.view(len(grid), queries, right.shape[-1]).index_select(0, place)

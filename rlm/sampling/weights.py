@@ -8,8 +8,6 @@ Both leave attention to the cache, through the function `attend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -123,28 +121,35 @@ class MergedWeights:
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states (B, T, hidden) of tokens (B, T) at these positions (B, T)."""
         x = self._decoder.embed_tokens(ids)
-        cos, sin = self._decoder.rotary_emb(x, positions)  # (B, T, D)
+        cos, sin = (part[..., None, :] for part in self._decoder.rotary_emb(x, positions))
         shape = ids.shape
         x = x.flatten(0, 1)  # (B·T, hidden): one matrix product whatever the batch looks like
         for i, layer in enumerate(self._layers):
-            x = layer(i, x, shape, cos[:, :, None], sin[:, :, None], attend)
-        return _norm(self._decoder.norm)(x).unflatten(0, shape)
+            x = layer(i, x, shape, cos, sin, attend)
+        final = self._decoder.norm
+        return (_unit(x, final) * final.weight).unflatten(0, shape)
 
 
 class _Layer:
-    """One decoder layer of the Llama family: q, k, v as one product, gate and up as one."""
+    """One decoder layer of the Llama family, in as few passes over the activations as possible.
+
+    While a few rows are decoded, every pass costs more in starting the threads than in work. So
+    q, k and v are one product; norm weights are multiplied into the projections
+    that follow; and the residual sums, SiLU and the gate are the tails of products.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = _linear(
+            attention.q_proj, attention.k_proj, attention.v_proj, norm=self.input_norm
+        )
         self.out = _linear(attention.o_proj)
-        self.gate_up = _linear(mlp.gate_proj, mlp.up_proj)
+        self.gate = _linear(mlp.gate_proj, norm=self.mlp_norm)
+        self.up = _linear(mlp.up_proj, norm=self.mlp_norm)
         self.down = _linear(mlp.down_proj)
-        self.before_attention = _norm(layer.input_layernorm)
-        self.before_mlp = _norm(layer.post_attention_layernorm)
         # Qwen3 normalises each head's queries and keys.
-        self.q_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.k_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.scale, self.width = attention.scaling, attention.head_dim
         config = attention.config
         self.heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
@@ -152,15 +157,25 @@ class _Layer:
     def __call__(
         self, i: int, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        qkv = self.qkv(self.before_attention(x)).view(*shape, sum(self.heads), self.width)
-        q, k, v = qkv.split(self.heads, 2)  # (B, T, heads, D)
-        if self.q_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        qkv = self.qkv(_unit(x, self.input_norm)).view(*shape, sum(self.heads), self.width)
+        qk, v = qkv.split([self.heads[0] + self.heads[1], self.heads[2]], 2)  # (B, T, heads, D)
+        if self.q_norm is not None:
+            q, k = qk.split(self.heads[:2], 2)
+            norms = (self.q_norm, self.k_norm)
+            normed = [_unit(part, n) * n.weight for part, n in zip((q, k), norms, strict=True)]
+            qk = torch.cat(normed, 2)
+        q, k = _rotate(qk, cos, sin).split(self.heads[:2], 2)
         attended = attend(i, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scale)
-        x = x + self.out(attended.transpose(1, 2).reshape(len(x), -1))
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate).mul_(up))
+        x = self.out.plus(attended.transpose(1, 2).reshape(len(x), -1), x)
+        unit = _unit(x, self.mlp_norm)
+        return self.down.plus(self.up.times(unit, self.gate.silu(unit)), x)
+
+
+def _unit(x: Tensor, norm: nn.Module) -> Tensor:
+    """x / rms(x) in fp32, without the norm's weight; in the type of x."""
+    wide = x.float()
+    square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    return (wide * (square_sum / x.shape[-1] + norm.variance_epsilon).rsqrt_()).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,34 +184,67 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-def _norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    weight, eps = module.weight, module.variance_epsilon
-    return lambda x: F.rms_norm(x, weight.shape, weight, eps)
+class _Plain:
+    """A product, and what is done to its result: (rows, in) → (rows, out)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self(x))
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x) + other
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x) * other
 
 
-def _linear(*modules: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The product with one or several linear layers side by side, (B, in) → (B, out)."""
+class _Packed:
+    """The same in oneDNN's own blocked layout, which a row-major matrix is rearranged into in
+    every single product; oneDNN does what follows to a block that is still in the cache."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
+
+
+PACKED_FOR_ROWS = 64  # a hint for the layout; any number of rows may be multiplied
+
+
+@torch.no_grad()
+def _linear(*modules: nn.Module, norm: nn.Module | None = None) -> _Plain | _Packed:
+    """Linear layers side by side as one product; the weight of a norm before them multiplied in."""
     weights = [merged_weight(module) for module in modules]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    if norm is not None:
+        weight = weight * norm.weight
     biases = [getattr(module, "bias", None) for module in modules]
     bias = None
     if any(b is not None for b in biases):
         bias = torch.cat(
             [
-                torch.zeros(m.out_features, dtype=weight.dtype, device=weight.device)
-                if b is None
-                else b
+                weight.new_zeros(m.out_features) if b is None else b
                 for m, b in zip(modules, biases, strict=True)
             ]
         )
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return lambda x: F.linear(x, weight, bias)
-    # oneDNN's own blocked layout. A row-major matrix is rearranged in every single product.
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous().detach(), PACKED_FOR_ROWS)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-PACKED_FOR_ROWS = 64  # a hint for the layout; any number of rows may be multiplied
+    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return (_Packed if on_cpu else _Plain)(weight, bias)
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
