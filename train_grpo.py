@@ -51,7 +51,8 @@ from rlm.prompts import FORMATS, longest_prompts, render_prompt
 from rlm.report import LearningTally, announce, log_step, run_summary, step_metrics, summary_card
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
 from rlm.runs import RunDirectory, check_writable
-from rlm.sampling import Sampler, SamplingParams, prompt_seed
+from rlm.sampling import SamplingParams, prompt_seed
+from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
 
 GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
@@ -97,12 +98,7 @@ class GRPOTrainer:
         models.use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.masters  # name → the fp32 tensor that is trained
-        self.sampler = Sampler(
-            self.policy,
-            self.tokenizer,
-            seats=config.seats,
-            merged={"merged": True, "unmerged": False}.get(config.sampler),
-        )
+        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.team.rank)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -135,7 +131,7 @@ class GRPOTrainer:
             seeds = [prompt_seed(config.seed, step, problem.id) for problem in chosen]
             with terminal.progress("sampling", len(prompts) * config.group_size) as advance:
                 groups = self.sampler.sample(prompts, config.group_size, params, seeds, advance)
-            self.sampler.release()  # its memory is the learning pass's now
+            self.sampler.release()  # its memory is the learning pass's, its weights soon stale
             clock.append(time.monotonic())
 
             # 2. score: one call for the whole step

@@ -19,6 +19,7 @@ from rlm.grpo import LOGITS_CHUNK, Rollout, split, token_logprobs
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import available_memory
 from rlm.sampling.engine import Sampler, shared_beginning
+from rlm.sampling.remote import RemoteSampler
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a CPU's matrix products are saturated by a few hundred
@@ -62,7 +63,7 @@ class MemoryPlan:
 def plan_memory(
     policy: PreTrainedModel,
     masters: Sequence[Tensor],
-    sampler: Sampler,
+    sampler: Sampler | RemoteSampler,
     config: GRPOConfig,
     longest_prompts: Sequence[Sequence[int]],
     eval_problems: int,
@@ -75,12 +76,11 @@ def plan_memory(
     """
     prefix = shared_beginning(longest_prompts)
     longest = max(map(len, longest_prompts))
-    rooms = [
-        sampler.room_for(count, [n] * count, longest - prefix, config.max_new_tokens)
+    sampling = max(
+        sampler.bytes_for([n] * count, longest - prefix, config.max_new_tokens)
         for count, n in ((config.batch_size, config.group_size), (eval_problems, 1))
         if count
-    ]
-    sampling = max(map(sampler.bytes_for, rooms))
+    )
     longest_sequence = longest + config.max_new_tokens
     train_batch_tokens, checkpointing = config.train_batch_tokens, config.checkpointing
     device = policy.device.type

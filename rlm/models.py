@@ -291,7 +291,7 @@ def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
     """
     if not wanted:
         return
-    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     for module in policy.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True

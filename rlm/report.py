@@ -17,13 +17,14 @@ from rlm.grpo_config import GRPOConfig
 from rlm.machine import peak_memory_gb, pick_device
 from rlm.runs import RunDirectory, git_commit
 from rlm.sampling import Completion, Sampler
+from rlm.sampling.remote import RemoteSampler
 from rlm.state import TrainingState
 
 
 def announce(
     config: GRPOConfig,
     adapter: Mapping[str, Tensor],
-    sampler: Sampler,
+    sampler: Sampler | RemoteSampler,
     problems: int,
     validation: int,
 ) -> None:

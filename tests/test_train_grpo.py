@@ -3,18 +3,23 @@
 import hashlib
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripted_server import ScriptedServer
 
 from rlm.config import UsageError
 from rlm.data import Problem
 from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
+from rlm.memory import activation_bytes
 from rlm.models import load_base, new_adapter, save_adapter
+from rlm.runs import RunDirectory
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -301,3 +306,146 @@ def test_problems_of_a_step_are_a_pure_function():
 def test_learning_rate_schedules(schedule, rates):
     config = GRPOConfig(steps=6, warmup_steps=2, learning_rate=1.0, lr_schedule=schedule)
     assert [config.learning_rate_at(s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
+
+
+# --- samplers, number types, memory -------------------------------------------------------------
+
+
+def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path):
+    adapters = []
+    for sampler in ("merged", "unmerged"):
+        trainer, _ = train(model_dir, a_config(tmp_path, sampler, sampler=sampler))
+        adapters.append(trainer.adapter)
+        assert trainer.sampler.exact == (sampler == "unmerged")
+    for name, tensor in adapters[0].items():
+        assert torch.allclose(tensor, adapters[1][name], atol=1e-4), name
+
+
+def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_path):
+    with ScriptedServer() as server:
+        url = server.url
+        config = a_config(tmp_path, steps=2, sampler="vllm", sampler_url=url, eval_every=1)
+        train(model_dir, config, evaluate_on=PROBLEMS[:2])
+        loaded = [body["lora_path"] for body in server.asked("load_lora_adapter")]
+        drawn = [body["model"] for body in server.asked("completions")]
+    assert len(loaded) == 5  # three evaluations, two steps: after each the adapter may be another
+    assert len(set(drawn)) == 1 + 5  # and the base, asked once whether its log-probabilities fit
+    assert all((Path(path) / "adapter_model.safetensors").exists() for path in loaded)
+    # The stand-in's log-probabilities are not the model's: the gap must show that.
+    learned = [row for row in rows(config) if "loss/policy" in row]
+    assert all(row["sampler/logprob_gap_max"] > 0.01 for row in learned)
+
+
+def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
+    config = a_config(tmp_path, steps=4, learning_rate=1e-4, save_every=2)
+    trainer = GRPOTrainer(
+        str(model_dir), config, reward_fn=likes_letters, device=Device("cpu", torch.bfloat16, "t")
+    )
+    start = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
+    trainer.train(PROBLEMS)
+    moved = 0
+    for name, computed in trainer.trained.computed.items():
+        master = trainer.adapter[name]
+        assert computed.dtype == torch.bfloat16
+        assert master.dtype == torch.float32
+        assert torch.equal(computed, master.bfloat16())
+        moved += (master != start[name]).sum() - (computed != start[name].bfloat16()).sum()
+    assert moved > 0  # some updates are smaller than bf16 can show, and are kept all the same
+    checkpoint = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")
+    exported = load_file(config.output / "adapter_model.safetensors")
+    assert {t.dtype for k, t in checkpoint.items() if "lora" in k and "adapter/" in k} == {
+        torch.float32
+    }
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+
+    resumed = a_config(tmp_path, steps=6, learning_rate=1e-4, resume=True)
+    again = GRPOTrainer(
+        str(model_dir), resumed, reward_fn=likes_letters, device=Device("cpu", torch.bfloat16, "t")
+    )
+    assert again.state.restore(RunDirectory(resumed.run_dir, resume=True)) == 4
+    for name, tensor in trainer.adapter.items():
+        assert torch.equal(tensor, again.adapter[name]), name
+        assert torch.equal(trainer.trained.computed[name], again.trained.computed[name]), name
+
+
+def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path):
+    kept, adapters = [], []
+    for checkpointing in (False, True):
+        config = a_config(tmp_path, f"run{checkpointing}", checkpointing=checkpointing)
+        trainer, _ = train(model_dir, config)
+        kept.append(activation_bytes(trainer.policy))
+        adapters.append(trainer.adapter)
+    assert kept[1] < kept[0] / 4
+    for name, tensor in adapters[0].items():
+        assert torch.equal(tensor, adapters[1][name]), name
+
+
+def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
+    trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
+    assert trainer.plan.train_batch_tokens == 512
+    assert "memory: about" in capsys.readouterr().out
+    needed = trainer.plan.learning
+    monkeypatch.setattr("rlm.memory.available_memory", lambda device: int(needed * 0.7))
+    smaller, _ = train(model_dir, a_config(tmp_path, "tight", steps=1, batch_size=8, group_size=8))
+    assert 64 <= smaller.plan.train_batch_tokens < 512
+    assert smaller.plan.learning < 0.7 * needed
+    for name, tensor in trainer.adapter.items():  # and what is learned does not depend on it
+        assert torch.allclose(tensor, smaller.adapter[name], atol=1e-5), name
+    monkeypatch.setattr("rlm.memory.available_memory", lambda device: 1000)
+    train(model_dir, a_config(tmp_path, "hopeless", steps=1))
+    assert "may not fit" in capsys.readouterr().out
+
+
+# --- several processes --------------------------------------------------------------------------
+
+WORKER = """
+import sys, torch
+sys.path[:0] = [{root!r}, {tests!r}]
+import test_train_grpo as t
+from pathlib import Path
+torch.set_num_threads(1)
+config = t.a_config(Path({folder!r}), {name!r}, **{options!r})
+reward = t.no_signal_for_odd_problems if {uneven!r} else t.likes_letters
+t.train({model!r}, config, reward, evaluate_on=t.PROBLEMS[:5])
+"""
+
+
+def no_signal_for_odd_problems(prompts, completions, **_):
+    """Dealt out in turns, the second of two processes never has a group with a difference."""
+    likes = likes_letters(completions)
+    return [r if int(p.split()[0]) % 2 == 0 else 0.0 for p, r in zip(prompts, likes, strict=True)]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_two_processes_learn_what_one_does(model_dir, tmp_path, uneven):
+    root, tests = Path(__file__).parent.parent, Path(__file__).parent
+    options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
+    for name, launch in (("one", []), ("two", ["--nproc_per_node=2"])):
+        script = tmp_path / f"{name}.py"
+        script.write_text(
+            WORKER.format(
+                root=str(root),
+                tests=str(tests),
+                folder=str(tmp_path),
+                name=name,
+                options=options,
+                uneven=uneven,
+                model=str(model_dir),
+            )
+        )
+        module = ["-m", "torch.distributed.run", "--standalone", *launch] if launch else []
+        command = [sys.executable, *module, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+    one, two = (
+        load_file(tmp_path / f"{name}_adapter" / "adapter_model.safetensors")
+        for name in ("one", "two")
+    )
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-5), name
+    one, two = (without_clock(rows(a_config(tmp_path, name))) for name in ("one", "two"))
+    assert len(one) == len(two) == 3  # one process writes
+    for left, right in zip(one, two, strict=True):
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert right[key] == pytest.approx(value, abs=1e-4), key

@@ -156,8 +156,7 @@ class Sampler:
             return
         prompts = [request.prompt for request in requests]
         prefix = prompts[0][: shared_beginning(prompts)]
-        room = self.room_for(
-            len(requests),
+        room = self._room_for(
             [request.n for request in requests],
             prompt_tokens=max(map(len, prompts)) - len(prefix) - 1,
             new_tokens=max(request.params.max_new_tokens for request in requests),
@@ -175,18 +174,24 @@ class Sampler:
                 self.cancel(handle)
             self._cache = None  # the memory is somebody else's until the next batch
 
-    def room_for(self, prompts: int, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> Room:
-        """What a batch of this many prompts, with n completions each, wants at most."""
+    def _room_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> Room:
+        """What a batch wants whose prompts have n[0], n[1], … completions."""
         return Room(
             seats=min(self.seats, sum(n)),
-            slots=min(prompts, self.seats // min(n) + PREFILL_PROMPTS),
+            slots=min(len(n), self.seats // min(n) + PREFILL_PROMPTS),
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
         )
 
-    def bytes_for(self, room: Room) -> int:
-        """What sampling takes while it goes on, beside the model: a weight copy, the cache."""
-        cache = self._fitting(room).tokens * token_bytes(self._config, self.model.dtype)
+    def bytes_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> int:
+        """What a batch takes while it is drawn, beside the model: a weight copy and the cache.
+
+        Args:
+            n: completions of each prompt.
+            prompt_tokens: of the longest prompt, without what all share.
+        """
+        room = self._fitting(self._room_for(n, prompt_tokens, new_tokens))
+        cache = room.tokens * token_bytes(self._config, self.model.dtype)
         return cache + self._weights.copied_bytes
 
     def release(self) -> None:

@@ -135,7 +135,7 @@ class _Layer:
 
     While a few rows are decoded, every pass costs more in starting the threads than in work. So
     q, k and v are one product; norm weights are multiplied into the projections
-    that follow; and the residual sums, SiLU and the gate are the tails of products.
+    that follow; and the residual sums and the gating are the tails of products.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -168,7 +168,9 @@ class _Layer:
         attended = attend(i, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scale)
         x = self.out.plus(attended.transpose(1, 2).reshape(len(x), -1), x)
         unit = _unit(x, self.mlp_norm)
-        return self.down.plus(self.up.times(unit, self.gate.silu(unit)), x)
+        # (oneDNN's own SiLU tail is slower than this extra pass.)
+        gate = F.silu(self.gate(unit), inplace=True)
+        return self.down.plus(self.up.times(unit, gate), x)
 
 
 def _unit(x: Tensor, norm: nn.Module) -> Tensor:
@@ -193,9 +195,6 @@ class _Plain:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def silu(self, x: Tensor) -> Tensor:
-        return F.silu(self(x))
-
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         return self(x) + other
 
@@ -213,9 +212,6 @@ class _Packed:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-    def silu(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
@@ -243,8 +239,16 @@ def _linear(*modules: nn.Module, norm: nn.Module | None = None) -> _Plain | _Pac
                 for m, b in zip(modules, biases, strict=True)
             ]
         )
-    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    return (_Packed if on_cpu else _Plain)(weight, bias)
+    return (_Packed if _can_pack(weight) else _Plain)(weight, bias)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies this number type on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

@@ -1,0 +1,189 @@
+"""Our trainer as an arm of a benchmark, and what it shares with the other: the same work.
+
+Runs in a process of its own (`harness.run_child`), so that peak memory is its own. Times exclude
+evaluation and whatever the benchmark itself does in between.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlm import machine, models
+from rlm.data import Problem, load_problems
+from rlm.grpo import problems_for_step
+from rlm.grpo_config import GRPOConfig
+from rlm.prompts import FORMATS
+from rlm.rewards import CorrectnessReward
+
+if TYPE_CHECKING:
+    from train_grpo import GRPOTrainer
+
+FORMAT = FORMATS["deepseek"]
+Reward = Callable[..., list[float]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both trainers are asked to do. JSON can hold it: it travels to a child process."""
+
+    model: str
+    adapter: str | None  # to start from; None: a new one of rank lora_r
+    dataset: str = "word-problems:1"
+    prompts: int = 8  # problems in a step
+    group_size: int = 8
+    max_new_tokens: int = 128
+    steps: int = 4
+    minutes: float | None = None  # stop at the step after this many
+    learning_rate: float = 1e-6
+    lora_r: int = 16
+    reward: str = "half"  # "half" or "all" groups with signal, scripted; or "strict"
+    ignore_ends: bool = False  # every completion has max_new_tokens (ours only)
+    snapshots: str | None = None  # folder for the adapter after every snapshot_every steps
+    snapshot_every: int = 1
+    seed: int = 0
+
+    def problems(self) -> list[list[Problem]]:
+        """The problems of each step, in the order in which our trainer takes them."""
+        pool = self.pool()
+        steps = range(self.steps)
+        return [problems_for_step(pool, step, self.prompts, self.seed) for step in steps]
+
+    def pool(self) -> list[Problem]:
+        return load_problems(self.dataset, "train", max_samples=2000, seed=self.seed)
+
+
+def reward_function(kind: str, group_size: int) -> Reward:
+    """A plain reward function, which both trainers call with all completions of a step.
+
+    "half" and "all" do not look at the completions: alternately 1 and 0 in a group with signal, 0
+    in a group without. So the share of groups with signal is the same in both arms.
+    """
+    if kind == "strict":
+        correct = CorrectnessReward(FORMAT)
+
+        def strict(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+            return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]
+
+        return strict
+    every = {"half": 2, "all": 1}[kind]
+
+    def scripted(completions: Sequence[str], **_: Any) -> list[float]:
+        return [
+            float(row // group_size % every == 0 and row % group_size % 2 == 0)
+            for row in range(len(completions))
+        ]
+
+    return scripted
+
+
+@dataclass
+class Recorder:
+    """Stands around a reward function: both trainers call it exactly once a step, before learning.
+
+    So it is where an adapter is saved as it was after the steps so far, and an independent clock:
+    from call to call is a whole step, whatever a trainer says of itself.
+    """
+
+    work: Work
+    save: Callable[[Path], None]
+    calls: list[float] = field(default_factory=list)  # when
+    saving: list[float] = field(default_factory=list)  # seconds spent on snapshots, by call
+    signal: list[float] = field(default_factory=list)  # share of groups with a difference, by call
+    saved: list[int] = field(default_factory=list)  # steps done at each snapshot
+
+    def around(self, reward: Reward) -> Reward:
+        def recorded(**columns: Any) -> list[float]:
+            started = time.monotonic()
+            if self.work.snapshots and len(self.calls) % self.work.snapshot_every == 0:
+                self.snapshot(len(self.calls))
+            self.saving.append(time.monotonic() - started)
+            rewards = reward(**columns)
+            size = self.work.group_size
+            groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
+            self.signal.append(sum(len(set(group)) > 1 for group in groups) / len(groups))
+            self.calls.append(time.monotonic())
+            return rewards
+
+        return recorded
+
+    def snapshot(self, done: int) -> None:
+        """Save the adapter as it is after `done` steps, once."""
+        if self.work.snapshots and done not in self.saved:
+            self.save(snapshot_path(self.work.snapshots, done))
+            self.saved.append(done)
+
+    def result(self, steps: list[dict[str, float]]) -> dict[str, Any]:
+        """What an arm's process hands back.
+
+        Args:
+            steps: sample, score and learn in seconds and length_mean of each step.
+        """
+        for step, saving, signal in zip(steps, self.saving, self.signal, strict=True):
+            step["score"] -= saving
+            step["signal"] = signal
+            step["total"] = step["sample"] + step["score"] + step["learn"]
+        between = [b - a for a, b in zip(self.calls, self.calls[1:], strict=False)]
+        return {"steps": steps, "between_calls": between, "snapshots": self.saved}
+
+
+def snapshot_path(folder: str, done: int) -> Path:
+    return Path(folder) / f"step_{done:06d}"
+
+
+def planned_memory_gb(trainer: GRPOTrainer) -> float:
+    """The memory plan of our trainer, to stand beside the measured peak."""
+    return trainer.plan.peak / 2**30
+
+
+def run_ours(**work: Any) -> dict[str, Any]:
+    """Train as `work` says; seconds of every step (the first is the warm-up), snapshots."""
+    from train_grpo import GRPOTrainer
+
+    machine.prepare_process()
+    work = Work(**work)
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            model=work.model,
+            dataset=work.dataset,
+            sft_adapter=Path(work.adapter) if work.adapter else None,
+            steps=work.steps,
+            max_minutes=work.minutes,
+            batch_size=work.prompts,
+            group_size=work.group_size,
+            max_new_tokens=work.max_new_tokens,
+            learning_rate=work.learning_rate,
+            lr_schedule="constant",
+            warmup_steps=0,
+            lora_r=work.lora_r,
+            lora_alpha=2 * work.lora_r,
+            eval_every=0,
+            save_every=0,
+            sample_every=0,
+            seed=work.seed,
+            run_dir=Path(folder) / "run",
+            output=Path(folder) / "adapter",
+        )
+        recorder = Recorder(work, lambda path: save(trainer, path))
+        reward = recorder.around(reward_function(work.reward, work.group_size))
+        trainer = GRPOTrainer(work.model, config, reward_fn=reward)
+        if work.ignore_ends:
+            trainer.sampler.stop_ids = frozenset()
+        trainer.train(work.pool())
+        rows = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        recorder.snapshot(len(rows))
+    steps = [
+        {name: row[f"time/{name}"] for name in ("sample", "score", "learn")}
+        | {"length_mean": row["completion/length_mean"]}
+        for row in map(json.loads, rows)
+    ]
+    return recorder.result(steps) | {"planned_memory_gb": planned_memory_gb(trainer)}
+
+
+def save(trainer: GRPOTrainer, path: Path) -> None:
+    models.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})

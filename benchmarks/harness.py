@@ -1,0 +1,282 @@
+"""What the benchmarks share: arms in alternation, a process for each, one kind of report.
+
+A report is a JSON file: `ratio` and `memory_ratio` of the headline cell, every repetition of every
+arm under `cells`, and what is needed to run it again (command, machine, commit, date).
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from rlm import terminal
+
+T = TypeVar("T")
+
+OURS = "ours"
+ROOT = Path(__file__).parent.parent
+# What decides how fast a CPU multiplies matrices, and in which number type.
+INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+LIBRARIES = ("torch", "transformers", "trl", "peft")
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def alternate(
+    arms: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: bool = True
+) -> dict[str, list[T]]:
+    """What each arm returned, in runs A B A B …: whatever else the machine does hits all alike.
+
+    An arm is called with the number of the repetition, so that all arms get the same work; the
+    warm-up is number 0 and is not kept.
+    """
+    results: dict[str, list[T]] = {name: [] for name in arms}
+    for repetition in range(0 if warm_up else 1, repeats + 1):
+        for name, arm in arms.items():
+            result = arm(repetition)
+            if repetition:
+                results[name].append(result)
+    return results
+
+
+class ChildFailed(RuntimeError):
+    """A benchmark's process ended badly; the text holds the end of what it wrote."""
+
+
+def run_child(
+    module: str, function: str, payload: Mapping[str, Any], memory_limit_gb: float | None = None
+) -> dict[str, Any]:
+    """`module.function(**payload)` in a process of its own; its dict, with `peak_memory_gb`.
+
+    Args:
+        memory_limit_gb: beyond it allocations fail in the child, before the system has to choose
+            which process to kill.
+
+    Raises:
+        ChildFailed: it did not exit with 0.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "payload.json", Path(folder) / "result.json"
+        log = Path(folder) / "log.txt"
+        source.write_text(json.dumps(payload), encoding="utf-8")
+        limit = "" if memory_limit_gb is None else str(memory_limit_gb)
+        arguments = [module, function, str(source), str(target), limit]
+        with log.open("w", encoding="utf-8") as stream:
+            code = subprocess.run(
+                [sys.executable, "-m", "benchmarks.harness", *arguments],
+                cwd=ROOT,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        if code:
+            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
+            raise ChildFailed(f"{module}.{function} exited with {code}:\n{end}")
+        return json.loads(target.read_text(encoding="utf-8"))
+
+
+def _child(module: str, function: str, source: str, target: str, limit: str) -> None:
+    if limit:
+        allowed = int(float(limit) * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    payload = json.loads(Path(source).read_text(encoding="utf-8"))
+    result = getattr(importlib.import_module(module), function)(**payload)
+    result["peak_memory_gb"] = peak_memory_gb()
+    Path(target).write_text(json.dumps(result), encoding="utf-8")
+
+
+def peak_memory_gb() -> float:
+    """The most this process has held: on the GPU if it used one, else resident.
+
+    Resident is Linux's VmHWM. getrusage would not do: its maximum includes what the parent held
+    when it started this process.
+    """
+    from rlm import machine
+
+    status = Path("/proc/self/status")
+    if machine.pick_device().type == "cpu" and status.exists():
+        (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**20
+    return machine.peak_memory_gb()
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def summary(runs: Sequence[float]) -> dict[str, Any]:
+    """All repetitions, and their median, smallest and largest.
+
+    >>> summary([3.0, 1.0, 2.0])
+    {'runs': [3.0, 1.0, 2.0], 'median': 2.0, 'min': 1.0, 'max': 3.0}
+    """
+    return {
+        "runs": list(runs),
+        "median": statistics.median(runs),
+        "min": min(runs),
+        "max": max(runs),
+    }
+
+
+def ahead(ours: float, peer: float, *, more_is_better: bool) -> float:
+    """By which factor ours is ahead: above 1 is better, whichever way the unit points.
+
+    >>> ahead(30.0, 10.0, more_is_better=True), ahead(2.0, 8.0, more_is_better=False)
+    (3.0, 4.0)
+    """
+    return ours / peer if more_is_better else peer / ours
+
+
+def cell(
+    name: str, unit: str, runs: Mapping[str, Sequence[float]], *, more_is_better: bool, **more: Any
+) -> dict[str, Any]:
+    """One line of a report. The ratio is that of the medians; its range is over repetitions.
+
+    Args:
+        runs: by arm, "ours" among them; repetition i of every arm is the same work.
+        more: further entries, kept as they are.
+    """
+    arms = {arm: summary(values) for arm, values in runs.items()}
+    ratio, ranges = {}, {}
+    for arm in arms.keys() - {OURS}:
+        pairs = [
+            ahead(mine, theirs, more_is_better=more_is_better)
+            for mine, theirs in zip(runs[OURS], runs[arm], strict=True)
+        ]
+        ratio[arm] = ahead(arms[OURS]["median"], arms[arm]["median"], more_is_better=more_is_better)
+        ranges[arm] = [min(pairs), max(pairs)]
+    return {"name": name, "unit": unit, "arms": arms, "ratio": ratio, "ratio_range": ranges, **more}
+
+
+def report(
+    benchmark: str,
+    headline: Mapping[str, Any],
+    cells: Sequence[Mapping[str, Any]],
+    memory_gb: Mapping[str, float],
+    **more: Any,
+) -> dict[str, Any]:
+    """What `--json` writes.
+
+    Args:
+        headline: the cell whose ratio is the benchmark's.
+        memory_gb: peak memory by arm, where it was measured.
+        more: further entries, kept as they are.
+    """
+    return {
+        "benchmark": benchmark,
+        "headline": headline["name"],
+        "ratio": headline["ratio"],
+        "memory_ratio": {
+            arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS
+        },
+        "memory_gb": dict(memory_gb),
+        **more,
+        "cells": list(cells),
+        **provenance(benchmark),
+    }
+
+
+def provenance(benchmark: str) -> dict[str, Any]:
+    """Command, machine, commit and date: what it takes to run a benchmark again."""
+    from rlm.runs import git_commit
+
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """The hardware and the libraries, without a name of the host."""
+    import torch
+
+    from rlm import machine
+
+    info = Path("/proc/cpuinfo")
+    rows = info.read_text().splitlines() if info.exists() else []
+    fields: dict[str, str] = {}
+    for row in rows:  # of the first core: the others are the same
+        key, _, value = row.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    device = machine.pick_device()
+    return {
+        "cpu": fields.get("model name") or platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+        "dtype": str(device.dtype).removeprefix("torch."),
+        "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in LIBRARIES},
+    }
+
+
+# --- showing and writing ------------------------------------------------------------------------
+
+
+def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
+    """A table: for each cell the median of each arm (smallest – largest), then the ratios."""
+    names = list(dict.fromkeys(arm for row in cells for arm in row["arms"]))
+    peers = [name for name in names if name != OURS]
+    headers = [title, *names, *(f"ahead of {peer}" for peer in peers), "note"]
+    rows = []
+    for row in cells:
+        figures = [_spread(row["arms"][name]) if name in row["arms"] else "" for name in names]
+        ratios = [_ratio(row, peer) if peer in row["ratio"] else "" for peer in peers]
+        rows.append([f"{row['name']}, {row['unit']}", *figures, *ratios, row.get("note", "")])
+    print_table(headers, rows)
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(str(entry) for entry in row))
+    # In a file nothing limits a line: a table needs no line breaks there.
+    console = terminal.console if terminal.console.is_terminal else Console(width=200)
+    console.print(table)
+
+
+def _spread(figures: Mapping[str, float]) -> str:
+    return f"{figures['median']:.4g} ({figures['min']:.4g} – {figures['max']:.4g})"
+
+
+def _ratio(row: Mapping[str, Any], peer: str) -> str:
+    low, high = row["ratio_range"][peer]
+    return f"{row['ratio'][peer]:.2f} × ({low:.2f} – {high:.2f})"
+
+
+def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    terminal.line(f"written: {path}")
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

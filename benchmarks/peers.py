@@ -1,0 +1,201 @@
+"""The peers of `rollout.py`: transformers' `generate`, and servers with OpenAI's completions API.
+
+Each has two methods, as ours has: `fixed` (every row draws the same number of tokens) and
+`lengths` (each row ends at its own). Both return how many useful tokens were drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from rlm.config import UsageError
+
+Prompts = Sequence[Sequence[int]]
+TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
+PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
+
+
+class EndAt(StoppingCriteria):
+    """Row i is done when it has drawn lengths[i] tokens; `generate` goes on until all are."""
+
+    def __init__(self, lengths: torch.Tensor, prompt_tokens: int) -> None:
+        self.last = lengths + prompt_tokens
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        return input_ids.shape[1] >= self.last
+
+
+@dataclass
+class Generate:
+    """`model.generate` on left-padded prompts, an attention mask, and nothing that changes logits.
+
+    Ends are ignored by having no end token, which costs it nothing (`min_new_tokens` would rewrite
+    the logits of every step).
+    """
+
+    model: PreTrainedModel
+    pad_id: int
+    batch_rows: int  # of `lengths`; `fixed` takes all its rows at once
+    options: dict[str, Any] = field(default_factory=dict)  # of GenerationConfig
+
+    def __post_init__(self) -> None:
+        # `generate` fills in from the model's own config what a call leaves open.
+        self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
+
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+        torch.manual_seed(seeds[0])
+        rows = [prompt for prompt in prompts for _ in range(n)]
+        drawn = self._generate(rows, new_tokens, None)
+        return drawn.numel()
+
+    def lengths(
+        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> int:
+        torch.manual_seed(seeds[0])
+        rows = [
+            (prompt, length)
+            for prompt, group in zip(prompts, lengths, strict=True)
+            for length in group
+        ]
+        useful = 0
+        for start in range(0, len(rows), self.batch_rows):
+            batch = rows[start : start + self.batch_rows]
+            ends = torch.tensor([length for _, length in batch], device=self.model.device)
+            drawn = self._generate([prompt for prompt, _ in batch], int(ends.max()), ends)
+            if drawn.shape[1] != ends.max():
+                raise RuntimeError(f"{drawn.shape[1]} steps where the longest row has {ends.max()}")
+            useful += int(ends.sum())
+        return useful
+
+    @torch.inference_mode()
+    def _generate(self, rows: Prompts, new_tokens: int, ends: torch.Tensor | None) -> torch.Tensor:
+        """The tokens drawn, (rows, new_tokens)."""
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*[self.pad_id] * (longest - len(row)), *row] for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        criteria = [] if ends is None else [EndAt(ends, longest)]
+        output = self.model.generate(
+            input_ids=ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            generation_config=GenerationConfig(
+                max_new_tokens=new_tokens,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                pad_token_id=self.pad_id,
+                **self.options,
+            ),
+            stopping_criteria=StoppingCriteriaList(criteria),
+        )
+        return output[:, longest:]
+
+    def choose_options(self, prompts: Prompts, n: int, seeds: Sequence[int]) -> dict[str, float]:
+        """Try each kind of cache once, keep the fastest; the seconds of each."""
+        kinds: dict[str, dict[str, Any]] = {
+            "dynamic cache": {},
+            "static cache": {"cache_implementation": "static", "disable_compile": True},
+        }
+        if self.model.device.type == "cuda":  # elsewhere transformers does not compile
+            kinds["static cache, compiled"] = {"cache_implementation": "static"}
+        seconds = {}
+        for name, self.options in kinds.items():
+            for _ in range(2):  # the first run warms up (and compiles)
+                started = time.perf_counter()
+                self.fixed(prompts, n, PROBE_TOKENS, seeds)
+                seconds[name] = time.perf_counter() - started
+        self.options = kinds[min(seconds, key=seconds.get)]
+        return seconds
+
+
+@dataclass
+class Server:
+    """A server of OpenAI's completions API that holds the same model. Prompts are token ids.
+
+    All requests are sent at once; the server does its own batching.
+    """
+
+    url: str
+    one_request_a_prompt: bool  # with n completions, so that the prompt is read once
+    options: dict[str, Any]
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/").removesuffix("/v1")
+        self.model = self._ask("/v1/models")["data"][0]["id"]
+
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+        if self.one_request_a_prompt:
+            jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
+        else:
+            jobs = [
+                (p, 1, new_tokens, s + row)
+                for p, s in zip(prompts, seeds, strict=True)
+                for row in range(n)
+            ]
+        return self._complete(jobs)
+
+    def lengths(
+        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> int:
+        return self._complete(
+            [
+                (prompt, 1, length, seed + row)
+                for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
+                for row, length in enumerate(group)
+            ]
+        )
+
+    def _complete(self, jobs: Sequence[tuple[Sequence[int], int, int, int]]) -> int:
+        def ask(job: tuple[Sequence[int], int, int, int]) -> int:
+            prompt, n, max_tokens, seed = job
+            body = {
+                "model": self.model,
+                "prompt": list(prompt),
+                "n": n,
+                "max_tokens": max_tokens,
+                "seed": seed % 2**31,  # what a server takes
+                "temperature": 1.0,
+                "top_p": 1.0,
+                **self.options,
+            }
+            drawn = self._ask("/v1/completions", body)["usage"]["completion_tokens"]
+            if drawn != n * max_tokens:
+                raise RuntimeError(f"{self.url} drew {drawn} tokens instead of {n * max_tokens}")
+            return drawn
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return sum(pool.map(ask, jobs))
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                return json.load(answer)
+        except OSError as error:
+            raise UsageError(f"{self.url}{path}: {error}") from error
+
+
+def vllm(url: str) -> Server:
+    # -1 is "off" in every version of it; 0 only in the newer ones.
+    return Server(url, True, {"top_k": -1, "ignore_eos": True})
+
+
+def llama_cpp(url: str) -> Server:
+    # Nothing but the temperature between logits and draw: its default chain filters and penalises.
+    return Server(url, False, {"samplers": ["temperature"], "ignore_eos": True})

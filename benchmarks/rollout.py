@@ -1,0 +1,347 @@
+"""Rollouts: tokens per second of ours and of what else can draw them, on the same prompts.
+
+Fixed lengths first: every row draws --new-tokens tokens, ends ignored. Then real lengths: rows end
+where those of a real run ended (benchmarks/lengths.json), and only their tokens count. The
+headline is 64 rows of fixed length. Ours is also set against the floor of this machine.
+
+    python -m benchmarks.rollout --json docs/results/rollout.json
+    python -m benchmarks.rollout --adapter weights/sft_lora
+    python -m benchmarks.rollout --vllm-url http://127.0.0.1:8000
+    python -m benchmarks.rollout --record-lengths weights/sft_lora     # makes lengths.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks import floor, harness, peers, shapes
+from rlm import machine, models, terminal
+from rlm.config import UsageError, flag, run_main
+from rlm.data import Problem, load_problems
+from rlm.prompts import FORMATS, render_prompt
+from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
+from rlm.sampling.params import Request
+
+LENGTHS = Path(__file__).with_name("lengths.json")
+GROUP = 8  # completions of a prompt
+HEADLINE_ROWS = 64
+SEATS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
+RECORDED_ROWS, RECORDED_LIMIT = 256, 128
+
+
+@dataclass
+class RolloutConfig:
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+    adapter: Path | None = flag(None, "adapter that ours and generate draw with")
+    dataset: str = flag("word-problems:1", "where the prompts come from")
+    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each")
+    new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length")
+    lengths: bool = flag(True, "also replay the recorded lengths")
+    memory: bool = flag(True, "also measure each arm's peak memory, in processes of their own")
+    repeats: int = flag(3, "measured repetitions of each cell, after a warm-up")
+    vllm_url: str | None = flag(None, "a running `vllm serve` with the same model")
+    llama_url: str | None = flag(None, "a running llama-server with the same model")
+    record_lengths: Path | None = flag(None, "sample with this adapter, write lengths.json, end")
+    seed: int = flag(0, "of prompts and sampling")
+    json: Path | None = flag(None, "file for the report")
+
+    def __post_init__(self) -> None:
+        if any(rows % GROUP for rows in self.rows) or not self.rows:
+            raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
+        if self.new_tokens < 1 or self.repeats < 1:
+            raise ValueError("--new-tokens and --repeats must be at least 1")
+
+
+# --- ours ---------------------------------------------------------------------------------------
+
+
+def ours_fixed(
+    sampler: Sampler, prompts: peers.Prompts, n: int, new_tokens: int, seeds: Sequence[int]
+) -> int:
+    """Every row draws new_tokens tokens, ends ignored; how many tokens that are."""
+    ends, sampler.stop_ids, sampler.seats = sampler.stop_ids, frozenset(), len(prompts) * n
+    try:
+        return _tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
+    finally:
+        sampler.stop_ids = ends
+
+
+def ours_lengths(
+    sampler: Sampler,
+    seats: int,
+    prompts: peers.Prompts,
+    lengths: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+) -> int:
+    """Row i of prompt p ends after lengths[p][i] tokens; how many tokens that are.
+
+    An end token is put where the recording had one, and another token where one is drawn early.
+    """
+    end, sampler.seats = min(sampler.stop_ids), seats
+
+    def steer(ends: Sequence[int], filler: int, row: int, ids: Sequence[int], token: int) -> Any:
+        if len(ids) + 1 == ends[row]:
+            return [end]
+        return [filler] if token in sampler.stop_ids else None
+
+    requests = [
+        Request(
+            prompt,
+            SamplingParams(max(group), 1.0),
+            seed,
+            len(group),
+            partial(steer, group, next(t for t in prompt if t not in sampler.stop_ids)),
+        )
+        for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
+    ]
+    return _tokens(sampler.complete(requests))
+
+
+def _tokens(groups: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(completion.token_ids) for group in groups for completion in group)
+
+
+# --- what all arms share ------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """The loaded model, the arms, and the work that each repetition gives to all of them."""
+
+    config: RolloutConfig
+    problems: Sequence[Problem]
+    tokenizer: Any
+    cost: floor.ModelCost
+    arms: dict[str, tuple[Callable[..., int], Callable[..., int]]]  # fixed, lengths
+    generate: peers.Generate | None
+
+    def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
+        """Prompts and seeds of a repetition: new ones each time, the same for every arm."""
+        start = repetition * prompts
+        chosen = [self.problems[(start + i) % len(self.problems)] for i in range(prompts)]
+        texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
+        return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
+
+
+def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Bench:
+    """
+    Args:
+        only: one arm of this process, "ours" or "generate", to measure its memory.
+    """
+    device = machine.pick_device(use_4bit=config.use_4bit)
+    problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
+    tokenizer = models.load_tokenizer(model)
+    base = models.load_base(model, device, use_4bit=config.use_4bit)
+    cost = floor.ModelCost.of(base)
+    policy = models.load_adapter(base, config.adapter, trainable=False) if config.adapter else base
+    arms: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
+    generate = None
+    if only in (None, harness.OURS):
+        sampler = Sampler(policy, tokenizer)
+        # Where lengths differ, `generate` has batches of as many rows.
+        arms[harness.OURS] = (partial(ours_fixed, sampler), partial(ours_lengths, sampler, SEATS))
+    if only in (None, "generate"):
+        generate = peers.Generate(policy, tokenizer.pad_token_id, batch_rows=SEATS)
+        arms["generate"] = (generate.fixed, generate.lengths)
+    servers = {
+        "vllm": (config.vllm_url, peers.vllm),
+        "llama.cpp": (config.llama_url, peers.llama_cpp),
+    }
+    for name, (url, connect) in servers.items():
+        if url and only is None:
+            server = connect(url)
+            arms[name] = (server.fixed, server.lengths)
+    return Bench(config, problems, tokenizer, cost, arms, generate)
+
+
+def rate(work: Callable[[], int], expected: int) -> float:
+    """Tokens per second; all of the tokens must have been drawn."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    drawn = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    if drawn != expected:
+        raise RuntimeError(f"{drawn} tokens came out where {expected} were asked for")
+    return expected / seconds
+
+
+# --- cells --------------------------------------------------------------------------------------
+
+
+def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
+    prompts, new_tokens = rows // GROUP, bench.config.new_tokens
+
+    def run(fixed: Callable[..., int], repetition: int) -> float:
+        texts, seeds = bench.work(prompts, repetition)
+        return rate(lambda: fixed(texts, GROUP, new_tokens, seeds), rows * new_tokens)
+
+    runs = harness.alternate(
+        {name: partial(run, fixed) for name, (fixed, _) in bench.arms.items()},
+        bench.config.repeats,
+    )
+    step = floor.decode_floor(
+        rates,
+        bench.cost,
+        prompts=prompts,
+        rows=rows,
+        prompt_tokens=mean(len(text) for text in bench.work(prompts, 1)[0]),
+        new=new_tokens / 2,
+    )
+    least = rows / step.seconds
+    cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
+    share = cell["arms"][harness.OURS]["median"] / least
+    cell["floor"] = {**asdict(step), "bound": step.bound, "tokens_per_second": least}
+    cell["floor"]["share"] = share
+    cell["note"] = f"ours at {share:.0%} of the floor ({step.bound})"
+    return cell
+
+
+def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
+    useful = sum(map(sum, recorded))
+
+    def run(replay: Callable[..., int], repetition: int) -> float:
+        texts, seeds = bench.work(len(recorded), repetition)
+        return rate(lambda: replay(texts, recorded, seeds), useful)
+
+    runs = harness.alternate(
+        {name: partial(run, replay) for name, (_, replay) in bench.arms.items()},
+        bench.config.repeats,
+    )
+    rows = sum(map(len, recorded))
+    average = useful / rows
+    name = f"{rows} rows, real lengths"
+    cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
+    cell |= {"seats": SEATS, "length_mean": average, "length_limit": limit}
+    cell["note"] = f"mean length {average:.1f}, limit {limit}, {SEATS} at a time"
+    return cell
+
+
+def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Run in a process of its own: one repetition of the headline cell (or the largest below)."""
+    machine.prepare_process()
+    config = RolloutConfig(**config)
+    bench = load_bench(config, model, only=arm)
+    rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
+    texts, seeds = bench.work(rows // GROUP, 1)
+    bench.arms[arm][0](texts, GROUP, config.new_tokens, seeds)
+    return {}
+
+
+def record_lengths(config: RolloutConfig, model: str) -> None:
+    """Sample with an adapter as training does, and keep how long the completions were."""
+    base = models.load_base(model, machine.pick_device())
+    tokenizer = models.load_tokenizer(model)
+    policy = models.load_adapter(base, config.record_lengths, trainable=False)
+    problems = load_problems(
+        config.dataset, "train", max_samples=RECORDED_ROWS // GROUP, seed=config.seed
+    )
+    groups = Sampler(policy, tokenizer).sample(
+        [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems],
+        GROUP,
+        SamplingParams(RECORDED_LIMIT, 1.0),
+        [prompt_seed(config.seed, p.id) for p in problems],
+    )
+    lengths = [[len(completion.token_ids) for completion in group] for group in groups]
+    content = {
+        "model": config.model,
+        "dataset": config.dataset,
+        "temperature": 1.0,
+        "limit": RECORDED_LIMIT,
+        "mean": _tokens(groups) / RECORDED_ROWS,
+        **harness.provenance("rollout"),
+        "lengths": lengths,
+    }
+    terminal.line(f"{RECORDED_ROWS} completions, mean length {content['mean']:.1f}")
+    harness.write_json(LENGTHS, content)
+
+
+def read_lengths() -> tuple[list[list[int]], int]:
+    """The recorded lengths, a group a prompt, and the limit they were drawn under.
+
+    Raises:
+        UsageError: none were recorded.
+    """
+    if not LENGTHS.exists():
+        raise UsageError(
+            f"no {LENGTHS.name} beside this script: make it with --record-lengths ADAPTER, "
+            "or leave its cell out with --no-lengths"
+        )
+    content = json.loads(LENGTHS.read_text(encoding="utf-8"))
+    return content["lengths"], content["limit"]
+
+
+# --- all ----------------------------------------------------------------------------------------
+
+
+def main(config: RolloutConfig) -> int:
+    machine.prepare_process()
+    recorded = None
+    if config.lengths and not config.record_lengths:
+        recorded = read_lengths()  # before minutes of work
+    with shapes.model_at(config.model) as model:
+        if config.record_lengths:
+            record_lengths(config, model)
+            return 0
+        harness.write_json(config.json, measure(config, model, recorded))
+    return 0
+
+
+def measure(
+    config: RolloutConfig, model: str, recorded: tuple[list[list[int]], int] | None
+) -> dict[str, Any]:
+    """Load, choose the peer's options, run all cells; the report."""
+    memory = {}
+    if config.memory:  # first: these processes want the memory that the models below will hold
+        payload = {**asdict(config), "adapter": config.adapter and str(config.adapter)}
+        payload |= {"json": None, "record_lengths": None}
+        for arm in (harness.OURS, "generate"):
+            arguments = {"arm": arm, "config": payload, "model": model}
+            child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
+            memory[arm] = child["peak_memory_gb"]
+            terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
+    bench = load_bench(config, model)
+    device = machine.pick_device(use_4bit=config.use_4bit)
+    rates = floor.measure(device.type, device.dtype)
+    terminal.line(
+        f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "
+        f"multiplies {rates.flops_per_second / 1e9:.0f} GFLOP/s"
+    )
+    tried = bench.generate.choose_options(*_probe(bench))
+    terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")
+    cells = [fixed_cell(bench, rows, rates) for rows in config.rows]
+    headline = next((c for c in cells if c["name"].startswith(f"{HEADLINE_ROWS} rows")), cells[-1])
+    if recorded:
+        cells.append(lengths_cell(bench, *recorded))
+    harness.show("rollouts", cells)
+    return harness.report(
+        "rollout",
+        headline,
+        cells,
+        memory,
+        generate_tried_seconds=tried,
+        generate_options=bench.generate.options,
+        measured_rates=asdict(rates),
+    )
+
+
+def _probe(bench: Bench) -> tuple[list[list[int]], int, list[int]]:
+    """A batch to choose the options of `generate` with: 32 rows, or fewer if no cell has more."""
+    texts, seeds = bench.work(min(32, max(bench.config.rows)) // GROUP, 0)
+    return texts, GROUP, seeds
+
+
+if __name__ == "__main__":
+    run_main(main, RolloutConfig, description=__doc__)

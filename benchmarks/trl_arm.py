@@ -1,0 +1,172 @@
+"""TRL's GRPOTrainer as an arm of a benchmark: the same work as `arms.run_ours`.
+
+Imported only in the arm's own process: TRL takes seconds and memory to load.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from benchmarks.arms import FORMAT, Recorder, Work, reward_function
+from rlm import machine, models
+from rlm.prompts import render_prompt, stop_token_ids
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user of TRL can choose without changing what is learned (`grpo_step --tune`)."""
+
+    batch: int  # rows in a forward pass; a step accumulates over all of its rows
+    checkpointing: bool
+    continuous: bool  # transformers' continuous batching instead of `generate`
+    autocast: bool  # its bf16 option; off, the model computes in the number type it was loaded in
+    malloc: bool  # our allocator settings (`machine.prepare_process`)
+
+
+class TimedTrainer(trl.GRPOTrainer):
+    """Notes how long the two parts of a step take that are not learning."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.spent = {"sample": 0.0, "score": 0.0}
+        self.length_mean = 0.0
+
+    def _generate(self, *args: Any, **options: Any) -> Any:
+        started = time.monotonic()
+        result = super()._generate(*args, **options)
+        self.spent["sample"] += time.monotonic() - started
+        lengths = [len(ids) for ids in result[1]]
+        self.length_mean = sum(lengths) / len(lengths)
+        return result
+
+    def _calculate_rewards(self, *args: Any, **options: Any) -> Any:
+        started = time.monotonic()
+        result = super()._calculate_rewards(*args, **options)
+        self.spent["score"] += time.monotonic() - started
+        return result
+
+
+class Clock(TrainerCallback):
+    """Cuts the run into steps, and ends it when the minutes are over."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes = minutes
+        self.trainer: TimedTrainer | None = None
+        self.steps: list[dict[str, float]] = []
+        self.run_started = self.step_started = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.run_started = time.monotonic()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.step_started = time.monotonic()
+        self.trainer.spent = {"sample": 0.0, "score": 0.0}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now, spent = time.monotonic(), self.trainer.spent
+        if not all(spent.values()):  # a version of TRL whose methods are called otherwise
+            raise RuntimeError(f"no time was noted for a part of the step: {spent}")
+        learn = now - self.step_started - sum(spent.values())
+        self.steps.append({**spent, "learn": learn, "length_mean": self.trainer.length_mean})
+        if self.minutes is not None and now - self.run_started >= 60 * self.minutes:
+            control.should_training_stop = True
+
+
+def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Train as `work` says; seconds of every step (the first is the warm-up), snapshots."""
+    work, settings = Work(**work), Settings(**settings)
+    if settings.malloc:
+        machine.prepare_process()
+    device = machine.pick_device()
+    tokenizer = models.load_tokenizer(work.model)
+    base = models.load_base(work.model, device)
+    # TRL stops at the ends that the model's config names: all of those that ours stops at.
+    base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
+    if work.adapter:
+        policy = models.load_adapter(base, Path(work.adapter), trainable=True)
+    else:
+        torch.manual_seed(work.seed)
+        policy = models.new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r)
+    base_hash = models.base_hash(work.model)
+    recorder = Recorder(
+        work,
+        lambda path: models.save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
+    )
+    clock = Clock(work.minutes)
+    with tempfile.TemporaryDirectory() as folder:
+        clock.trainer = TimedTrainer(
+            model=policy,
+            reward_funcs=recorder.around(reward_function(work.reward, work.group_size)),
+            args=config_for(work, settings, folder, device.type == "cpu"),
+            train_dataset=dataset(work, tokenizer),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        clock.trainer.train()
+    recorder.snapshot(len(clock.steps))
+    return recorder.result(clock.steps)
+
+
+def config_for(work: Work, settings: Settings, folder: str, use_cpu: bool) -> trl.GRPOConfig:
+    """The algorithm as ours has it, one update over all rows of a step, and nothing logged."""
+    rows = work.prompts * work.group_size
+    if rows % settings.batch:
+        raise ValueError(f"a batch of {settings.batch} does not divide the {rows} rows of a step")
+    return trl.GRPOConfig(
+        output_dir=folder,
+        max_steps=work.steps,
+        per_device_train_batch_size=settings.batch,
+        gradient_accumulation_steps=rows // settings.batch,
+        num_generations=work.group_size,
+        max_completion_length=work.max_new_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="grpo",
+        scale_rewards="group",
+        num_iterations=1,
+        learning_rate=work.learning_rate,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        disable_dropout=True,
+        gradient_checkpointing=settings.checkpointing,
+        use_transformers_continuous_batching=settings.continuous,
+        bf16=settings.autocast,
+        use_cpu=use_cpu,
+        dataloader_pin_memory=not use_cpu,
+        shuffle_dataset=False,
+        seed=work.seed,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
+def dataset(work: Work, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The problems in our order, as text that TRL turns into the very token ids that ours gets.
+
+    Raises:
+        ValueError: it would not.
+    """
+    rows = []
+    for problem in (problem for step in work.problems() for problem in step):
+        ids = render_prompt(tokenizer, problem.question, FORMAT)
+        prompt = tokenizer.decode(ids)
+        if tokenizer(text=prompt)["input_ids"] != ids:
+            raise ValueError(f"TRL would see other token ids than ours for {problem.id}")
+        rows.append({"prompt": prompt, "answer": problem.answer})
+    return Dataset.from_list(rows)
