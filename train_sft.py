@@ -49,7 +49,8 @@ class SFTConfig:
     dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
 
     def __post_init__(self) -> None:
-        for name in ("max_samples", "epochs", "batch_size", "micro_batch", "lora_r", "max_length"):
+        counts = "max_samples epochs batch_size micro_batch lora_r lora_alpha max_length"
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.batch_size % self.micro_batch:
@@ -61,6 +62,10 @@ class SFTConfig:
             raise ValueError("--eval-samples must be 0 or more")
         if self.learning_rate <= 0:
             raise ValueError("--learning-rate must be above 0")
+        if not 0 <= self.warmup_share <= 1 or not 0 <= self.lora_dropout < 1:
+            raise ValueError("--warmup-share must be in [0, 1], --lora-dropout in [0, 1)")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ValueError("--max-minutes must be above 0")
 
 
 # What changes when a GPU picks the 7B model on GSM8K.

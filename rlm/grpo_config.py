@@ -63,7 +63,7 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         at_least_1 = (
-            "steps batch_size max_new_tokens seats updates_per_batch lora_r "
+            "steps batch_size max_new_tokens seats updates_per_batch lora_r lora_alpha "
             "eval_samples keep_checkpoints"
         )
         for name in at_least_1.split():

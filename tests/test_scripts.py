@@ -1,5 +1,6 @@
 """The four scripts, in-process, on a tiny model: SFT → GRPO → evaluation → inference."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import evaluate
 import inference
 import train_grpo
 import train_sft
-from rlm.config import parse, run_main
+from rlm.config import UsageError, parse, run_main
 from rlm.prompts import FORMATS, render_prompt
 
 ROOT = Path(__file__).parent.parent
@@ -191,6 +192,9 @@ MISTAKES = [
     (train_grpo, ["--config", "nowhere.yaml"], "cannot read"),
     (train_grpo, ["--clip-eps-low", "1.5"], "clip-eps-low"),
     (train_grpo, ["--output", "x", "--sft-adapter", "x"], "overwrite"),
+    (train_grpo, ["--sampler", "vllm", "--sft-adapter", "none"], "go together"),
+    (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "go together"),
+    (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
     (evaluate, ["--temperature", "0"], "above 0"),
     (inference, ["hi", "--adapter", "nowhere"], "python train_sft.py"),
@@ -213,6 +217,34 @@ def test_a_mistake_is_one_line(
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+CONFIGS = [train_sft.SFTConfig, train_grpo.GRPOConfig, evaluate.EvaluateConfig]
+CONFIGS += [inference.InferenceConfig]
+# Flags for which a negative number means something.
+SIGNED = {"seed"}
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [(config, field) for config in CONFIGS for field in dataclasses.fields(config)],
+    ids=lambda part: getattr(part, "name", None) or part.__name__,
+)
+def test_every_flag_refuses_what_makes_no_sense(config, field):
+    """Each flag of each --help: text for a number, a negative count, an unknown choice."""
+    name = "--" + field.name.replace("_", "-")
+    kinds = str(field.type)
+    if field.metadata.get("choices"):
+        tried = ["nonsense"]
+    elif "int" in kinds or "float" in kinds:
+        tried = ["nonsense", "nan", "1e400"] + ([] if field.name in SIGNED else ["-1"])
+    else:
+        return  # text and paths: what they name is looked up when the script runs
+    for value in tried:
+        with pytest.raises(UsageError) as refused:
+            parse(config, [f"{name}={value}"])
+        assert name in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_an_adapter_of_another_base_is_refused(trained, tmp_path, tokenizer, capsys):
