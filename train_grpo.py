@@ -95,6 +95,7 @@ class GRPOTrainer:
         else:
             torch.manual_seed(config.seed)  # of the new adapter's matrices
             self.policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+        models.use_lean_lora(self.policy)
         models.use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.masters  # name → the fp32 tensor that is trained

@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
 IMPORTANCE_CAP = 2.0
-# Logits of this many tokens are held at once: 512 × 49,152 × 4 bytes = 100 MB.
-LOGITS_CHUNK = 512
+# Logits of this many tokens are held at once: 128 × 49,152 × 4 bytes = 25 MB, which the
+# allocator still recycles (`machine.prepare_process`); larger blocks are mapped anew every time.
+LOGITS_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -340,10 +341,11 @@ class _ScoreTokens(torch.autograd.Function):
         logits = F.linear(hidden, weight, bias).float()
         if temperature != 1:
             logits /= temperature
-        normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-        probabilities = (logits - normaliser[:, None]).exp_()
-        entropy = normaliser - torch.linalg.vecdot(probabilities, logits)
+        logits -= logits.logsumexp(-1, keepdim=True)  # now log-probabilities of all tokens
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1)
+        probabilities = logits.exp()
+        # As a product of a row and a column: no third (M, V).
+        entropy = -torch.bmm(probabilities[:, None], logits[..., None]).flatten()
         if ctx.needs_input_grad[0]:
             mean = probabilities.to(weight.dtype) @ weight  # (M, hidden)
             ctx.save_for_backward((weight[targets] - mean) / temperature)

@@ -26,7 +26,7 @@ PROBE_TOKENS = 64
 # tokens, a GPU's by some thousands.
 MICRO_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALLEST_MICRO_BATCH = 64
-# Logits in fp32, their exponentials, and a product of the two are alive at once.
+# Logits in fp32 (and in 16 bits before that) and their exponentials are alive at once.
 LOGITS_COPIES = 3
 HEADROOM = 0.9  # of what is available
 

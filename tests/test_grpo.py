@@ -12,13 +12,14 @@ from rlm.grpo import (
     attention_mask,
     group_advantages,
     has_signal,
+    importance_weights,
     make_rollouts,
     policy_loss,
     row_weights,
     split,
     token_logprobs,
 )
-from rlm.models import adapter_tensors, new_adapter
+from rlm.models import adapter_tensors, new_adapter, use_lean_lora
 from rlm.sampling import Completion
 
 NAN = math.nan
@@ -334,3 +335,86 @@ def test_prompt_tokens_receive_exactly_zero_gradient(policy):
     expected[micro.sources] = True
     assert torch.equal(touched, expected)
     assert not touched[: int((micro.segments == 0).sum()) - 1].any()
+
+
+def test_lean_lora_equals_pefts_own():
+    """Values and gradients, with an active adapter, another one, and none."""
+    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    policy.add_adapter("reference", policy.peft_config["default"])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            if "lora_" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    (micro,) = split(some_rollouts(), max_rows=99, max_tokens=9999, device="cpu")
+
+    def outcome():
+        found = []
+        for adapter in ("default", "reference", None):
+            policy.set_adapter(adapter or "default")
+            if adapter is None:
+                with policy.disable_adapter():
+                    found.append(token_logprobs(policy, micro, 0.8)[0].detach())
+                continue
+            logprobs, _ = token_logprobs(policy, micro, 0.8)
+            logprobs.square().sum().backward()
+            found.append(logprobs.detach())
+            found += [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+            policy.zero_grad()
+        return found
+
+    expected = outcome()
+    use_lean_lora(policy)
+    got = outcome()
+    assert len(expected) == len(got) == 2 * (1 + 2 * 7 * 2) + 1
+    for left, right in zip(expected, got, strict=True):
+        assert torch.allclose(left, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(policy, temperature):
+    rollouts = some_rollouts()
+    factors = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    expected = []
+    for rollout in rollouts:
+        text = torch.tensor([[*rollout.prompt, *rollout.completion]])
+        logits = policy(text).logits[0, len(rollout.prompt) - 1 : -1].float() / temperature
+        every = logits.log_softmax(-1)
+        drawn = every.gather(-1, text[0, len(rollout.prompt) :, None]).squeeze(-1)
+        (drawn * factors[: len(drawn)]).sum().backward()
+        expected.append((drawn.detach(), -(every.exp() * every).sum(-1).detach()))
+    gradient = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
+    policy.zero_grad()
+    for micro in split(rollouts, max_rows=3, max_tokens=9999, device="cpu"):
+        logprobs, entropy = token_logprobs(policy, micro, temperature)
+        for row, values, spread in zip(micro.rows, logprobs, entropy, strict=True):
+            length = len(rollouts[row].completion)
+            assert torch.allclose(values[:length], expected[row][0], atol=1e-5)
+            assert torch.allclose(spread[:length], expected[row][1], atol=1e-5)
+            assert not values[length:].any()
+        (logprobs * factors[: logprobs.shape[1]]).sum().backward()
+    got = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
+    assert gradient.abs().max() > 0.1
+    assert torch.allclose(got, gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_truncated_importance_weights():
+    old = torch.log(torch.tensor([[0.2, 0.5, 0.9], [0.3, 0.1, 0.5]]))
+    sampled = torch.log(torch.tensor([[0.4, 0.5, 0.3], [0.2, 0.1, 0.5]]))
+    weights = importance_weights(old, sampled)
+    assert torch.allclose(weights, torch.tensor([[0.5, 1.0, 2.0], [1.5, 1.0, 1.0]]))  # 3 is cut
+    logprobs = old.clone().requires_grad_()
+    loss, _ = policy_loss(
+        logprobs,
+        old,
+        torch.tensor([1.0, -2.0]),
+        torch.tensor([0.5, 0.25]),
+        torch.tensor([[True, True, True], [True, True, False]]),
+        clip_eps_low=0.2,
+        clip_eps_high=0.2,
+        importance=weights,
+    )
+    loss.backward()
+    # -advantage · weight · importance; the third token of the second row is padding.
+    expected = torch.tensor([[-0.25, -0.5, -1.0], [0.75, 0.5, 0.0]])
+    assert torch.allclose(logprobs.grad, expected)
