@@ -221,6 +221,7 @@ class GRPOTrainer:
                 self.trained.collect()
                 tally.add(update, micro, logprobs.detach(), entropy, sums)
             tally.grad_norm = self._update()
+        machine.give_back_memory()  # the sampler's turn
         learned = LearningTally.joined(self.team.gather([tally])).metrics()
         return {"optim/lr": rate, "optim/skipped": self.state.skipped_total, **learned}
 

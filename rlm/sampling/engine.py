@@ -184,7 +184,7 @@ class Sampler:
         )
 
     def bytes_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> int:
-        """What a batch takes while it is drawn, beside the model: a weight copy and the cache.
+        """What a batch takes while it is drawn, beside the model: weight copy, cache, logits.
 
         Args:
             n: completions of each prompt.
@@ -192,11 +192,13 @@ class Sampler:
         """
         room = self._fitting(self._room_for(n, prompt_tokens, new_tokens))
         cache = room.tokens * token_bytes(self._config, self.model.dtype)
-        return cache + self._weights.copied_bytes
+        logits = 3 * room.seats * self._config.vocab_size * 4  # with their exponentials, in fp32
+        return cache + logits + self._weights.copied_bytes
 
     def release(self) -> None:
         """Give back a merged copy's memory until the next batch; after training it is stale."""
         self._weights.release()
+        machine.give_back_memory()
 
     # --- the core ---------------------------------------------------------------------------
 
