@@ -1,6 +1,7 @@
 """The four scripts, in-process, on a tiny model: SFT → GRPO → evaluation → inference."""
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -291,3 +292,33 @@ def test_a_collator_that_changes_the_mask_is_caught(change):
         batch[change][0, 0] = 7
     with pytest.raises(RuntimeError, match="collator"):
         train_sft.check_loss_mask(batch, [example])
+
+
+def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys):
+    """What `make demo` does, with options of a few seconds."""
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/demo.py")
+    demo = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = demo  # dataclasses look their module up
+    spec.loader.exec_module(demo)
+    common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\n"
+    (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
+    (tmp_path / "grpo.yaml").write_text(
+        common + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\neval_samples: 4\n"
+    )
+    config = demo.DemoConfig(
+        output=tmp_path / "demo",
+        problems=6,
+        sft_config=tmp_path / "sft.yaml",
+        grpo_config=tmp_path / "grpo.yaml",
+    )
+    assert not demo.main(config)
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert set(summary["accuracy"]) == {"base", "sft", "grpo"}
+    for row in summary["accuracy"].values():
+        for grading in ("strict", "lenient"):
+            assert row[grading]["total"] == 6
+            assert 0 <= row[grading]["low"] <= row[grading]["high"] <= 1
+    assert summary["gain"]["low"] <= summary["gain"]["points"] <= summary["gain"]["high"]
+    assert set(summary["seconds"]) > {"sft", "grpo", "total"}
+    assert summary["peak_memory_gb"] > 0
+    assert "a kind of problem it never saw" in capsys.readouterr().out.lower()
