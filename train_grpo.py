@@ -203,7 +203,9 @@ class GRPOTrainer:
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
                 before = torch.stack([old[row] for row in micro.rows])
-                drawn = before if self.sampler.exact else micro.sampler_logprobs
+                importance = None  # one, where sampler and trainer compute the same
+                if not self.sampler.exact:
+                    importance = importance_weights(before, micro.sampler_logprobs)
                 ref = torch.stack([reference[row] for row in micro.rows]) if reference else None
                 loss, sums = policy_loss(
                     logprobs,
@@ -213,7 +215,7 @@ class GRPOTrainer:
                     micro.completion_mask,
                     clip_eps_low=config.clip_eps_low,
                     clip_eps_high=config.clip_eps_high,
-                    importance=importance_weights(before, drawn),
+                    importance=importance,
                     ref_logprobs=ref,
                     kl_weight=config.kl_weight,
                 )

@@ -263,6 +263,11 @@ def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
+def is_plain_lora(layer: LoraLayer) -> bool:
+    """Whether its adapters are W + s B A and no more: DoRA and bias terms are left to PEFT."""
+    return not any(layer.use_dora.values()) and not any(layer.lora_bias.values())
+
+
 @torch.no_grad()
 def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
     """The weight of a linear layer, (out, in), with its active adapters added in a new tensor.
@@ -289,7 +294,8 @@ def use_lean_lora(policy: PeftModel) -> None:
     """Let the adapter be added inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
 
     PEFT scales and adds in passes of their own over every layer's output, and once more in the
-    backward pass. The result is the same; it takes dropout 0, which eval mode guarantees.
+    backward pass. The result is the same; it takes dropout 0, which eval mode guarantees. Layers
+    with more than plain LoRA stay as PEFT has them.
     """
 
     def forward(self: LoraLayer, x: torch.Tensor) -> torch.Tensor:
@@ -305,7 +311,7 @@ def use_lean_lora(policy: PeftModel) -> None:
         return rows.view_as(result)
 
     for module in policy.modules():
-        if isinstance(module, LoraLayer) and not any(module.use_dora.values()):
+        if isinstance(module, LoraLayer) and is_plain_lora(module):
             module.forward = MethodType(forward, module)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import FAMILIES, tiny_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.config import UsageError
@@ -173,18 +174,53 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     assert "as asked" in Sampler(model, tokenizer, merged=False).path
     monkeypatch.setattr("rlm.machine.available_memory", lambda device: 1000)
     assert "would take" in Sampler(model, tokenizer).path
-    other = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "gpt_neox",
-            vocab_size=259,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-        )
-    ).eval()
     with pytest.raises(UsageError, match="not of the Llama family"):
-        Sampler(other, tokenizer, merged=True)
+        Sampler(another_architecture(), tokenizer, merged=True)
+
+
+def another_architecture():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "phi",
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        eos_token_id=257,
+        pad_token_id=258,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_another_architecture_runs_on_the_same_scheduler(tokenizer):
+    model, prompts = another_architecture(), some_prompts(16)
+    sampler = Sampler(model, tokenizer, seats=5)
+    assert "not of the Llama family" in sampler.path
+    groups = sampler.sample(prompts, 1, SamplingParams(12, temperature=0), [0] * 16)
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        full = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=258
+        )
+        assert completion.token_ids == full[0, len(prompt) :].tolist()
+
+
+def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monkeypatch):
+    """Left unnoticed, each token would see itself alone."""
+    model = tiny_model()
+    layer = model.model.layers[1].self_attn
+    monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with pytest.raises(UsageError, match="1 of 2 layers"):
+        Sampler(model, tokenizer, merged=False).sample([[1, 2]], 1, SamplingParams(2), [0])
+
+
+def test_an_adapter_that_is_more_than_plain_lora_is_left_to_peft(tokenizer):
+    config = LoraConfig(r=4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = get_peft_model(tiny_model(), config).eval()
+    assert "more than plain LoRA" in Sampler(policy, tokenizer).path
+    with pytest.raises(UsageError, match="more than plain LoRA"):
+        Sampler(policy, tokenizer, merged=True)
 
 
 # --- the core: requests -------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.config import UsageError
-from rlm.models import active_adapters, decoder_and_head, merged_weight
+from rlm.models import active_adapters, decoder_and_head, is_plain_lora, merged_weight
 from rlm.sampling.cache import Attend
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -40,9 +41,9 @@ class ModelWeights:
         usual = config._attn_implementation
         # The model is told to attend through `_through_cache`, and hands it this function.
         config._attn_implementation = "rlm_cache"
-        _through_cache.attend = attend
+        _through_cache.attend, _through_cache.calls = attend, 0
         try:
-            return self._decoder(
+            hidden = self._decoder(
                 input_ids=ids,
                 position_ids=positions,
                 # Four dimensions: taken as it is, no mask is built. The cache knows who sees whom.
@@ -51,6 +52,13 @@ class ModelWeights:
             ).last_hidden_state
         finally:
             config._attn_implementation = usual
+        if _through_cache.calls != config.num_hidden_layers:
+            # Its tokens would not see those before them, and nothing else would notice.
+            raise UsageError(
+                f"{config.model_type}: {_through_cache.calls} of {config.num_hidden_layers} layers "
+                "attend through keys and values that can be cached: unsupported"
+            )
+        return hidden
 
 
 def _through_cache(
@@ -66,6 +74,7 @@ def _through_cache(
     unsupported = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unsupported:
         raise UsageError(f"this model's attention needs {unsupported[0]}: unsupported")
+    _through_cache.calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = _through_cache.attend(module.layer_idx, query, key, value, scale)
     return out.transpose(1, 2), None
@@ -81,6 +90,9 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
+    adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if not all(map(is_plain_lora, adapted)):
+        return "its adapter is more than plain LoRA"
     return None
 
 
