@@ -1,4 +1,4 @@
-"""Several processes on one training run: `accelerate launch` or `torchrun` start them.
+"""Several processes on one training run: `torchrun` (or `accelerate launch` on GPUs) starts them.
 
 Each process samples its share of a step's problems; then all know the whole step, so rewards,
 advantages and denominators are one process's; each learns on its share of the rollouts, and the
@@ -40,6 +40,7 @@ class Team:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         team = cls(dist.get_rank(), size)
         terminal.console.quiet = not team.leads
+        terminal.line(f"{size} processes share this run")  # a launcher may have started only one
         return team
 
     @property

@@ -437,6 +437,7 @@ def test_two_processes_learn_what_one_does(model_dir, tmp_path, uneven):
         command = [sys.executable, *module, str(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
+        assert done.stdout.count("2 processes share this run") == (name == "two")
     one, two = (
         load_file(tmp_path / f"{name}_adapter" / "adapter_model.safetensors")
         for name in ("one", "two")
