@@ -230,16 +230,21 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
         )
 
 
-def load_adapter(model: PreTrainedModel, path: Path, *, trainable: bool) -> PeftModel:
-    """The base with the adapter of a directory on it, in eval mode (no dropout).
+def load_adapter(
+    model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
+) -> PeftModel:
+    """The base with the adapter of a directory on it (beside those it has), in eval mode.
 
     Raises:
         UsageError: the files cannot be read, or the tensors belong to another base.
     """
+    options = {"is_trainable": trainable, "use_safetensors": True}
     try:
-        policy = PeftModel.from_pretrained(
-            model, path, is_trainable=trainable, use_safetensors=True
-        )
+        if isinstance(model, PeftModel):
+            policy = model
+            policy.load_adapter(path, name, **options)
+        else:
+            policy = PeftModel.from_pretrained(model, path, name, **options)
     except (OSError, ValueError, RuntimeError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error

@@ -278,6 +278,11 @@ class Sampler:
             row.finished = row.prompt.handle == handle
         self._leave()
 
+    def clear(self) -> None:
+        """Forget every request and the room: after a step that failed, say."""
+        self._unread, self._waiting, self._seated = deque(), deque(), []
+        self._cache = None
+
     @torch.inference_mode()
     def step(self) -> list[Token]:
         """One token for every row that has a seat, after free seats have been given away."""
