@@ -9,15 +9,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal, get_args
 
 from starlette.responses import JSONResponse, Response
 
-CODES = frozenset(
-    "malformed_json unsupported_media_type validation unauthorized bad_host not_found "
-    "adapter_not_found method_not_allowed request_timeout body_too_large headers_too_large "
-    "rate_limited queue_full draining loading engine_down deadline internal".split()
-)
+Code = Literal[
+    "malformed_json",
+    "unsupported_media_type",
+    "validation",
+    "bad_request",
+    "unauthorized",
+    "bad_host",
+    "not_found",
+    "adapter_not_found",
+    "method_not_allowed",
+    "request_timeout",
+    "body_too_large",
+    "headers_too_large",
+    "rate_limited",
+    "queue_full",
+    "draining",
+    "loading",
+    "engine_down",
+    "deadline",
+    "internal",
+]
+CODES = frozenset(get_args(Code))
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
@@ -33,7 +50,7 @@ class Problem(Exception):
     def __init__(
         self,
         status: int,
-        code: str,
+        code: Code,
         detail: str,
         *,
         param: str | None = None,
