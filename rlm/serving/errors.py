@@ -93,6 +93,8 @@ class Problem(Exception):
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="rlm"'
+        if self.code == "bad_request":  # where it ends is not sure: what follows is not to be read
+            headers["Connection"] = "close"
         if self.status in (500, 504):  # the openai client would pay for the same failure again
             headers["X-Should-Retry"] = "false"
         return JSONResponse(
@@ -101,20 +103,15 @@ class Problem(Exception):
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:
-    """The 422 for pydantic's `errors()`: places and messages, no values.
+    """The 422 for pydantic's `errors()` (at least one): places and messages, no values.
 
     The place may be a field name that the client made up: it is kept if it looks like a name.
     """
-    kept = []
-    for error in errors:
-        loc = [
-            part if isinstance(part, int) or _FIELD.fullmatch(part) else "?"
-            for part in error["loc"]
-        ]
-        kept.append({"loc": loc, "msg": error["msg"]})
-    names = [str(part) for part in kept[0]["loc"] if part != "body"] if kept else []
-    param = ".".join(names) or None
-    detail = (
-        f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"] if kept else "invalid request"
-    )
-    return Problem(422, "validation", detail, param=param, errors=kept)
+    kept = [{"loc": list(map(_place, error["loc"])), "msg": error["msg"]} for error in errors]
+    param = ".".join(str(part) for part in kept[0]["loc"] if part != "body")
+    detail = f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"]
+    return Problem(422, "validation", detail, param=param or None, errors=kept)
+
+
+def _place(part: int | str) -> int | str:
+    return part if isinstance(part, int) or _FIELD.fullmatch(part) else "?"
