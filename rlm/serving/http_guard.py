@@ -61,7 +61,9 @@ class SlowGuard(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_for(None)
-        super().connection_lost(exc)  # resumes writing
+        if self._write_timer:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no HTTP: the body that all errors have, and the end."""
