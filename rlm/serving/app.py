@@ -32,7 +32,6 @@ from rlm.serving.service import TEMPERATURE_OF_SEVERAL, Running, Service
 from rlm.serving.strict_json import parse, require_json
 
 PING_SECONDS = 15.0  # a comment on a silent stream, so that proxies keep it open
-SEND_SECONDS = 30.0  # a reader that takes nothing for so long has gone
 WATCH_SECONDS = 0.5  # between looks at the engine
 PAGE = files("rlm.serving").joinpath("page.html")
 
@@ -320,8 +319,7 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         async def body(content: bytes, more: bool = True) -> None:
-            message = {"type": "http.response.body", "body": content, "more_body": more}
-            await asyncio.wait_for(send(message), SEND_SECONDS)
+            await send({"type": "http.response.body", "body": content, "more_body": more})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
