@@ -71,13 +71,13 @@ class Splitter:
             else:
                 reasoning = self._certain((self.closing,))
         if self.phase == "answer":
-            self._held = self._drop.sub("", self._held)
+            self._held = self._stripped(self._drop.sub("", self._held))
             found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
                 answer = self._stripped(self._held[: min(found)]).rstrip()
                 self.phase = "done"
             else:
-                answer = self._certain((*self._answer_tags, *self._stop))
+                answer = self._certain(self._answer_tags, self._stop)
         if self.phase == "done":
             self._held = ""
         return reasoning, answer
@@ -99,16 +99,17 @@ class Splitter:
         return self.phase == "reasoning" and _overlap(self._held, self.closing) > 1
 
     def _stripped(self, text: str) -> str:
-        if not self._begun:
-            text = text.lstrip()
-            self._begun = bool(text)
-        return text
+        return text if self._begun else text.lstrip()
 
-    def _certain(self, tags: Sequence[str]) -> str:
-        """Take from what is held all that begins no tag and is no space at its end."""
+    def _certain(self, tags: Sequence[str], stops: Sequence[str] = ()) -> str:
+        """Take from what is held all that begins no tag or stop, and is no space at its end."""
         self._held = self._stripped(self._held)
-        keep = max(_overlap(self._held, tag) for tag in tags)
-        certain = self._held[: len(self._held) - keep].rstrip()
+        end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
+        # What may begin a tag may vanish, and a stop text then go on behind it.
+        begun = (end - _overlap(self._held[:end], stop) for stop in stops)
+        whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
+        certain = self._held[: min((end, *begun, *whole))].rstrip()
+        self._begun = self._begun or bool(certain)
         self._held = self._held[len(certain) :]
         return certain
 
