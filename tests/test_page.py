@@ -321,7 +321,9 @@ def test_a_second_run_does_not_start_while_one_is_on(page, server):
             "Cut off at the limit of tokens.",
         ),
         ({"finish_reason": "deadline"}, None, "Cut off at the server's time limit."),
-        ({"warnings": ["tie: 19 came first"]}, None, "tie: 19 came first"),
+        ({"warnings": ["tie"]}, None, "Answers share the first place"),
+        ({"warnings": ["a new one"]}, None, "a new one"),
+        ({"details": {"format": "two answers"}}, None, "not in the form"),
         ({"final": None, "answer": "I do not know"}, None, "No final answer was found"),
     ],
 )
