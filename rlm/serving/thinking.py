@@ -132,6 +132,7 @@ class Row:
     splitter: Splitter
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the tokens that were drawn
+    text: str = ""  # all of it, tags included
     reasoning: str = ""
     answer: str = ""
     opened_at: int = 0  # tokens up to the end of the opening tag
@@ -216,7 +217,9 @@ class Thinking:
         if token.logprob == token.logprob:  # NaN: not drawn
             state.logprobs.append(token.logprob)
         before = state.splitter.phase
-        parts = state.splitter.feed(state.stream.step(self._decoder, token.id) or "")
+        piece = state.stream.step(self._decoder, token.id) or ""
+        state.text += piece
+        parts = state.splitter.feed(piece)
         phase = state.splitter.phase
         if before == "start" and phase == "reasoning":
             state.opened_at = len(state.ids)
