@@ -49,7 +49,8 @@ class Tunnel:
     def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
         self.public_url: str | None = public_url
         self._config = config
-        self._agent = _agent(config)
+        self._agent = _running(config).proc
+        self.agent_url = _running(config).api_url  # the agent's own page and API, on this machine
         self._hosts = hosts
         self._host = urlsplit(public_url).hostname or ""
         self._added = self._host not in hosts  # only what was added is taken away again
@@ -165,15 +166,15 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
     """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
     if config.ngrok_path in agents._current_processes:
-        _agent(config).kill()  # ngrok.kill() would wait for the lock that connect() holds
+        _running(config).proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
     await asyncio.wait({opening}, timeout=10)
     if opening.done() and opening.exception():  # asked, so that asyncio does not report it
         ngrok.kill(config)
 
 
-def _agent(config: conf.PyngrokConfig) -> subprocess.Popen[str]:
-    """The agent's process, if it runs or not: what is public starts another one if it does not."""
-    return agents._current_processes[config.ngrok_path].proc
+def _running(config: conf.PyngrokConfig) -> agents.NgrokProcess:
+    """pyngrok's record of the agent; its public function starts another one if this one is dead."""
+    return agents._current_processes[config.ngrok_path]
 
 
 def _end(agent: subprocess.Popen[str], config: conf.PyngrokConfig) -> None:
