@@ -131,8 +131,8 @@ def main() -> None:
     if MODE == "crash":
         sys.exit(2)
     if MODE == "bad-token":
-        quoted = f"The authtoken is not valid.\\r\\nYour authtoken: {token}\\r\\n\\r\\nERR_NGROK_105\\r\\n"
-        say("eror", "failed to auth", obj="csess", err=quoted)
+        lines = ["The authtoken is not valid.", f"Your authtoken: {token}", "", "ERR_NGROK_105", ""]
+        say("eror", "failed to auth", obj="csess", err="\\r\\n".join(lines))
         sys.exit(1)
     if MODE != "silent":
         say("info", "starting web service", obj="web", addr=urlsplit(serve(Api)).netloc)
