@@ -52,6 +52,7 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
         version="1",
         description="A language model that shows its reasoning before it answers.",
         lifespan=lifespan,
+        redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
     )

@@ -22,7 +22,7 @@ _logger = logging.getLogger("rlm.serving")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._~/{}-]")
 
 
-def configure(stream: TextIO, level: int = logging.INFO) -> None:
+def configure(stream: TextIO) -> None:
     """All log lines of the process go to `stream`, those of libraries too."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonLine())
@@ -30,7 +30,7 @@ def configure(stream: TextIO, level: int = logging.INFO) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     for name in ("rlm.serving", "uvicorn.error"):
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def log(event: str, **fields: object) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,7 +50,10 @@ class Tunnel:
     def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
         self.public_url: str | None = public_url
         self._config = config
-        self._agent = _agent(config)
+        # pyngrok's public function would start another agent if this one is dead by now.
+        record = agents._current_processes[config.ngrok_path]
+        self.agent_url = record.api_url  # the agent's own page and API, on this machine
+        self._agent = record.proc
         self._hosts = hosts
         self._host = urlsplit(public_url).hostname or ""
         self._added = self._host not in hosts  # only what was added is taken away again
@@ -155,7 +159,7 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
             why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
             raise TunnelError(f"ngrok: {why}")
         return opening.result().public_url
-    except (PyngrokError, OSError) as error:
+    except (PyngrokError, OSError, ValueError, HTTPException) as error:
         raise TunnelError(f"ngrok: {_one_line(error)}") from None
     finally:
         if not opening.done() or opening.exception():
@@ -164,16 +168,11 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 
 async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
     """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
-    if config.ngrok_path in agents._current_processes:
-        _agent(config).kill()  # ngrok.kill() would wait for the lock that connect() holds
+    if record := agents._current_processes.get(config.ngrok_path):
+        record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
     await asyncio.wait({opening}, timeout=10)
     if opening.done() and opening.exception():  # asked, so that asyncio does not report it
         ngrok.kill(config)
-
-
-def _agent(config: conf.PyngrokConfig) -> subprocess.Popen[str]:
-    """The agent's process, if it runs or not: what is public starts another one if it does not."""
-    return agents._current_processes[config.ngrok_path].proc
 
 
 def _end(agent: subprocess.Popen[str], config: conf.PyngrokConfig) -> None:
