@@ -1,5 +1,6 @@
 # make demo    train a 135M model on this machine and see it learn (about 25 minutes on two cores)
 # make test    everything but the slow tests (under 5 minutes on two cores)
+# make test-load      the server under load for a minute
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make lint    style
 # make clean   remove what was made, but not weights/
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow test-browser lint clean
+.PHONY: install demo test test-slow test-browser test-load lint clean
 
 install: $(STAMP)
 
@@ -34,6 +35,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
+
+test-load: $(STAMP)
+	$(PYTHON) -m pytest -m load
 
 test-browser: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,browser]'
