@@ -28,7 +28,7 @@ from rlm.serving.service import Limits, Service
 
 FORMAT = FORMATS["deepseek"]
 ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"
-LIMITS = Limits(prompt_tokens=500, new_tokens=200, requests=16, tokens=20_000, seconds=30)
+LIMITS = Limits(prompt_tokens=500, new_tokens=300, requests=16, tokens=20_000, seconds=30)
 
 
 def make_service(
@@ -67,6 +67,10 @@ class Live:
     service: Service
     server: DrainingServer
     thread: threading.Thread
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     def client(self, **options) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30, **options)

@@ -35,7 +35,7 @@ from rlm.serving.catalog import find_adapters
 from rlm.serving.lanes import load_lanes
 
 ROOT = Path(__file__).parent.parent
-CPU = Device("cpu", torch.float32)
+CPU = Device("cpu", torch.float32, "test")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -151,7 +151,7 @@ REFUSED = [
     ({"prompt": "x", "n": "3"}, 422),
     ({"prompt": "x", "n": 2, "temperature": 0}, 422),
     ({"prompt": "x", "n": 16, "max_new_tokens": 10**12}, 422),
-    ({"prompt": "x", "max_new_tokens": 201}, 422),
+    ({"prompt": "x", "max_new_tokens": 301}, 422),
     ({"prompt": "x", "thinking_budget": -1}, 422),
     ({"prompt": "x", "temperature": 1e300}, 422),
     ({"prompt": "x", "temperature": False}, 422),
@@ -221,7 +221,7 @@ def test_unknown_paths_and_methods(server):
 def test_info_metrics_docs(server):
     info = server.get("/phase1/info").json()
     assert (info["default_adapter"], info["adapters"]) == ("tuned", ["base", "tuned"])
-    assert info["limits"]["max_new_tokens"] == 200
+    assert info["limits"]["max_new_tokens"] == 300
     server.post({"prompt": "two and three"})
     text = server.get("/metrics").text
     assert 'rlm_requests_total{api="phase1",outcome="finished"}' in text
@@ -297,8 +297,8 @@ def true_service(tokenizer, seats: int) -> Service:
 def test_a_text_is_the_same_alone_and_under_load(tokenizer):
     bodies = [
         {"prompt": f"question {i}", "seed": i, "n": 1 + i % 3, "temperature": 0.5 + 0.1 * (i % 4)}
-        | {"max_new_tokens": 10 + 3 * i, "return_samples": True}
-        for i in range(12)
+        | {"max_new_tokens": 6 + 3 * i, "return_samples": True}
+        for i in range(8)
     ]
 
     def texts(response) -> list[str]:
@@ -364,29 +364,26 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
         assert sampler.idle
 
 
+def send(port: int, body: dict) -> socket.socket:
+    """A request on a connection of its own."""
+    content = json.dumps(body).encode()
+    head = f"POST /phase1/reasoning HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}"
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content)
+    return connection
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.15])
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
     service, sampler = make_service(tokenizer, SCRIPT, seats=1, pause=0.02)
     with live(service) as server:
-        with server.client() as client:
-            request = client.build_request(
-                "POST", "/phase1/reasoning", json={"prompt": "loop", "stream": stream}
-            )
-            thread = threading.Thread(target=_send_and_drop, args=(client, request))
-            thread.start()
-            wait_until(lambda: service.requests == 1)
-            time.sleep(seconds)
-        thread.join(5)
+        connection = send(server.port, {"prompt": "loop", "stream": stream})
+        wait_until(lambda: service.requests == 1)
+        time.sleep(seconds)
+        connection.close()
         wait_until(lambda: service.requests == 0 and sampler.idle, seconds=1.0)
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
-
-
-def _send_and_drop(client, request) -> None:
-    try:
-        client.send(request, stream=True).read()
-    except Exception:
-        return  # the test closes the client under it
 
 
 def test_answer_now(tokenizer):
@@ -412,7 +409,7 @@ def test_answer_now(tokenizer):
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT, pause=0.01)
-    with live(service) as server, ThreadPoolExecutor(5) as pool:
+    with live(service, drain_seconds=60) as server, ThreadPoolExecutor(5) as pool:
         running = [pool.submit(server.post, {"prompt": "long", "seed": i}) for i in range(5)]
         wait_until(lambda: service.requests == 5)
         server.server._loop.call_soon_threadsafe(server.server.leave)
@@ -524,20 +521,11 @@ def test_what_cannot_be_loaded_is_said(tokenizer):
 def test_a_hundred_disconnects_leak_nothing(tokenizer):
     service, sampler = make_service(tokenizer, SCRIPT, pause=0.002)
 
-    async def drop(port: int, i: int) -> None:
-        body = json.dumps({"prompt": "loop", "stream": bool(i % 2)}).encode()
-        head = f"POST /phase1/reasoning HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}"
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
-        await asyncio.sleep(0.003 * (i % 17))
-        writer.close()
-
-    async def drop_all(port: int) -> None:
-        for start in range(0, 100, 10):
-            await asyncio.gather(*(drop(port, start + i) for i in range(10)))
-
     with live(service) as server:
-        asyncio.run(drop_all(int(server.url.rpartition(":")[2])))
+        for i in range(100):
+            connection = send(server.port, {"prompt": "loop", "stream": bool(i % 2)})
+            time.sleep(0.003 * (i % 7))
+            connection.close()
         wait_until(lambda: service.requests == 0 and sampler.idle)
         assert len(sampler._free_slots) == sampler._cache.room.slots
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"

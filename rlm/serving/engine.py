@@ -68,6 +68,11 @@ class Job:
         self.replay_until, self.taken, self.left = self.taken, 0, self.n
 
     @property
+    def tokens(self) -> int:
+        """The most that it can take up."""
+        return len(self.prompt) + self.n * self.params.max_new_tokens
+
+    @property
     def on_probation(self) -> bool:
         """Whether it has yet to get past the token that was being drawn at a failure."""
         return self.replays > 0 and self.left > 0 and self.taken <= self.replay_until

@@ -33,6 +33,10 @@ class Message(Strict):
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
     def text(self) -> str:
