@@ -113,7 +113,14 @@ def main(config: SFTConfig) -> int:
     from transformers import TrainerCallback
 
     from rlm.machine import fill_in, peak_memory_gb, pick_device, prepare_process
-    from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
+    from rlm.models import (
+        base_hash,
+        load_base,
+        load_tokenizer,
+        new_adapter,
+        save_adapter,
+        use_lean_lora,
+    )
     from rlm.runs import check_writable
 
     prepare_process()
@@ -153,6 +160,8 @@ def main(config: SFTConfig) -> int:
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
     )
+    if config.lora_dropout == 0:
+        use_lean_lora(policy)
     steps = config.epochs * -(-len(kept) // config.batch_size)
     terminal.facts(
         "Stage 1: supervised fine-tuning",
