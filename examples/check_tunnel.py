@@ -33,7 +33,7 @@ from rlm.serving.security import AllowedHosts, Keys, SecuritySettings, new_key, 
 from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings
 
 RATE = 40  # requests a minute that the edge shall let through; more than the other checks need
-PAUSE, EVENTS = 0.5, 5  # seconds between the events of the stream, and their number
+PAUSE, EVENTS = 0.3, 5  # seconds between the events of the stream, and their number
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,7 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "  ", "\n", "short", "with a space in it", "не ascii ключ ключ"]
+    "value", ["", "  ", "\n", "short", "with a space in it", "не-ascii-ключ-ключ"]
 )
 def test_a_bad_key_stops_the_start(tmp_path, value):
     file = tmp_path / "keys"
@@ -500,6 +500,7 @@ def test_nobody_can_write_a_log_line_of_his_own(wall, lines):
     for path in (f"/a%0d%0a{forged}", "/%1b[31mred", "/%e2%80%a8x", "/" + "%0a" * 500):
         wall.ask("GET", path, AUTH)
     wall.ask("GET", "/health", f'X-Request-ID: a"\t{forged}')
+    lines(5)
     logs.log(
         "note", text=f"a\r\n{forged}\x1b[31m\u2028\ud800" + "x" * 500, nan=float("nan"), obj=wall
     )

@@ -119,7 +119,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
         "traffic_policy": policy(60),
     }
     events = [json.loads(line)["event"] for line in log.getvalue().splitlines()]
-    assert (events[0], events[-1]) == ("tunnel_opened", "tunnel_closed")
+    assert [e for e in events if "tunnel" in e] == ["tunnel_opened", "tunnel_closed"]
     assert TOKEN not in log.getvalue()
     assert KEY not in log.getvalue()
 

@@ -96,9 +96,9 @@ class Answer:
 
 
 class Wall:
-    """`guard`: deadlines of SlowGuard; `settings`: fields of SecuritySettings."""
+    """`guard`: what replaces attributes of SlowGuard; `settings`: fields of SecuritySettings."""
 
-    def __init__(self, app: Any = None, *, guard: dict[str, float] | None = None, **settings: Any):
+    def __init__(self, app: Any = None, *, guard: dict[str, Any] | None = None, **settings: Any):
         self.app = app or small_app()
         defaults = {
             "keys": Keys([KEY, OTHER_KEY]),

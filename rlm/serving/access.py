@@ -145,7 +145,7 @@ class Bucket:
         now = self._now()
         self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
         self._then = now
-        if self._left >= 1:
+        if self._left > 1 - 1e-9:
             self._left -= 1
             return 0
-        return max(1, math.ceil((1 - self._left) * 60 / self._size))
+        return math.ceil((1 - self._left) * 60 / self._size - 1e-6)

@@ -136,20 +136,19 @@ class _Gone(Exception):
 
 async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> None:
     """Run `serve`; add the id and the headers to its response, or make one; write the log line."""
-    started, status, complete = time.monotonic(), 499, False
+    started, status = time.monotonic(), 499  # until an answer starts: the client hung up
     request_id = _request_id(scope["headers"])
     scope.setdefault("state", {})["request_id"] = request_id
     logs.request_id.set(request_id)
 
     async def respond(message: Message) -> None:
-        nonlocal status, complete
+        nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["X-Request-ID"] = request_id
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
-        complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         await send(message)
 
     try:
@@ -161,10 +160,8 @@ async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> Non
         if not isinstance(error, Problem):
             logs.log_error("failure", error)
             problem = Problem(500, "internal", "the server failed; the log has the request id")
-        if status == 499:
+        if status == 499:  # of half an answer uvicorn cuts the connection, so that it is seen
             await problem.response(request_id)(scope, receive, respond)
-        elif not complete:
-            raise  # half an answer: the server cuts the connection, so that the client sees it
     finally:
         route = getattr(scope.get("route"), "path", None)
         logs.log(
