@@ -192,7 +192,7 @@ def test_settings_are_sent_and_only_those_that_were_set(page, server):
     page.get_by_label("Samples").fill("4")
     assert page.get_by_label("Temperature").get_attribute("placeholder") == "0.7"
     page.get_by_label("Thinking budget").fill("64")
-    page.get_by_label("Most tokens").fill("200")
+    page.get_by_label("Token limit").fill("200")
     page.get_by_label("Seed").fill("7")
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Expected answer").fill("19")
@@ -384,6 +384,7 @@ def test_votes_of_eight_samples(page, server):
     rows = page.locator("#bars li")
     expect(rows).to_have_count(2)
     expect(rows.nth(0)).to_contain_text("192 of 8")  # "19", then "2 of 8"
+    expect(page.locator("#answer")).to_be_hidden()  # the vote decides, not sample 0
     server.open("rest")
     expect(page.locator("#votes-title")).to_have_text("Votes of 8 samples")
     expect(rows).to_have_text(["195 of 8", "202 of 8", "no answer1 of 8"])
@@ -569,6 +570,7 @@ def test_every_refusal_has_a_face(page, server, reply, title, text):
     expect(page.locator("#stop")).to_be_hidden()
     page.get_by_role("button", name="Run again").click()
     expect(page.locator("#final")).to_have_text("19")
+    assert reply is not NO_JSON or wait_until(lambda: server.left)  # what is not read is let go
 
 
 @browser_test
