@@ -1,7 +1,6 @@
 """The page in a real browser, in front of a server that follows a script.
 
-Run with `make test-browser`. Every test also checks that nothing left the server's own address,
-that no script failed, no dialog opened, and that the content security policy had nothing to stop.
+Run with `make test-browser`. Every test also checks what `watched_browser` watches.
 """
 
 from __future__ import annotations
@@ -40,20 +39,13 @@ from scripted_reasoning import (
     stream,
     wait_until,
 )
+from watched_browser import expect, watched_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-PATIENCE = 15_000  # ms; a busy machine is no failure
+pytest_plugins = ["watched_browser"]
 browser_test = pytest.mark.browser
-
-# Runs before the page's own script, in every document.
-WATCH = """
-window.violations = [];
-document.addEventListener("securitypolicyviolation", (e) =>
-    window.violations.push(`${e.effectiveDirective} ${e.blockedURI}`));
-"""
 
 
 def test_page_keeps_to_its_policy():
@@ -65,18 +57,6 @@ def test_page_keeps_to_its_policy():
     addresses = set(re.findall(r"https?://[^'\" ]+", html))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert "unsafe" not in policy(html)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium; on Debian: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'rlm[browser]'")
-    sync_api.expect.set_options(timeout=PATIENCE)
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -93,26 +73,8 @@ def options() -> dict[str, Any]:
 
 @pytest.fixture
 def page(browser: Browser, server: ReasoningServer, options: dict[str, Any]) -> Iterator[Page]:
-    context = browser.new_context(**({"viewport": {"width": 960, "height": 900}} | options))
-    context.set_default_timeout(PATIENCE)
-    context.add_init_script(WATCH)
-    window = context.new_page()
-    requests, failures, dialogs = [], [], []
-    window.on("request", lambda request: requests.append(request.url))
-    window.on("pageerror", lambda error: failures.append(str(error)))
-    window.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-    yield window
-    assert failures == []
-    assert dialogs == []
-    assert window.evaluate("violations") == []
-    assert [url for url in requests if not url.startswith((server.url, "data:"))] == []
-    context.close()
-
-
-def expect(*args: Any) -> Any:
-    from playwright.sync_api import expect as of_playwright
-
-    return of_playwright(*args)
+    with watched_page(browser, server.url, **options) as watched:
+        yield watched
 
 
 def visit(page: Page, server: ReasoningServer) -> None:
