@@ -1,4 +1,4 @@
-"""Chromium for tests of the page: `pytest_plugins = ["watched_browser"]` in a test module.
+"""Chromium for tests of the page; a test module imports the fixture `browser`.
 
     with watched_page(browser, url) as page:
         page.goto(url)
