@@ -31,7 +31,9 @@ def test_there_are_ten_examples_and_each_is_in_both_files():
     assert len({entry["name"] for entry in BOOK["prompts"]}) == len(REQUESTS)
     http = (EXAMPLES / "requests.http").read_text()
     found = re.findall(
-        r"^POST \{\{url\}\}/phase1/reasoning\n(?:.+\n)*\n(\{.*?\}\n)(?:\n|$)", http, re.M | re.S
+        r"^POST \{\{url\}\}/phase1/reasoning\n(?:[^\n]+\n)*\n(\{.*?\n\}\n|\{[^\n]*\}\n)",
+        http,
+        re.M | re.S,
     )
     bodies = [json.loads(body) for body in found if "NaN" not in body]
     assert [request for request in REQUESTS if request not in bodies] == []
