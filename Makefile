@@ -30,8 +30,9 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
+# Two processes, one torch thread each: on the tiny models of the tests a second thread gains nothing.
 test: $(STAMP)
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow

@@ -462,7 +462,7 @@ def test_a_failure_without_an_answer_gets_one_and_half_an_answer_is_cut(lines):
         assert wall.ask("GET", "/whole", AUTH).json["code"] == "internal"
         assert wall.send(request("GET", "/half", AUTH.encode())) is None
         assert wall.ask("GET", "/whole", AUTH).status == 500
-        written = lines(7)  # two for each, and uvicorn's about the one that was cut
+        written = lines(8)  # two for each; uvicorn's about its start and the one that was cut
     assert "the prompt" not in json.dumps(written)
 
 

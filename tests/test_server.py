@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -151,6 +152,15 @@ def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
 
 
 # --- refusing to start ----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def root_logger_restored():
+    """server.main sends all logging to this test's stderr, which is closed after it."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
 
 
 def start(capsys, *arguments) -> tuple[int, str]:

@@ -404,9 +404,8 @@ sys.path[:0] = [{root!r}, {tests!r}]
 import test_train_grpo as t
 from pathlib import Path
 torch.set_num_threads(1)
-config = t.a_config(Path({folder!r}), {name!r}, **{options!r})
-reward = t.no_signal_for_odd_problems if {uneven!r} else t.likes_letters
-t.train({model!r}, config, reward, evaluate_on=t.PROBLEMS[:5])
+for kind in t.REWARDS:
+    t.train_shared({model!r}, Path({folder!r}), "two_" + kind, kind)
 """
 
 
@@ -416,35 +415,46 @@ def no_signal_for_odd_problems(prompts, completions, **_):
     return [r if int(p.split()[0]) % 2 == 0 else 0.0 for p, r in zip(prompts, likes, strict=True)]
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_two_processes_learn_what_one_does(model_dir, tmp_path, uneven):
-    root, tests = Path(__file__).parent.parent, Path(__file__).parent
+REWARDS = {
+    "even": lambda completions, **_: likes_letters(completions),
+    "uneven": no_signal_for_odd_problems,
+}
+
+
+def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
-    for name, launch in (("one", []), ("two", ["--nproc_per_node=2"])):
-        script = tmp_path / f"{name}.py"
-        script.write_text(
-            WORKER.format(
-                root=str(root),
-                tests=str(tests),
-                folder=str(tmp_path),
-                name=name,
-                options=options,
-                uneven=uneven,
-                model=str(model_dir),
-            )
-        )
-        module = ["-m", "torch.distributed.run", "--standalone", *launch] if launch else []
-        command = [sys.executable, *module, str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("2 processes share this run") == (name == "two")
+    config = a_config(folder, name, **options)
+    train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[:5])
+
+
+@pytest.fixture(scope="module")
+def two_processes(model_dir, tmp_path_factory) -> Path:
+    """The folder in which two processes have trained with each reward, "two_even", "two_uneven"."""
+    folder = tmp_path_factory.mktemp("two")
+    script = folder / "two.py"
+    root, tests = Path(__file__).parent.parent, Path(__file__).parent
+    script.write_text(
+        WORKER.format(root=str(root), tests=str(tests), folder=str(folder), model=str(model_dir))
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launch, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes share this run") == len(REWARDS)
+    return folder
+
+
+@pytest.mark.parametrize("kind", list(REWARDS))
+def test_two_processes_learn_what_one_does(model_dir, two_processes, kind, capsys):
+    train_shared(model_dir, two_processes, f"one_{kind}", kind)
+    assert "processes share this run" not in capsys.readouterr().out
+    folder, names = two_processes, (f"one_{kind}", f"two_{kind}")
     one, two = (
-        load_file(tmp_path / f"{name}_adapter" / "adapter_model.safetensors")
-        for name in ("one", "two")
+        load_file(folder / f"{name}_adapter" / "adapter_model.safetensors") for name in names
     )
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-5), name
-    one, two = (without_clock(rows(a_config(tmp_path, name))) for name in ("one", "two"))
+    one, two = (without_clock(rows(a_config(folder, name))) for name in names)
     assert len(one) == len(two) == 3  # one process writes
     for left, right in zip(one, two, strict=True):
         assert left.keys() == right.keys()
