@@ -277,10 +277,10 @@ class GRPOTrainer:
 
 def main(config: GRPOConfig) -> int:
     machine.prepare_process()
-    config = start.settle(config)
+    reward, config = load_reward(config.reward), start.settle(config)
     problems, validation = start.load_data(config)
     check_writable("--output", config.output.parent)
-    trainer = GRPOTrainer(config.model, config, load_reward(config.reward))
+    trainer = GRPOTrainer(config.model, config, reward)
     if config.doctor:
         return doctor.examine(trainer, problems)
     report.announce(trainer, len(problems), len(validation))

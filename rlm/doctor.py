@@ -43,12 +43,12 @@ class Diagnosis:
 
 def examine(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
-    plan = start.plan(trainer, problems, 0)
+    start.plan(trainer, problems, 0)
     diagnosis = diagnose(trainer, problems)
     shown = {name: f"{value:.1%}" for name, value in diagnosis.figures.items()}
     terminal.facts(
         f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
-        {**shown, "learning rate": f"{trainer.config.learning_rate:g}", "memory": plan},
+        {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
     )
     for finding in diagnosis.findings:
         terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")

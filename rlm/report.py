@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -268,7 +267,7 @@ def log_step(
                 "answer": group.problem.answer,
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
-                "rewards": [None if math.isnan(reward) else reward for reward in group.rewards],
+                "rewards": group.rewards,
                 "advantages": row,
             }
             for group, row in zip(groups, advantages.tolist(), strict=True)
@@ -276,5 +275,6 @@ def log_step(
     )
     if config.sample_every and metrics["step"] % config.sample_every == 0:
         first = groups[0]
-        verdict = f"reward {first.rewards[0]:g}, gold {first.problem.answer}"
+        reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
+        verdict = f"reward {reward}, gold {first.problem.answer}"
         terminal.sample(first.problem.question, first.texts[0], verdict)

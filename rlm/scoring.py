@@ -331,6 +331,7 @@ def load_reward(spec: str | None) -> RewardFunction | Callable[..., Any] | None:
     except Exception as error:
         raise UsageError(f"--reward {spec}: {type(error).__name__}: {error}") from error
     if not callable(found):
-        names = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
+        own = vars(module).items()
+        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
         raise UsageError(f"--reward {spec}: no function or class {name!r}; it has {names}")
     return found

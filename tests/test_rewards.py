@@ -170,16 +170,20 @@ def test_a_combined_reward_is_the_weighted_mean():
     parts = [FormatReward(weight=1.0), ReasoningQualityReward(weight=0.5), GSM8KReward(weight=2.0)]
     combined = CombinedReward(parts)
     assert combined.get_component_rewards(RIGHT, "2") == {
-        "FormatReward": 0.2, "ReasoningQualityReward": 0.0, "GSM8KReward": 1.0,
+        "FormatReward": 0.2, "ReasoningQualityReward": 0.05, "GSM8KReward": 1.0,
     }  # fmt: skip
-    expected = (1.0 * 0.2 + 0.5 * 0.0 + 2.0 * 1.0) / 3.5
+    expected = (1.0 * 0.2 + 0.5 * 0.05 + 2.0 * 1.0) / 3.5
     assert combined(RIGHT, "2") == pytest.approx(expected)
     total = CombinedReward(parts, normalize=False)
-    assert total(RIGHT, "2") == pytest.approx(2.2)
+    assert total(RIGHT, "2") == pytest.approx(2.225)
     scores = as_scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])
     assert scores.rewards == [[pytest.approx(expected), 0.0]]
     assert scores.metrics == pytest.approx(
-        {"reward/FormatReward": 0.1, "reward/ReasoningQualityReward": 0, "reward/GSM8KReward": 0.5}
+        {
+            "reward/FormatReward": 0.1,
+            "reward/ReasoningQualityReward": 0.025,
+            "reward/GSM8KReward": 0.5,
+        }
     )
 
 
@@ -437,7 +441,7 @@ def test_a_reward_from_a_file(tmp_path):
     assert load_reward(None) is None
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     for spec, message in {
-        f"{file}:number": "it has Mine, RewardFunction, short",
+        f"{file}:number": "it has Mine, short",
         f"{file}:other": "no function or class 'other'",
         str(file): "expected FILE.py:NAME",
         f"{tmp_path}/none.py:f": "must exist",

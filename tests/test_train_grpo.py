@@ -336,29 +336,41 @@ def test_an_exhausted_pool_is_no_error(model_dir, tmp_path, rounds):
     assert "loss/policy" not in row  # nothing to learn from: no update
 
 
+def train_with_ends(model_dir, config, reward):
+    """A third of all tokens end a completion, so that lengths differ."""
+    torch.manual_seed(config.seed)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=reward, device=CPU)
+    trainer.sampler.stop_ids = frozenset(range(80))
+    trainer.train(PROBLEMS)
+    return trainer
+
+
 def test_the_overlong_penalty_reaches_the_advantages_and_not_the_reward(model_dir, tmp_path):
     """Equal verdicts, different lengths: the longer ones are worse, the verdict stays 1."""
     config = a_config(tmp_path, steps=2, group_size=8, overlong_buffer=6)
-    train(model_dir, config, lambda completions: [1.0] * len(completions))
+    train_with_ends(model_dir, config, lambda completions: [1.0] * len(completions))
     assert all(row["reward/mean"] == 1.0 for row in rows(config))
     assert all(-1 <= row["reward/overlong"] < 0 for row in rows(config))
     assert any(any(group["advantages"]) for group in logged_groups(config))
     # DAPO drops groups by their verdicts, so there the lengths alone teach nothing.
     dapo = a_config(tmp_path, "dapo", steps=1, overlong_buffer=6, dynamic_sampling=True)
-    train(model_dir, dapo, lambda completions: [1.0] * len(completions))
+    train_with_ends(model_dir, dapo, lambda completions: [1.0] * len(completions))
     assert not any(any(group["advantages"]) for group in logged_groups(dapo))
 
 
+def odd_texts(completions):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+
 def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=1, mask_truncated=True, max_new_tokens=1)
-    trainer, _ = train(model_dir, config)
-    (row,) = rows(config)
-    assert row["completion/truncated_rate"] > 0.9
-    fewer = a_config(tmp_path, "all", steps=1, max_new_tokens=1)
-    other, _ = train(model_dir, fewer)
-    assert any(
-        not torch.equal(tensor, other.adapter[name]) for name, tensor in trainer.adapter.items()
-    )
+    options = {"steps": 1, "group_size": 8, "max_new_tokens": 3}
+    adapters = {}
+    for name, masks in (("masked", True), ("all", False)):
+        config = a_config(tmp_path, name, mask_truncated=masks, **options)
+        adapters[name] = train_with_ends(model_dir, config, odd_texts).adapter
+        (row,) = rows(config)
+        assert 0 < row["completion/truncated_rate"] < 1
+    assert any(not torch.equal(t, adapters["all"][name]) for name, t in adapters["masked"].items())
 
 
 def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
