@@ -417,7 +417,8 @@ class LossSums:
     """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
 
     policy: float
-    kl: float  # Σ estimate, not weighted
+    kl: float  # Σ weight · estimate: as the loss adds it up
+    kl_total: float  # Σ estimate
     clipped_low: float
     clipped_high: float
     tokens: int
@@ -498,16 +499,18 @@ def policy_loss(
     if importance is not None:
         per_token = per_token * importance
     policy = (per_token * scale).sum()
-    loss, kl = policy, 0.0
+    loss = policy
+    kl = kl_total = torch.zeros(())
     if ref_logprobs is not None:
         estimate = kl_estimate(logprobs, ref_logprobs, kl_estimator)
-        loss = policy + kl_weight * (estimate * scale).sum()
-        kl = (estimate * mask).sum().item()
+        kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
+        loss = policy + kl_weight * kl
     low = (moved < 1 - clip_eps_low) & (advantage < 0)
     high = (moved > 1 + clip_eps_high) & (advantage > 0)
     return loss, LossSums(
         policy=policy.item(),
-        kl=kl,
+        kl=kl.item(),
+        kl_total=kl_total.item(),
         clipped_low=(low * mask).sum().item(),
         clipped_high=(high * mask).sum().item(),
         tokens=int(mask.sum()),

@@ -117,7 +117,7 @@ class GRPOConfig:
         self._fill_in()
         self._check_numbers()
         self._check_contradictions()
-        if self.group_size < 8:
+        if self.group_size < min(8, type(self).group_size):  # a recipe may have its own default
             _warn_once(
                 f"warning: --group-size {self.group_size}: fewer than 8 completions make a noisy "
                 "baseline, and groups without a difference likely"

@@ -207,7 +207,7 @@ class LearningTally:
         clipped = sum(part.clipped_low + part.clipped_high for part in self.sums)
         return {
             "loss/policy": sum(part.policy for part in self.sums),
-            "loss/kl": sum(part.kl for part in self.sums) / self.tokens,
+            "loss/kl": sum(part.kl_total for part in self.sums) / self.tokens,
             "policy/entropy": self.entropy / self.tokens,
             "policy/clip_fraction": clipped / self.tokens,
             "optim/grad_norm": self.grad_norm,

@@ -289,7 +289,9 @@ def test_what_a_step_draws_next():
 
 
 def test_kl_metric_is_trls():
-    assert golden_loss("sequence", kl_weight=0.04)[2].kl / 9 == pytest.approx(0.025389, abs=1e-6)
+    assert golden_loss("sequence", kl_weight=0.04)[2].kl_total / 9 == pytest.approx(
+        0.025389, abs=1e-6
+    )
 
 
 def test_kl_pulls_toward_the_reference():
