@@ -7,6 +7,7 @@ taken from the run.json of the last adapter.
     python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
     python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
     python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
+    python evaluate.py --audit-reward                    # does the verifier miss right answers?
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from rlm import terminal
+from rlm.audit import audit_run
 from rlm.config import UsageError, explicit, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
@@ -50,6 +52,8 @@ class EvaluateConfig:
         None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
     )
     use_4bit: bool | None = flag(None, "load the base in 4-bit NF4 (none: as in training)")
+    audit_reward: bool = flag(False, "instead: how graders differ on a run's samples")
+    run_dir: Path = flag(Path("runs/grpo"), "that run")
     seed: int = flag(0, "of problems, examples and sampling")
     output: Path = flag(Path("runs/evaluation"), "where figures, picture and failures go")
 
@@ -270,6 +274,9 @@ def report(
 
 
 def main(config: EvaluateConfig) -> int:
+    if config.audit_reward:
+        every = "max_samples" not in explicit(config)
+        return audit_run(config.run_dir, config.output, None if every else config.max_samples)
     from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.models import base_hash, check_base, load_adapter, load_base, load_tokenizer, read_run
 

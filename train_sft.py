@@ -19,7 +19,7 @@ from pathlib import Path
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
-from rlm.prompts import FORMATS, Format, render_completion, render_prompt
+from rlm.prompts import FORMATS, Format, render_completion, render_problem
 
 IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
 
@@ -74,7 +74,7 @@ GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 def to_example(tokenizer, problem: Problem, format: Format) -> dict[str, list[int]]:
     """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORED before."""
-    prompt = render_prompt(tokenizer, problem.question, format)
+    prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from rlm import terminal
-from rlm.config import UsageError, explicit
+from rlm.config import UsageError, changed, explicit
 
 C = TypeVar("C")  # a script's config, with model, dataset and use_4bit
 
@@ -102,7 +102,7 @@ def fill_in(
     chosen = {name: value for name, value in chosen.items() if name not in explicit(config)}
     named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
     terminal.line(f"chosen: {named} ({setup.reason})")
-    return replace(config, **chosen)
+    return changed(config, **chosen)
 
 
 def hub_reachable() -> bool:

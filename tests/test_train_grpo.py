@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
+from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
 from rlm.data import Problem
 from rlm.grpo import problems_for_step
@@ -19,6 +20,7 @@ from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.memory import activation_bytes
 from rlm.models import load_base, new_adapter, save_adapter
+from rlm.rewards import RewardFunction
 from rlm.runs import RunDirectory
 from train_grpo import GRPOTrainer
 
@@ -101,7 +103,7 @@ def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
     assert abs(sum(likes[-20:]) - sum(likes[:20])) / 20 < 0.3
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "drgrpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
     torch.manual_seed(0)
     config = a_config(tmp_path, steps=4, algorithm=algorithm)
@@ -131,20 +133,26 @@ def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
     assert max(row["policy/clip_fraction"] for row in rows(config)) > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"updates_per_batch": 2}, {"kl_weight": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"updates_per_batch": 2, "algorithm": "gspo"},
+        {"kl_weight": 0.1},
+        {"algorithm": "dapo", "group_size": 2},
+    ],
+    ids=["grpo", "gspo", "kl", "dapo"],
+)
 def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, options):
     options |= {"steps": 6, "lr_schedule": "cosine", "eval_every": 2}
     whole = a_config(tmp_path, "whole", **options)
     train(model_dir, whole, evaluate_on=PROBLEMS[:4])
 
     parts = a_config(tmp_path, "parts", **options)
-    calls = 0
 
     def killed(completions, **_):
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # in the middle of the fourth step
-            raise KeyboardInterrupt
+        if (parts.run_dir / "metrics.jsonl").exists() and len(rows(parts)) == 3:
+            raise KeyboardInterrupt  # in the middle of the fourth step
         return likes_letters(completions)
 
     with pytest.raises(KeyboardInterrupt):
@@ -281,6 +289,122 @@ def test_a_reward_without_a_verdict_leaves_the_loss(model_dir, tmp_path):
     config = a_config(tmp_path, steps=1)
     train(model_dir, config, sometimes)
     assert rows(config)[0]["reward/no_verdict"] == 4
+
+
+# --- dynamic sampling, lengths ------------------------------------------------------------------
+
+
+def never_for_most(prompts, completions, **_):
+    """Only problems below 12 can teach anything."""
+    likes = likes_letters(completions)
+    return [r if int(p.split()[0]) < 12 else 0.0 for p, r in zip(prompts, likes, strict=True)]
+
+
+def logged_groups(config):
+    return [json.loads(line) for line in (config.run_dir / "samples.jsonl").open()]
+
+
+def test_groups_without_a_difference_are_replaced(model_dir, tmp_path):
+    config = a_config(tmp_path, steps=2, algorithm="dapo", batch_size=6, max_refill_rounds=3)
+    _, summary = train(model_dir, config, never_for_most)
+    groups = logged_groups(config)
+    for row in rows(config):
+        mine = [group for group in groups if group["step"] == row["step"]]
+        signal = [len(set(group["rewards"])) > 1 for group in mine]
+        assert len(mine) > 6  # refilled
+        assert len({group["problem"] for group in mine}) == len(mine)  # with other problems
+        assert sum(signal) <= 6
+        assert row["sampling/dropped_groups"] == len(mine) - sum(signal)
+        # What was dropped is told, and the reward is that of all, not of what was kept.
+        every = [reward for group in mine for reward in group["rewards"]]
+        kept = [r for group, s in zip(mine, signal, strict=True) if s for r in group["rewards"]]
+        assert row["reward/mean"] == pytest.approx(sum(every) / len(every))
+        assert row["reward/kept_mean"] == pytest.approx(sum(kept) / len(kept))
+        assert row["reward/kept_mean"] > row["reward/mean"]
+        for group, teaches in zip(mine, signal, strict=True):
+            assert any(group["advantages"]) == teaches
+    assert summary["steps_run"] == 2
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_an_exhausted_pool_is_no_error(model_dir, tmp_path, rounds):
+    config = a_config(tmp_path, steps=1, algorithm="dapo", batch_size=25, max_refill_rounds=rounds)
+    train(model_dir, config, lambda completions: [1.0] * len(completions))
+    (row,) = rows(config)
+    assert row["sampling/dropped_groups"] == (40 if rounds else 25)
+    assert row["reward/mean"] == 1.0
+    assert "loss/policy" not in row  # nothing to learn from: no update
+
+
+def train_with_ends(model_dir, config, reward):
+    """A third of all tokens end a completion, so that lengths differ."""
+    torch.manual_seed(config.seed)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=reward, device=CPU)
+    trainer.sampler.stop_ids = frozenset(range(80))
+    trainer.train(PROBLEMS)
+    return trainer
+
+
+def test_the_overlong_penalty_reaches_the_advantages_and_not_the_reward(model_dir, tmp_path):
+    """Equal verdicts, different lengths: the longer ones are worse, the verdict stays 1."""
+    config = a_config(tmp_path, steps=2, group_size=8, overlong_buffer=6)
+    train_with_ends(model_dir, config, lambda completions: [1.0] * len(completions))
+    assert all(row["reward/mean"] == 1.0 for row in rows(config))
+    assert all(-1 <= row["reward/overlong"] < 0 for row in rows(config))
+    assert any(any(group["advantages"]) for group in logged_groups(config))
+    # DAPO drops groups by their verdicts, so there the lengths alone teach nothing.
+    dapo = a_config(tmp_path, "dapo", steps=1, overlong_buffer=6, dynamic_sampling=True)
+    train_with_ends(model_dir, dapo, lambda completions: [1.0] * len(completions))
+    assert not any(any(group["advantages"]) for group in logged_groups(dapo))
+
+
+def odd_texts(completions):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+
+def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path):
+    options = {"steps": 1, "group_size": 8, "max_new_tokens": 3}
+    adapters = {}
+    for name, masks in (("masked", True), ("all", False)):
+        config = a_config(tmp_path, name, mask_truncated=masks, **options)
+        adapters[name] = train_with_ends(model_dir, config, odd_texts).adapter
+        (row,) = rows(config)
+        assert 0 < row["completion/truncated_rate"] < 1
+    assert any(not torch.equal(t, adapters["all"][name]) for name, t in adapters["masked"].items())
+
+
+def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
+    config = a_config(tmp_path, steps=1, max_prompt_length=10)
+    with pytest.raises(UsageError, match="every prompt is longer"):
+        train(model_dir, config)
+    long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
+    config = a_config(tmp_path, "some", steps=1, batch_size=8, max_prompt_length=300)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    trainer.train([*long, *PROBLEMS[:8]])
+    assert "3 of 11 problems left out" in capsys.readouterr().out
+    assert not any("long" in group["problem"] for group in logged_groups(config))
+
+
+def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tmp_path, capsys):
+    class Sometimes(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            return 1 / bool(LETTERS & set(completion))
+
+    config = a_config(tmp_path, steps=2)
+    train(model_dir, config, Sometimes())
+    assert len(rows(config)) == 2
+    for row in rows(config):
+        assert row["reward/failed"] * 16 == pytest.approx(row["reward/no_verdict"])
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_preset_with_4_bit_says_what_it_does_without_a_gpu(model_dir, tmp_path, capsys):
+    paths = {"run_dir": tmp_path / "run", "output": tmp_path / "out", "sft_adapter": None}
+    config = GRPOConfig.from_preset("reasoning_small", **paths)
+    trainer = GRPOTrainer(str(model_dir), config)
+    assert not trainer.config.use_4bit
+    assert trainer.config.group_size == 8
+    assert "4-bit base needs a CUDA GPU" in capsys.readouterr().out
 
 
 def test_problems_of_a_step_are_a_pure_function():
@@ -422,7 +546,9 @@ REWARDS = {
 
 
 def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
+    """Uneven: one process has no signal, so with dynamic sampling both must agree to refill."""
     options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
+    options |= {"algorithm": "dapo"} if kind == "uneven" else {}
     config = a_config(folder, name, **options)
     train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[:5])
 
