@@ -23,9 +23,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlm import machine, models, terminal
 from rlm.config import UsageError, run_main, to_dict
@@ -59,7 +62,10 @@ GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
 
 
 class GRPOTrainer:
-    """Trains a LoRA adapter with GRPO; `train` is the loop."""
+    """Trains a LoRA adapter with GRPO; `train` is the loop.
+
+    A recipe overrides `load_model`, `render`, `count_correct` and `log`, and sets `scorer`.
+    """
 
     def __init__(
         self,
@@ -78,7 +84,6 @@ class GRPOTrainer:
         self.model_name = model_name
         self.format = FORMATS[config.reasoning_format]
         self.scorer = as_scorer(reward_fn or CorrectnessReward(self.format))
-        self.tokenizer = models.load_tokenizer(model_name)
         self.base_hash = models.base_hash(model_name)
         if config.sft_adapter:
             models.check_adapter(config.sft_adapter, "run: python train_sft.py")
@@ -89,12 +94,7 @@ class GRPOTrainer:
                 f"--batch-size {config.batch_size}: fewer than {self.team.size} processes"
             )
         device = device or machine.pick_device(use_4bit=config.use_4bit)
-        base = models.load_base(model_name, device, use_4bit=config.use_4bit)
-        if config.sft_adapter:
-            self.policy = models.load_adapter(base, config.sft_adapter, trainable=True)
-        else:
-            torch.manual_seed(config.seed)  # of the new adapter's matrices
-            self.policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+        self.tokenizer, self.policy = self.load_model(device)
         models.use_lean_lora(self.policy)
         models.use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
@@ -103,7 +103,22 @@ class GRPOTrainer:
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self.state = TrainingState(self.trained, self.optimizer, self.base_hash)
+        self.state = TrainingState(self.trained, self.optimizer, self.base_hash, config.kl_weight)
+
+    def load_model(self, device: machine.Device) -> tuple[PreTrainedTokenizerBase, PeftModel]:
+        """Tokenizer, and the base with the adapter to train on it, in eval mode."""
+        config = self.config
+        base = models.load_base(self.model_name, device, use_4bit=config.use_4bit)
+        if config.sft_adapter:
+            policy = models.load_adapter(base, config.sft_adapter, trainable=True)
+        else:
+            torch.manual_seed(config.seed)  # of the new adapter's matrices
+            policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+        return models.load_tokenizer(self.model_name), policy
+
+    def render(self, question: str) -> list[int]:
+        """The prompt of a problem, as token ids."""
+        return render_prompt(self.tokenizer, question, self.format)
 
     def train(self, problems: Sequence[Problem], eval_problems: Sequence[Problem] = ()) -> dict:
         """Run the loop, export the best adapter, and return the run's summary.
@@ -118,7 +133,7 @@ class GRPOTrainer:
         algorithm = ALGORITHMS[config.algorithm]
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
-        prompts = longest_prompts(self.tokenizer, [*problems, *eval_problems], self.format)
+        prompts = longest_prompts(self.render, [*problems, *eval_problems])
         masters, evaluated = list(self.adapter.values()), len(eval_problems)
         plan = plan_memory(self.policy, masters, self.sampler, config, prompts, evaluated)
         self.plan = team.agree(plan)
@@ -128,7 +143,7 @@ class GRPOTrainer:
             clock = [time.monotonic()]
             # 1. sample: P problems, G completions of each
             chosen = team.share(problems_for_step(problems, step, config.batch_size, config.seed))
-            prompts = [render_prompt(self.tokenizer, p.question, self.format) for p in chosen]
+            prompts = [self.render(problem.question) for problem in chosen]
             seeds = [prompt_seed(config.seed, step, problem.id) for problem in chosen]
             with terminal.progress("sampling", len(prompts) * config.group_size) as advance:
                 groups = self.sampler.sample(prompts, config.group_size, params, seeds, advance)
@@ -172,7 +187,7 @@ class GRPOTrainer:
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
                     metrics["eval/accuracy"] = accuracy
-            log_step(run, config, metrics, chosen, texts, rewards, advantages)
+            self.log(metrics, chosen, texts, rewards, advantages)
             if last or (config.save_every and done % config.save_every == 0):
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
@@ -217,7 +232,7 @@ class GRPOTrainer:
                     clip_eps_high=config.clip_eps_high,
                     importance=importance,
                     ref_logprobs=ref,
-                    kl_weight=config.kl_weight,
+                    kl_weight=self.state.kl_weight,
                 )
                 loss.backward()
                 self.trained.collect()
@@ -225,7 +240,11 @@ class GRPOTrainer:
             tally.grad_norm = self._update()
         machine.give_back_memory()  # the sampler's turn
         learned = LearningTally.joined(self.team.gather([tally])).metrics()
-        return {"optim/lr": rate, "optim/skipped": self.state.skipped_total, **learned}
+        learned |= {"optim/lr": rate, "optim/skipped": self.state.skipped_total}
+        if config.kl_weight:
+            learned["loss/kl_weight"] = self.state.kl_weight
+            self.state.adapt_kl_weight(learned["loss/kl"], config.kl_target)
+        return learned
 
     def _update(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
@@ -250,17 +269,25 @@ class GRPOTrainer:
             return None
         mine = self.team.share(problems)
         with terminal.progress("evaluating", len(mine)) as advance:
-            limit, tools = self.config.max_new_tokens, (self.sampler, self.tokenizer)
-            result = evaluate(*tools, mine, self.format, max_new_tokens=limit, on_finish=advance)
+            correct = self.count_correct(mine, advance)
         self.sampler.release()
-        accuracy = self.team.gather([result.accuracy(strict=True)])
-        correct, total = (sum(part[key] for part in accuracy) for key in ("correct", "total"))
+        correct, total = sum(self.team.gather([correct])), len(problems)
         share = correct / total
         if step == 0:
             terminal.line(f"start: validation accuracy {share:.1%} ({correct} of {total})")
         else:
             self.state.keep_if_best(share, step)
         return share
+
+    def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
+        """How many of the problems are solved greedily; `advance` is called after each."""
+        limit, tools = self.config.max_new_tokens, (self.sampler, self.tokenizer)
+        result = evaluate(*tools, problems, self.format, max_new_tokens=limit, on_finish=advance)
+        return result.accuracy(strict=True)["correct"]
+
+    def log(self, metrics: dict[str, float], *step: Any) -> None:
+        """Write down and show a step; the arguments of `rlm.report.log_step`."""
+        log_step(self.run, self.config, metrics, *step)
 
     def _finish(self, validated_on: int, seconds: float) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""

@@ -47,6 +47,7 @@ class GRPOConfig:
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.2, "and at 1 + this")
     kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
+    kl_target: float | None = flag(None, "KL per token to which the weight is adapted (none: no)")
     lora_r: int = flag(16, "rank, where no adapter is given to start from")
     lora_alpha: int = flag(32, "scale, likewise")
 
@@ -82,6 +83,8 @@ class GRPOConfig:
             )
         if self.learning_rate < 0 or self.kl_weight < 0 or self.weight_decay < 0:
             raise ValueError("--learning-rate, --kl-weight and --weight-decay must be 0 or more")
+        if self.kl_target is not None and (self.kl_target <= 0 or not self.kl_weight):
+            raise ValueError("--kl-target must be above 0, with a --kl-weight to begin with")
         if not 0 <= self.clip_eps_low < 1 or self.clip_eps_high < 0:
             raise ValueError("--clip-eps-low must be in [0, 1), --clip-eps-high 0 or more")
         if self.max_grad_norm <= 0:

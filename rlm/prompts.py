@@ -7,7 +7,7 @@ vocabulary rows, so an adapter stays small and loads on the unchanged base.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,14 +90,18 @@ def render_prompt(
 
     Args:
         examples: (question, completion) pairs shown as earlier turns (few-shot).
-        system_prompt: replaces the format's own; "" leaves it out.
+        system_prompt: replaces the format's own, as plain text like the question; "" leaves it
+            out.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the template alters the messages.
     """
-    system = format.system_prompt if system_prompt is None else system_prompt
-    messages = [{"role": "system", "content": system}] if system else []
-    texts = []
+    messages, texts = [], []
+    if system_prompt is None:
+        messages.append({"role": "system", "content": format.system_prompt})
+    elif system_prompt:  # somebody's text, a model's perhaps
+        messages.append({"role": "system", "content": _SENTINEL})
+        texts.append(system_prompt)
     for shown_question, shown_completion in examples:
         messages += [
             {"role": "user", "content": _SENTINEL},
@@ -152,11 +156,11 @@ def render_completion(
 
 
 def longest_prompts(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], format: Format, count: int = 8
+    render: Callable[[str], list[int]], problems: Sequence[Problem], count: int = 8
 ) -> list[list[int]]:
     """The prompts of the problems with the longest questions, as token ids."""
     longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
-    return [render_prompt(tokenizer, problem.question, format) for problem in longest]
+    return [render(problem.question) for problem in longest]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:
