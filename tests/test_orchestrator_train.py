@@ -27,7 +27,7 @@ from recipes.orchestrator.runner import Reply
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
 from rlm.config import UsageError, parse, run_main
 from rlm.data import Problem
-from rlm.machine import Device
+from rlm.machine import Device, Setup
 from rlm.models import load_base, load_tokenizer, new_adapter, save_adapter
 from rlm.sampling import SamplingParams
 from rlm.state import TrainingState
@@ -542,14 +542,17 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
         config = Config()
         config.run_root, config.val_rows = tmp_path / "run", 3
         config.orch_max_tokens, config.agent_max_tokens, config.val_every = 6, 4, 0
-        config.orchestrator_id = config.agent_model_id = str(base)
         return config
 
     names = {name: getattr(recipe, name) for name in (
         "load_tokenizers", "make_lora_orchestrator", "load_agent_model", "run_grpo_training",
     )}  # fmt: skip
     names |= {"Config": small_config, "load_gsm8k": partial(recipe.load_gsm8k, path=tmp_path)}
-    code = re.sub(r"^(from|import) .*\n", "", blocks()[source], flags=re.M)
+    # Without an id it is the model that suits the machine.
+    setup = Setup(str(base), "gsm8k", False, "test")
+    monkeypatch.setattr("rlm.machine.default_setup", lambda: setup)
+    code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
+    code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))
     code = re.sub(r"cfg\.steps = \d+", "cfg.steps = 2", code)
     exec(code, names)
     assert [row["step"] for row in names["logs"]] == [0, 1]
@@ -562,8 +565,8 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
 
 
 def test_the_readme_imports_what_it_uses():
-    imports = re.findall(r"^(?:from|import) .*", blocks()["README"], re.M)
-    exec("\n".join(imports), {})
+    code = blocks()["README"]
+    exec(code[: code.index("cfg =")], {})
 
 
 def test_a_graph_generator_is_seeded():

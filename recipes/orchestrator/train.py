@@ -179,31 +179,40 @@ def load_gsm8k(
 
 
 def load_tokenizers(
-    orchestrator_id: str, agent_id: str | None = None
+    orchestrator_id: str | None, agent_id: str | None
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
-    """The orchestrator's and the agents'; one for both where the model is one."""
-    tokenizer = models.load_tokenizer(orchestrator_id)
-    same = agent_id in (None, orchestrator_id)
-    return tokenizer, tokenizer if same else models.load_tokenizer(agent_id)
+    """The orchestrator's and the agents'."""
+    names = (_model(orchestrator_id)[0], _model(agent_id)[0])
+    return models.load_tokenizer(names[0]), models.load_tokenizer(names[1])
 
 
 def make_lora_orchestrator(
-    orchestrator_id: str, start_adapter: Path | None = None, seed: int = 0
+    orchestrator_id: str | None, start_adapter: Path | None = None, seed: int = 0
 ) -> PeftModel:
     """The base with the adapter to train: a given one, or a new one that changes nothing yet."""
-    base = models.load_base(orchestrator_id, machine.pick_device())
+    name, use_4bit = _model(orchestrator_id)
+    base = models.load_base(name, machine.pick_device(use_4bit=use_4bit), use_4bit=use_4bit)
     if start_adapter:
         policy = models.load_adapter(base, start_adapter, trainable=True)
     else:
         torch.manual_seed(seed)
         policy = models.new_adapter(base, r=Config.lora_r, alpha=Config.lora_alpha).eval()
-    policy.start_adapter = start_adapter  # the reference of the KL term
+    policy.origin = {"model": name, "use_4bit": use_4bit, "sft_adapter": start_adapter}
     return policy
 
 
-def load_agent_model(agent_id: str, adapter: Path | None = None) -> AgentModel:
-    """The agents' frozen model. Its weights are loaded by the run, unless the orchestrator's do."""
-    return AgentModel(agent_id, adapter)
+def load_agent_model(agent_id: str | None, adapter: Path | None = None) -> AgentModel:
+    """The agents' frozen model. The run loads its weights, unless the orchestrator's will do."""
+    name, use_4bit = _model(agent_id)
+    return AgentModel(name, adapter, use_4bit)
+
+
+def _model(name: str | None) -> tuple[str, bool]:
+    """A model and whether it is loaded in 4-bit; None is what suits this machine."""
+    if name is not None:
+        return name, False
+    setup = machine.default_setup()
+    return setup.model, setup.use_4bit
 
 
 def run_grpo_training(
@@ -218,7 +227,7 @@ def run_grpo_training(
     seed: int = 42,
 ) -> list[dict[str, float | None]]:
     """One run; the lines of its train_logs.csv."""
-    cfg = replace(cfg, seed=seed, sft_adapter=orchestrator.start_adapter)
+    cfg = replace(cfg, seed=seed, **orchestrator.origin)
     given = (orchestrator_tokenizer, orchestrator)
     trainer = OrchestratorTrainer(cfg, agent_model, given=given, agent_tokenizer=agent_tokenizer)
     return fit(trainer, ds_train, ds_val, ds_test)[0]
