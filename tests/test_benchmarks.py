@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -352,7 +353,7 @@ def test_both_arms_run_the_same_graphs_in_other_batches(capsys):
     report = graphs.measure(graphs.GraphsConfig(graphs=3, repeats=1), agents)
     assert [len(batch) for batch in agents.batches] == [3, 3, 1, 1, 1, 1, 1, 1] * 2
     together, alone = agents.batches[8:10], agents.batches[10:]  # after the warm-up
-    assert sorted(sum(alone, [])) == sorted(sum(together, []))
+    assert sorted(chain(*alone)) == sorted(chain(*together))
     assert set(report["ratio"]) == {"one at a time"}
 
 

@@ -23,6 +23,7 @@ from recipes.orchestrator.agents import AgentModel, LocalAgents
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import Graph, read_graph
 from recipes.orchestrator.orchestrator import OpenRun
+from recipes.orchestrator.prompts import orchestrator_prompt
 from recipes.orchestrator.runner import Reply
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
 from rlm.config import UsageError, parse, run_main
@@ -66,15 +67,25 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A base model on disk whose tokenizer has the skeleton and the words as tokens."""
+    """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
     path = tmp_path_factory.mktemp("orchestrator_base")
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([*SKELETON, "solve", *WORDS])
+    instruction = orchestrator_prompt().partition("{")[0].strip()
+    tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # or no adapter could make it sure of anything
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch, request):
+    """Drawing takes longer than training here; one test looks for the picture."""
+    if "files" not in request.node.name:
+        monkeypatch.setattr("train_grpo.learning_curves", lambda *_: None)
 
 
 def options(base, tmp_path, name="run", **more):
@@ -85,8 +96,8 @@ def options(base, tmp_path, name="run", **more):
         "batch_size": 4,
         "group_size": 4,
         "max_new_tokens": 12,
-        "learning_rate": 1e-2,
-        "kl_weight": 0.01,
+        "learning_rate": 3e-3,
+        "kl_weight": 0.05,
         "warmup_steps": 0,
         "lr_schedule": "constant",
         "lora_r": 8,
@@ -142,13 +153,14 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_word_that_helps_is_learned(base, start, tmp_path, seed):
     config = options(
-        base, tmp_path, sft_adapter=start, steps=12, group_size=8, seed=seed, save_every=0
-    )
+        base, tmp_path, sft_adapter=start, steps=12, group_size=8, seed=seed,
+        lr_schedule="linear", save_every=0,
+    )  # fmt: skip
     _, logs, summary = train(config, test=PROBLEMS[:8])
     rewards = [row["reward_mean"] for row in logs]
     assert sum(rewards[:2]) / 2 < 0.6
     assert sum(rewards[-3:]) / 3 > 0.9
-    assert all(row["valid_json_rate"] > 0.8 for row in logs)
+    assert sum(row["valid_json_rate"] for row in logs[-3:]) / 3 > 0.9
     assert summary["test"] == {"correct": 8, "total": 8, "accuracy": 1.0}
 
 
@@ -198,10 +210,10 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     assert logs[0]["kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert logs[2]["kl_penalty"] > 0
     said = capsys.readouterr().out
+    lines = re.findall(r"^  reward_mean .*", said, re.M)
+    assert len(lines) == 3
     for name in ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc"):
-        assert len(re.findall(rf"^  reward_mean.* {name} |^  {name} ", said, re.M)) == 3 - (
-            name == "val_acc"
-        )
+        assert all(re.search(rf"\b{name} [-\d.]+", line) for line in lines), name
     rollout = json.loads((config.run_dir / "rollouts.jsonl").open().readline())
     assert {"step", "problem", "question", "answer", "graphs"} == set(rollout)
     ran = next(g for g in rollout["graphs"] if g["graph"])
@@ -224,7 +236,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
 
     class Killed(Scripted):
         def reply(self, calls):
-            if self.batches == 9:  # a first validation, then two batches a step or less
+            if self.batches == 8:  # a first validation, then two batches a step or less
                 raise KeyboardInterrupt
             return super().reply(calls)
 
@@ -250,6 +262,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
 def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
     """Pushed away from the reference, without any reward, the policy returns: the right sign."""
     config = options(base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0)
+    config.lr_schedule = "linear"
     trainer = OrchestratorTrainer(config, Scripted(word="never"), device=CPU)
     torch.manual_seed(0)
     with torch.no_grad():
