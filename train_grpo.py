@@ -27,7 +27,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlm import doctor, machine, models, report, start, terminal
 from rlm.config import UsageError, run_main, to_dict
@@ -63,7 +65,10 @@ GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
 
 
 class GRPOTrainer:
-    """Trains a LoRA adapter with GRPO; `train` is the loop."""
+    """Trains a LoRA adapter with GRPO; `train` is the loop.
+
+    A recipe overrides `load_model`, `render`, `count_correct` and `log`, and sets `scorer`.
+    """
 
     def __init__(
         self,
@@ -79,20 +84,32 @@ class GRPOTrainer:
                 completion in the strict format with the right number, else 0.
         """
         self.team = Team.join()
-        self.tokenizer = models.load_tokenizer(model_name)
         self.model_name, self.base_hash = model_name, models.base_hash(model_name)
         config = start.fit(config or GRPOConfig(), model_name, self.base_hash, self.team.size)
         self.config, self.format = config, FORMATS[config.reasoning_format]
         reward = reward_fn or CorrectnessReward()
         self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
-        self.policy = start.load_policy(config, model_name, device)
+        self.tokenizer, self.policy = self.load_model(device)
+        models.use_lean_lora(self.policy)
+        models.use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.masters  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.team.rank)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self.state = TrainingState(self.trained, self.optimizer, self.base_hash)
+        self.state = TrainingState(self.trained, self.optimizer, self.base_hash, config.kl_weight)
+
+    def load_model(
+        self, device: machine.Device | None
+    ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
+        """Tokenizer, and the base with the adapter to train on it, in eval mode."""
+        policy = start.load_policy(self.config, self.model_name, device)
+        return models.load_tokenizer(self.model_name), policy
+
+    def render(self, problem: Problem) -> list[int]:
+        """The prompt of a problem, as token ids."""
+        return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, problems: Sequence[Problem], eval_problems: Sequence[Problem] = ()) -> dict:
         """Run the loop, export the best adapter, and return the run's summary.
@@ -109,8 +126,7 @@ class GRPOTrainer:
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
-        render = partial(render_problem, self.tokenizer, format=self.format)
-        problems = start.within(problems, render, config.max_prompt_length)
+        problems = start.within(problems, self.render, config.max_prompt_length)
         self.plan = team.agree(start.plan(self, [*problems, *eval_problems], len(eval_problems)))
         before = self._evaluate(eval_problems, 0) if first_step == 0 else None
         for step in range(first_step, config.steps):
@@ -123,7 +139,7 @@ class GRPOTrainer:
                     break
                 chosen = team.share(drawn)
                 with timed(seconds, "sample"):  # 1. sample: G completions of each problem
-                    prompts = [render(problem) for problem in chosen]
+                    prompts = [self.render(problem) for problem in chosen]
                     seeds = [prompt_seed(config.seed, step, refill, p.id) for p in chosen]
                     with terminal.progress("sampling", len(chosen) * size) as advance:
                         groups = self.sampler.sample(prompts, size, params, seeds, advance)
@@ -170,7 +186,7 @@ class GRPOTrainer:
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
                     metrics["eval/accuracy"] = accuracy
-            report.log_step(run, config, metrics, tried, advantages)
+            self.log(metrics, tried, advantages)
             if last or (config.save_every and done % config.save_every == 0):
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
@@ -214,7 +230,7 @@ class GRPOTrainer:
                     **choices.of_loss,
                     importance=importance,
                     ref_logprobs=ref,
-                    kl_weight=config.kl_weight,
+                    kl_weight=self.state.kl_weight,
                     kl_estimator=config.kl_estimator,
                 )
                 loss.backward()
@@ -223,7 +239,11 @@ class GRPOTrainer:
             tally.grad_norm = self._update()
         machine.give_back_memory()  # the sampler's turn
         learned = LearningTally.joined(self.team.gather([tally])).metrics()
-        return {"optim/lr": rate, "optim/skipped": self.state.skipped_total, **learned}
+        learned |= {"optim/lr": rate, "optim/skipped": self.state.skipped_total}
+        if config.kl_weight:
+            learned["loss/kl_weight"] = self.state.kl_weight
+            self.state.adapt_kl_weight(learned.get("loss/kl"), config.kl_target)
+        return learned
 
     def _update(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
@@ -248,17 +268,25 @@ class GRPOTrainer:
             return None
         mine = self.team.share(problems)
         with terminal.progress("evaluating", len(mine)) as advance:
-            limit, tools = self.config.max_new_tokens, (self.sampler, self.tokenizer)
-            result = evaluate(*tools, mine, self.format, max_new_tokens=limit, on_finish=advance)
+            correct = self.count_correct(mine, advance)
         self.sampler.release()
-        accuracy = self.team.gather([result.accuracy(strict=True)])
-        correct, total = (sum(part[key] for part in accuracy) for key in ("correct", "total"))
+        correct, total = sum(self.team.gather([correct])), len(problems)
         share = correct / total
         if step == 0:
             terminal.line(f"start: validation accuracy {share:.1%} ({correct} of {total})")
         else:
             self.state.keep_if_best(share, step)
         return share
+
+    def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
+        """How many of the problems are solved greedily; `advance` is called after each."""
+        limit, tools = self.config.max_new_tokens, (self.sampler, self.tokenizer)
+        result = evaluate(*tools, problems, self.format, max_new_tokens=limit, on_finish=advance)
+        return result.accuracy(strict=True)["correct"]
+
+    def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
+        """Write down and show a step; advantages are (P, G)."""
+        report.log_step(self.run, self.config, metrics, groups, advantages)
 
     def _finish(self, validated_on: int, seconds: float) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""

@@ -74,6 +74,7 @@ class GRPOConfig:
     mask_truncated: bool = flag(False, "leave completions without an end token out of the loss")
     kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
     kl_estimator: str = flag("k3", "its estimate", choices=KL_ESTIMATORS)
+    kl_target: float | None = flag(None, "KL per token to which the weight is adapted (none: no)")
 
     steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"])
     batch_size: int = flag(20, "problems in a step")
@@ -229,6 +230,8 @@ class GRPOConfig:
             raise ValueError("--clip-eps-low must be in [0, 1]; 1 is no lower bound")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("--min-lr-ratio must be between 0 and 1")
+        if self.kl_target is not None and (self.kl_target <= 0 or not self.kl_weight):
+            raise ValueError("--kl-target must be above 0, with a --kl-weight to begin with")
         if self.overlong_penalty > 0:
             raise ValueError("--overlong-penalty must be 0 or less: it is added to the reward")
 

@@ -7,8 +7,8 @@ vocabulary rows, so an adapter stays small and loads on the unchanged base.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,14 +95,18 @@ def render_prompt(
 
     Args:
         examples: (question, completion) pairs shown as earlier turns (few-shot).
-        system_prompt: replaces the format's own; "" leaves it out.
+        system_prompt: replaces the format's own, as plain text like the question; "" leaves it
+            out.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the template alters the messages.
     """
-    system = format.system_prompt if system_prompt is None else system_prompt
-    messages = [{"role": "system", "content": system}] if system else []
-    texts = []
+    messages, texts = [], []
+    if system_prompt is None:
+        messages.append({"role": "system", "content": format.system_prompt})
+    elif system_prompt:  # somebody's text, a model's perhaps
+        messages.append({"role": "system", "content": _SENTINEL})
+        texts.append(system_prompt)
     for shown_question, shown_completion in examples:
         messages += [
             {"role": "user", "content": _SENTINEL},
@@ -132,10 +136,8 @@ def render_problem(
     examples: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
-    system = format.ask_for(problem.answer_type)
-    return render_prompt(
-        tokenizer, problem.question, format, examples=examples, system_prompt=system
-    )
+    asking = replace(format, system_prompt=format.ask_for(problem.answer_type))
+    return render_prompt(tokenizer, problem.question, asking, examples=examples)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -171,11 +173,11 @@ def render_completion(
 
 
 def longest_prompts(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], format: Format, count: int = 8
+    render: Callable[[Problem], list[int]], problems: Sequence[Problem], count: int = 8
 ) -> list[list[int]]:
     """The prompts of the problems with the longest questions, as token ids."""
     longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
-    return [render_problem(tokenizer, problem, format) for problem in longest]
+    return [render(problem) for problem in longest]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:

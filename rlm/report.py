@@ -208,6 +208,7 @@ class LearningTally:
         return {
             "loss/policy": sum(part.policy for part in self.sums),
             "loss/kl": sum(part.kl_total for part in self.sums) / self.tokens,
+            "loss/kl_weighted": sum(part.kl for part in self.sums),  # as the loss adds it up
             "policy/entropy": self.entropy / self.tokens,
             "policy/clip_fraction": clipped / self.tokens,
             "optim/grad_norm": self.grad_norm,

@@ -67,8 +67,8 @@ class RunDirectory:
                 path.rename(previous)
                 path.mkdir()
                 terminal.line(f"{path} held another run; it is kept as {previous}")
-            for file in (self.metrics_file, self.samples_file):
-                file.unlink(missing_ok=True)
+            for file in path.glob("*.jsonl"):
+                file.unlink()
 
     def write_config(self, config: Mapping[str, object]) -> None:
         if self.writes:
@@ -104,10 +104,10 @@ class RunDirectory:
             writer.writerows(rows)
 
     def truncate(self, step: int) -> None:
-        """Forget what was logged from `step` on: a resumed run will log it again."""
+        """Forget what any .jsonl file has from `step` on: a resumed run will log it again."""
         if not self.writes:
             return
-        for file in (self.metrics_file, self.samples_file):
+        for file in self.path.glob("*.jsonl"):
             kept = [row for row in _read_jsonl(file) if row["step"] < step]
             scratch = file.with_suffix(".tmp")
             scratch.write_text(

@@ -79,22 +79,18 @@ def _why_not(config: GRPOConfig, model: str, base_hash: str) -> str:
 
 
 def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -> PeftModel:
-    """The base with the adapter that is trained, ready for the sampler and the learning pass."""
+    """The base with the adapter to train on it, in eval mode."""
     device = device or machine.pick_device(use_4bit=config.use_4bit)
     base = models.load_base(model, device, use_4bit=config.use_4bit)
     if config.sft_adapter:
-        policy = models.load_adapter(base, config.sft_adapter, trainable=True)
-    else:
-        torch.manual_seed(config.seed)  # of the new adapter's matrices
-        policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
-    models.use_lean_lora(policy)
-    models.use_checkpointing(policy, config.checkpointing)
-    return policy
+        return models.load_adapter(base, config.sft_adapter, trainable=True)
+    torch.manual_seed(config.seed)  # of the new adapter's matrices
+    return models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
 
 
 def plan(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
     """The memory plan of a `train_grpo.GRPOTrainer` on these problems, and a line that says it."""
-    prompts = longest_prompts(trainer.tokenizer, problems, trainer.format)
+    prompts = longest_prompts(trainer.render, problems)
     masters = list(trainer.adapter.values())
     found = plan_memory(
         trainer.policy, masters, trainer.sampler, trainer.config, prompts, evaluated

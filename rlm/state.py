@@ -63,6 +63,7 @@ class TrainingState:
     trained: TrainedAdapter
     optimizer: torch.optim.Optimizer
     base_hash: str
+    kl_weight: float = 0.0  # changes where the run has a target
     best_accuracy: float = -1.0
     best_step: int | None = None
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -79,6 +80,18 @@ class TrainingState:
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         return self.skipped_in_a_row
+
+    def adapt_kl_weight(self, kl: float | None, target: float | None) -> None:
+        """Raise the weight of the KL term where a step's KL is above its target, else lower it.
+
+        weight · (1 + 0.1 · clip(kl / target - 1, -0.2, 0.2)): at most 2 % a step (Ziegler et al.,
+        arXiv 1909.08593). Without a target it stays.
+
+        Args:
+            kl, target: nats per token; None: nothing was learned from, or there is no target.
+        """
+        if kl is not None and target is not None:
+            self.kl_weight *= 1 + 0.1 * min(0.2, max(-0.2, kl / target - 1))
 
     def keep_if_best(self, accuracy: float, step: int) -> None:
         """Remember the adapter as it is, if no earlier one did better; of equals the later."""
@@ -100,6 +113,7 @@ class TrainingState:
         state = {
             "best_accuracy": self.best_accuracy,
             "best_step": self.best_step,
+            "kl_weight": self.kl_weight,
             "skipped_total": self.skipped_total,
             "base_hash": self.base_hash,
         }
@@ -127,7 +141,7 @@ class TrainingState:
             k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
         }
         self.best_accuracy, self.best_step = state["best_accuracy"], state["best_step"]
-        self.skipped_total = state["skipped_total"]
+        self.skipped_total, self.kl_weight = state["skipped_total"], state["kl_weight"]
         run.truncate(state["step"])
         terminal.line(f"resumed {run.path} before step {state['step'] + 1}")
         return state["step"]

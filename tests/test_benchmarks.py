@@ -5,12 +5,24 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from conftest import tiny_model
 
-from benchmarks import arms, floor, grpo_step, harness, learning_curve, peers, rollout, scaling
+from benchmarks import (
+    arms,
+    floor,
+    graphs,
+    grpo_step,
+    harness,
+    learning_curve,
+    peers,
+    rollout,
+    scaling,
+)
+from recipes.orchestrator.runner import Reply
 from rlm.config import UsageError, run_main
 from rlm.sampling import Sampler
 
@@ -20,6 +32,7 @@ SCRIPTS = {
     grpo_step: grpo_step.GRPOStepConfig,
     learning_curve: learning_curve.LearningCurveConfig,
     scaling: scaling.ScalingConfig,
+    graphs: graphs.GraphsConfig,
 }
 PROMPTS, SEEDS = [[10, 11, 12, 13, 14], [10, 11, 20]], [1, 100]
 
@@ -321,6 +334,29 @@ def test_sizes_of_models_are_those_of_their_shapes():
     assert scaling.parameters("random:qwen2.5-0.5b") == 494_032_768
 
 
+# --- graphs of agents ----------------------------------------------------------------------------
+
+
+def test_both_arms_run_the_same_graphs_in_other_batches(capsys):
+    class Counting:
+        def __init__(self):
+            self.batches = []
+
+        def reply(self, calls):
+            self.batches.append([(call.system_prompt, call.text) for call in calls])
+            return [Reply("4")] * len(calls)
+
+        def release(self):
+            pass
+
+    agents = Counting()
+    report = graphs.measure(graphs.GraphsConfig(graphs=3, repeats=1), agents)
+    assert [len(batch) for batch in agents.batches] == [3, 3, 1, 1, 1, 1, 1, 1] * 2
+    together, alone = agents.batches[8:10], agents.batches[10:]  # after the warm-up
+    assert sorted(chain(*alone)) == sorted(chain(*together))
+    assert set(report["ratio"]) == {"one at a time"}
+
+
 # --- the scripts --------------------------------------------------------------------------------
 
 
@@ -339,6 +375,7 @@ def test_help_works(script, capsys):
         (grpo_step, ["--trl-batch", "7"]),
         (learning_curve, ["--minutes", "0"]),
         (scaling, ["--group-size", "1"]),
+        (graphs, ["--graphs", "0"]),
     ],
 )
 def test_contradictions_are_refused(script, arguments, capsys):

@@ -1,0 +1,1 @@
+"""A model learns to design the agents that solve the problem."""

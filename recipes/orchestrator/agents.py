@@ -1,0 +1,163 @@
+"""Who speaks for the agents: a frozen model of ours, shared where possible, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from recipes.orchestrator.config import Config
+from recipes.orchestrator.prompts import PLAIN
+from recipes.orchestrator.runner import Agents, Call, Reply
+from rlm import machine, models
+from rlm.prompts import render_prompt
+from rlm.remote import RemoteClient, RemoteError
+from rlm.sampling import Request, Sampler
+
+
+@dataclass(frozen=True)
+class AgentModel:
+    """A frozen model, by name. Its weights are loaded when a run opens it, if at all."""
+
+    name: str
+    adapter: Path | None = None
+    use_4bit: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} + {self.adapter}" if self.adapter else self.name
+
+
+class LocalAgents:
+    """A model of ours, through the sampling engine."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        wears: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """
+        Args:
+            wears: makes the sampler's model the agents' while they speak, where it is shared.
+        """
+        self._sampler, self._tokenizer, self._wears = sampler, tokenizer, wears
+
+    def reply(self, calls: Sequence[Call]) -> list[Reply]:
+        # Whatever a system prompt holds, it was written by a model: plain text, no special tokens.
+        prompts = [
+            render_prompt(self._tokenizer, call.text, PLAIN, system_prompt=call.system_prompt)
+            for call in calls
+        ]
+        asked = zip(prompts, calls, strict=True)
+        with self._wears():
+            groups = self._sampler.complete([Request(p, c.params, c.seed) for p, c in asked])
+        ids = [completion.token_ids for (completion,) in groups]
+        return [
+            Reply(self._tokenizer.decode(row, skip_special_tokens=True), len(prompt), len(row))
+            for prompt, row in zip(prompts, ids, strict=True)
+        ]
+
+    def release(self) -> None:
+        self._sampler.release()
+
+
+class RemoteAgents:
+    """A model behind an OpenAI-compatible API. A request that fails is recorded, not scored."""
+
+    def __init__(self, client: RemoteClient, model: str) -> None:
+        self._client, self._model = client, model
+
+    def __str__(self) -> str:
+        return f"{self._model} at {self._client.url}"
+
+    def reply(self, calls: Sequence[Call]) -> list[Reply]:
+        with ThreadPoolExecutor(self._client.concurrency) as pool:
+            return list(pool.map(self._one, calls))
+
+    def _one(self, call: Call) -> Reply:
+        roles = {"system": call.system_prompt, "user": call.text}
+        try:
+            said = self._client.chat(
+                [{"role": role, "content": text} for role, text in roles.items()],
+                model=self._model,
+                temperature=call.params.temperature,
+                max_tokens=call.params.max_new_tokens,
+                seed=call.seed % 2**31,
+            )
+        except RemoteError as error:
+            return Reply("", error=str(error))
+        return Reply(said.text, said.prompt_tokens, said.completion_tokens)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+@contextmanager
+def wearing(policy: PeftModel, adapter: str | None) -> Iterator[None]:
+    """Inside, the policy computes with this adapter of its own, frozen; None is the bare base."""
+    if adapter is None:
+        with policy.disable_adapter():
+            yield
+        return
+    policy.set_adapter(adapter, inference_mode=True)
+    try:
+        yield
+    finally:
+        policy.set_adapter("default")
+
+
+def choose_agents(config: Config) -> AgentModel | RemoteAgents:
+    """Whom the config names.
+
+    Raises:
+        UsageError: the adapter is not there, or the server's URL or key is none.
+    """
+    if config.agent_url:
+        limits = {"api_key_env": config.agent_key, "concurrency": config.seats}
+        return RemoteAgents(RemoteClient(config.agent_url, **limits), config.agent_model)
+    adapter = config.agent_adapter
+    if adapter:
+        models.check_adapter(adapter, "run: python train_grpo.py")
+    return AgentModel(config.agent_model or config.model, adapter, config.use_4bit)
+
+
+def open_agents(
+    agents: Agents | AgentModel,
+    own: AgentModel,
+    policy: PeftModel,
+    sampler: Sampler | object,
+    tokenizer: PreTrainedTokenizerBase,
+    agent_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Agents:
+    """The agents, ready to speak. On the orchestrator's base they share it, sampler included.
+
+    Args:
+        own: what the orchestrator stands on.
+        sampler: the orchestrator's; another is made where it is no `Sampler` but a server.
+
+    Raises:
+        UsageError: the agents' adapter belongs to another base.
+    """
+    if not isinstance(agents, AgentModel):
+        return agents
+    if agents.adapter:
+        models.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
+    if (agents.name, agents.use_4bit) == (own.name, own.use_4bit):
+        name = "agent" if agents.adapter else None
+        if agents.adapter:
+            policy.load_adapter(str(agents.adapter), adapter_name=name, is_trainable=False)
+        if not isinstance(sampler, Sampler):
+            sampler = Sampler(policy, tokenizer)
+        return LocalAgents(sampler, tokenizer, partial(wearing, policy, name))
+    device = machine.pick_device(use_4bit=agents.use_4bit)
+    model = models.load_base(agents.name, device, use_4bit=agents.use_4bit)
+    if agents.adapter:
+        model = models.load_adapter(model, agents.adapter, trainable=False)
+    agent_tokenizer = agent_tokenizer or models.load_tokenizer(agents.name)
+    return LocalAgents(Sampler(model, agent_tokenizer), agent_tokenizer)

@@ -1,0 +1,56 @@
+"""Ask a trained orchestrator: the graph that it designs, what both agents write, the answer.
+
+python -m recipes.orchestrator.ask "Tom has 12 apples and buys 7 more. How many has he now?"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.orchestrator.graph import Invalid
+from recipes.orchestrator.orchestrator import OpenRun
+from rlm import machine, terminal
+from rlm.answers import grade
+from rlm.config import UsageError, flag, run_main
+
+
+@dataclass
+class AskConfig:
+    question: str | None = flag(None, "the problem", positional=True)
+    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
+    tries: int = flag(3, "graphs to draw at most: the most likely one, then others")
+
+    def __post_init__(self) -> None:
+        if not (self.question or "").strip():
+            raise ValueError('ask something: python -m recipes.orchestrator.ask "…"')
+        if self.tries < 1:
+            raise ValueError("--tries must be at least 1")
+
+
+def main(config: AskConfig) -> int:
+    machine.prepare_process()
+    run = OpenRun.open(config.run)
+    for attempt in range(config.tries):
+        (written,) = run.write([config.question], temperature=min(attempt, 1), seed=attempt)
+        if not isinstance(written.graph, Invalid):
+            break
+        terminal.line(f"no valid graph ({written.graph.reason}: {written.graph.detail})")
+    else:
+        raise UsageError(f"no valid graph in {config.tries} tries; the last: {written.text[:200]}")
+    (done,) = run.runner.run([config.question], [written.graph])
+    if done.error:
+        raise UsageError(done.error)
+    for name, call in done.calls.items():
+        terminal.line(f"{name}, told: {call.system_prompt}\n{done.replies[name].text}\n")
+    # The gold does not matter: the verdict also carries the answer as it was found.
+    found = grade(done.final_text, "0", strict=False).answer
+    tokens = len(written.completion.token_ids)
+    terminal.line(
+        f"answer: {found or 'none found'}  (graph {tokens} tokens, agents {done.written})"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, AskConfig, description=__doc__)

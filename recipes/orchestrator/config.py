@@ -1,0 +1,100 @@
+"""The options of orchestrator training: those of GRPO, and who the agents are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.orchestrator.graph import AGENTS, MOST_AGENTS
+from rlm.config import flag
+from rlm.grpo_config import GRPOConfig
+
+ADAPTER = "adapters_lora"  # in the run directory, unless --output names another place
+START = Path("weights/orchestrator_start")
+
+
+def _also_called(name: str) -> Any:
+    """A second name of a field, for code; the command line has aliases of its own."""
+    return property(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
+
+
+@dataclass
+class Config(GRPOConfig):
+    """One run. Making it touches no disk; values may be changed until training starts."""
+
+    model: str | None = flag(
+        None,
+        "of the orchestrator: hub id, directory, smollm2-135m",
+        aliases=("orchestrator-model",),
+    )
+    sft_adapter: Path | None = flag(START, "to start from, made if it is not there; or none")
+    steps: int = flag(100, "rounds of sampling and learning")
+    batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",))
+    group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",))
+    max_new_tokens: int = flag(400, "longest graph, as text")
+    learning_rate: float = flag(1e-4, "peak", aliases=("lr",))
+    kl_weight: float = flag(0.1, "pull toward the start adapter", aliases=("kl-coef",))
+    eval_samples: int = flag(50, "validation problems, always the same")
+    test_samples: int = flag(100, "test problems at the end (0: none)")
+    sample_every: int = flag(10, "steps between printed graphs (0: none)")
+    run_dir: Path = flag(Path("runs/orchestrator"), "logs, rollouts, checkpoints and the adapter")
+    output: Path | None = flag(None, f"where the best adapter goes (none: {ADAPTER} in --run-dir)")
+
+    agent_model: str | None = flag(None, "of the agents (none: the orchestrator's, shared)")
+    agent_adapter: Path | None = flag(
+        Path("weights/final_rlm_lora"), "what the agents wear; none is the bare model"
+    )
+    agent_url: str | None = flag(None, "of an OpenAI-compatible API that serves --agent-model")
+    agent_key: str | None = flag(None, "environment variable with that API's key")
+    agent_max_tokens: int = flag(96, "longest reply of an agent")
+    agent_temperature: float = flag(0.0, "of the agents; 0 is repeatable, and cached")
+    max_agents: int = flag(AGENTS, "agents in a graph, at most")
+    zero_leaks: bool = flag(True, "a graph whose prompts hold the answer earns nothing")
+    format_reward: float = flag(0.0, "for a valid graph, besides the 0/1 for the answer")
+    start_questions: int = flag(96, "cold start: problems, with several written graphs for each")
+    debug: bool = flag(False, "5 steps of 2 × 2 at most, everything measured at each")
+
+    # The names of the published description.
+    orchestrator_id = _also_called("model")
+    agent_model_id = _also_called("agent_model")
+    batch_problems = _also_called("batch_size")
+    trajectories_per_problem = _also_called("group_size")
+    orch_max_tokens = _also_called("max_new_tokens")
+    orch_temperature = _also_called("temperature")
+    lr = _also_called("learning_rate")
+    kl_coef = _also_called("kl_weight")
+    val_rows = _also_called("eval_samples")
+    val_every = _also_called("eval_every")
+
+    def __post_init__(self) -> None:
+        if self.output is None:
+            self.output = self.run_dir / ADAPTER
+        if self.debug:
+            for name, most in {"steps": 5, "batch_size": 2, "group_size": 2}.items():
+                setattr(self, name, min(getattr(self, name), most))
+            self.eval_every = self.sample_every = 1
+        super().__post_init__()
+        for name in ("agent_max_tokens", "start_questions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.test_samples < 0 or self.agent_temperature < 0 or self.format_reward < 0:
+            raise ValueError(
+                "--test-samples, --agent-temperature and --format-reward must be 0 or more"
+            )
+        if not AGENTS <= self.max_agents <= MOST_AGENTS:
+            raise ValueError(f"--max-agents must be from {AGENTS} to {MOST_AGENTS}")
+        if self.agent_url and not self.agent_model:
+            raise ValueError("--agent-url needs --agent-model: the name that the server knows")
+        if self.agent_key and not self.agent_url:
+            raise ValueError("--agent-key goes with --agent-url")
+
+    @property
+    def run_root(self) -> Path:
+        return self.run_dir
+
+    @run_root.setter
+    def run_root(self, path: str | Path) -> None:
+        if self.output == self.run_dir / ADAPTER:
+            self.output = Path(path) / ADAPTER
+        self.run_dir = Path(path)

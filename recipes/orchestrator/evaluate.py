@@ -1,0 +1,185 @@
+"""Is the orchestrator worth having? One table: same problems, same agents, same limit of tokens.
+
+What may be written for a problem is two replies' length: the single agent has it in one reply, the
+others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
+the single agent write about as many as the trained orchestrator and its agents did together.
+
+    python -m recipes.orchestrator.evaluate --run runs/orchestrator
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from recipes.orchestrator.agents import wearing
+from recipes.orchestrator.graph import Graph
+from recipes.orchestrator.orchestrator import OpenRun
+from recipes.orchestrator.prompts import ASKED_TWICE, HAND_WRITTEN, SINGLE
+from recipes.orchestrator.reward import Outcome, summary, try_graphs
+from recipes.orchestrator.runner import Runner
+from rlm import machine, terminal
+from rlm.answers import parse_number
+from rlm.config import flag, run_main, to_dict
+from rlm.data import Problem, load_problems
+from rlm.evaluation import (
+    bootstrap_interval,
+    majority,
+    mean_at_k,
+    paired_bootstrap,
+    wilson_interval,
+)
+from rlm.remote import Price
+
+FIXED = {"asked twice": ASKED_TWICE, "two agents, prompts by hand": HAND_WRITTEN}
+SHARES = {
+    "valid": "valid_rate",
+    "distinct": "distinct",
+    "similar": "similarity",
+    "leaks": "leak_rate",
+}
+
+
+@dataclass
+class EvaluateConfig:
+    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
+    split: str = flag("test", "which part of its data set")
+    max_samples: int = flag(200, "problems")
+    read_price: float = flag(0.0, "of a million tokens read")
+    written_price: float = flag(0.0, "of a million tokens written")
+    seed: int = flag(0, "of the vote's samples")
+    output: Path = flag(Path("runs/orchestrator_evaluation"), "where figures and traces go")
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1 or self.read_price < 0 or self.written_price < 0:
+            raise ValueError("--max-samples must be at least 1, prices 0 or more")
+
+
+@dataclass
+class Row:
+    """A row of the table; tokens are means over problems."""
+
+    outcomes: Sequence[Outcome]
+    scores: list[float]  # of each problem, in 0…1
+    read: float  # by the agents, and by the orchestrator
+    written: float  # by the agents
+    orchestrator: float = 0.0  # written by the orchestrator
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Row:
+        figures = summary(outcomes)
+        tokens = figures["agents/tokens_read"], figures["agents/tokens_written"]
+        return cls(outcomes, [float(outcome.correct) for outcome in outcomes], *tokens)
+
+    def figures(self, single: Row, price: Price) -> dict[str, object]:
+        """What evaluation.json says of it. Ties in the vote make scores that are no 0 or 1."""
+        correct, total = sum(self.scores), len(self.scores)
+        exact = set(self.scores) <= {0.0, 1.0}
+        ends = wilson_interval(int(correct), total) if exact else bootstrap_interval(self.scores)
+        return {
+            "accuracy": {"mean": correct / total, "low": ends[0], "high": ends[1], "n": total},
+            "against_single": asdict(paired_bootstrap(single.scores, self.scores)),
+            "written": self.written,
+            "orchestrator": self.orchestrator,
+            "read": self.read,
+            "cost_of_1000": 1000 * price.of(self.read, self.written + self.orchestrator),
+            "failed": sum(not outcome.judged for outcome in self.outcomes),
+            **(summary(self.outcomes) if self.orchestrator else {}),
+        }
+
+
+def fixed_row(run: OpenRun, problems: Sequence[Problem], graph: Graph) -> Row:
+    """The same graph for all problems; a single agent may write as much as two."""
+    limit = 2 * run.config.agent_max_tokens // len(graph.agents)
+    graphs = [graph] * len(problems)
+    return Row.of(try_graphs(run.runner, problems, graphs, max_new_tokens=limit))
+
+
+def written_row(run: OpenRun, problems: Sequence[Problem], adapter: str | None) -> Row:
+    """The greedy graphs of the model with this adapter; an invalid one solves nothing."""
+    with wearing(run.policy, adapter):
+        written = run.write([problem.question for problem in problems])
+    row = Row.of(try_graphs(run.runner, problems, [w.graph for w in written]))
+    row.orchestrator = sum(len(w.completion.token_ids) for w in written) / len(written)
+    row.read += sum(w.prompt_tokens for w in written) / len(written)
+    return row
+
+
+def vote_row(run: OpenRun, problems: Sequence[Problem], k: int, seed: int) -> Row:
+    """The number that most of k sampled replies of the single agent give."""
+    runner = Runner(run.runner.agents, 2 * run.config.agent_max_tokens, temperature=1.0)
+    asked = [problem for problem in problems for _ in range(k)]
+    outcomes = try_graphs(runner, asked, [SINGLE] * len(asked), seed=seed)
+    row = Row.of(outcomes)
+    row.read, row.written = k * row.read, k * row.written
+    row.scores = [vote(outcomes[i : i + k]) for i in range(0, len(outcomes), k)]
+    return row
+
+
+def vote(outcomes: Sequence[Outcome]) -> float:
+    """The share of the most frequent numbers (several on a tie) that is right."""
+    numbers = [parse_number(outcome.verdict.answer or "") for outcome in outcomes]
+    right = {n for n, outcome in zip(numbers, outcomes, strict=True) if outcome.correct}
+    winners = majority(numbers)
+    return mean_at_k([number in right for number in winners]) if winners else 0.0
+
+
+def show(figures: dict[str, dict], title: str) -> None:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    tokens = ("written", "orchestrator", "read")
+    for head in ("", "accuracy, %", "against single", *tokens, "cost of 1000", *SHARES):
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for name, row in figures.items():
+        of, gain = row["accuracy"], row["against_single"]
+        shares = [row.get(f"graph/{share}") for share in SHARES.values()]
+        table.add_row(
+            name,
+            f"{100 * of['mean']:.1f} ({100 * of['low']:.0f}–{100 * of['high']:.0f})",
+            f"{gain['points']:+.1f} ({gain['low']:+.1f} to {gain['high']:+.1f})",
+            *(f"{row[kind]:.0f}" for kind in tokens),
+            f"{row['cost_of_1000']:.3g}",
+            *("" if share is None else f"{share:.2f}" for share in shares),
+        )
+    terminal.console.print(table)
+
+
+def main(config: EvaluateConfig) -> int:
+    machine.prepare_process()
+    run = OpenRun.open(config.run)
+    problems = load_problems(run.config.dataset, config.split, max_samples=config.max_samples)
+    rows = {"single agent": fixed_row(run, problems, SINGLE)}
+    rows |= {name: fixed_row(run, problems, graph) for name, graph in FIXED.items()}
+    writers = {"bare model": None, "untrained": "start", "trained": "default"}
+    if run.config.sft_adapter is None:
+        del writers["untrained"]  # training began with the bare model
+    for name, adapter in writers.items():
+        rows[f"orchestrator, {name}"] = trained = written_row(run, problems, adapter)
+        terminal.line(f"orchestrator, {name}: done")
+    one = max(1.0, rows["single agent"].written)
+    k = max(1, round((trained.written + trained.orchestrator) / one))
+    rows[f"single agent, vote of {k}"] = vote_row(run, problems, k, config.seed)
+
+    price = Price(config.read_price, config.written_price)
+    figures = {name: row.figures(rows["single agent"], price) for name, row in rows.items()}
+    title = f"{run.config.dataset}, {config.split}, n = {len(problems)}; agents: {run.agents}"
+    show(figures, title)
+    config.output.mkdir(parents=True, exist_ok=True)
+    about = {"title": title, "config": to_dict(config), "run": to_dict(run.config)}
+    text = json.dumps(about | {"rows": figures}, indent=2, ensure_ascii=False)
+    (config.output / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    with (config.output / "traces.jsonl").open("w", encoding="utf-8") as stream:
+        for name, row in rows.items():
+            for outcome in row.outcomes:
+                record = {"row": name, **outcome.record()}
+                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+    terminal.line(f"written: {config.output}/evaluation.json, traces.jsonl")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, EvaluateConfig, description=__doc__)

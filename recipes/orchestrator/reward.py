@@ -1,0 +1,174 @@
+"""The reward of a graph: 1 if the last agent's final number is the gold, else 0.
+
+An invalid graph stays in its group with 0: a retry would hide the failure from the learner. An
+orchestrator could also solve the problem itself and write the answer into a prompt, which no
+verifier sees; such leaks are counted, and earn nothing unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+from recipes.orchestrator.graph import AGENTS, REASONS, Graph, Invalid, read_graph
+from recipes.orchestrator.runner import Run, Runner
+from rlm.answers import Verdict, grade, parse_number
+from rlm.data import Problem
+from rlm.rewards import Scores
+from rlm.sampling import prompt_seed
+
+# A number on its own: 17, 1,080 and 3.5 km, but not the 2 of step2 or 2nd.
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?(?!(?:st|nd|rd|th)\b)", re.ASCII
+)
+
+
+def numbers(text: str) -> set[Fraction]:
+    """The numbers that stand in a text, without their signs.
+
+    >>> sorted(map(float, numbers("Step2 needs 1,080 g, -3.5 km and the 2nd.")))
+    [3.5, 1080.0]
+    """
+    found = (parse_number(match[0]) for match in _NUMBER.finditer(text))
+    return {number for number in found if number is not None}
+
+
+def leaks_answer(graph: Graph, problem: Problem) -> bool:
+    """Whether a prompt holds the gold, and the problem itself does not."""
+    gold = parse_number(problem.answer)
+    if gold is None or abs(gold) in numbers(problem.question):
+        return False
+    return any(abs(gold) in numbers(prompt) for prompt in graph.prompts)
+
+
+def similarity(graphs: Sequence[Graph]) -> float:
+    """Mean over all pairs of the share of words that two graphs' prompts have in common (Jaccard).
+
+    1 where all are the same; 0 for fewer than two.
+    """
+    words = [frozenset(" ".join(graph.prompts).lower().split()) for graph in graphs]
+    pairs = [len(a & b) / len(a | b) for a, b in combinations(words, 2)]
+    return sum(pairs) / len(pairs) if pairs else 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one completion of the orchestrator."""
+
+    graph: Graph | Invalid
+    run: Run | None  # None: the graph is invalid
+    verdict: Verdict  # the grader's; the reason is the graph's, where it is invalid
+    leak: bool
+
+    @property
+    def correct(self) -> bool:
+        return self.verdict.correct
+
+    @property
+    def judged(self) -> bool:
+        """False where an agent's server failed: then there is no verdict, and no reward."""
+        return self.run is None or self.run.error is None
+
+    def record(self) -> dict[str, Any]:
+        """As rollouts.jsonl holds it."""
+        row: dict[str, Any] = {"verdict": self.verdict.reason, "correct": self.correct}
+        row["leak"] = self.leak
+        if self.run is None:
+            return row | {"graph": None, "detail": self.graph.detail}
+        row |= {"graph": self.graph.model_dump(exclude_none=True), "trace": self.run.trace()}
+        return row | {"tokens_read": self.run.read, "tokens_written": self.run.written}
+
+
+def try_graphs(
+    runner: Runner,
+    problems: Sequence[Problem],
+    graphs: Sequence[Graph | Invalid],
+    *,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
+) -> list[Outcome]:
+    """Run the valid graphs, each on the problem beside it, all at once, and verify."""
+    jobs = [
+        (problem.question, graph, prompt_seed(seed, problem.id, i))
+        for i, (problem, graph) in enumerate(zip(problems, graphs, strict=True))
+        if isinstance(graph, Graph)
+    ]
+    runs = iter(runner.run(*zip(*jobs, strict=True), max_new_tokens) if jobs else ())
+    outcomes = []
+    for problem, graph in zip(problems, graphs, strict=True):
+        if isinstance(graph, Invalid):
+            outcomes.append(Outcome(graph, None, Verdict(False, graph.reason, None), False))
+            continue
+        run = next(runs)
+        verdict = grade(run.final_text, problem.answer, strict=False)
+        if run.error:
+            verdict = Verdict(False, "agent_failed", None)
+        outcomes.append(Outcome(graph, run, verdict, leaks_answer(graph, problem)))
+    return outcomes
+
+
+class GraphReward:
+    """Scores a whole step: the seam through which `GRPOTrainer` sees the agents."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_agents: int = AGENTS,
+        zero_leaks: bool = True,
+        format_reward: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._runner, self._max_agents, self._seed = runner, max_agents, seed
+        self._zero_leaks, self._format_reward = zero_leaks, format_reward
+        self._rounds: list[list[list[Outcome]]] = []  # of each call, as the rewards
+
+    def __call__(
+        self,
+        problems: Sequence[Problem],
+        groups: Sequence[Sequence[str]],
+        truncated: Sequence[Sequence[bool]] = (),
+    ) -> Scores:
+        """`truncated` changes nothing: a graph that was cut off is not JSON."""
+        rows = [(p, text) for p, group in zip(problems, groups, strict=True) for text in group]
+        graphs = [read_graph(text, self._max_agents) for _, text in rows]
+        flat = try_graphs(self._runner, [p for p, _ in rows], graphs, seed=self._seed)
+        outcomes = iter(flat)
+        grouped = [[next(outcomes) for _ in group] for group in groups]
+        self._rounds.append(grouped)
+        return Scores([[self._reward(o) for o in row] for row in grouped], summary(flat))
+
+    def take_outcomes(self) -> list[list[list[Outcome]]]:
+        """Those of each call since the last time; more than one where groups were replaced."""
+        rounds, self._rounds = self._rounds, []
+        return rounds
+
+    def _reward(self, outcome: Outcome) -> float | None:
+        if not outcome.judged:
+            return None
+        earned = outcome.correct and not (outcome.leak and self._zero_leaks)
+        return float(earned) + self._format_reward * isinstance(outcome.graph, Graph)
+
+
+def summary(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """Figures of some outcomes; shares are of all of them, distinct of the valid ones."""
+    outcomes = list(outcomes)
+    runs = [outcome.run for outcome in outcomes if outcome.run]
+    graphs = [run.graph for run in runs]
+    invalid = Counter(o.graph.reason for o in outcomes if isinstance(o.graph, Invalid))
+    return {
+        "graph/valid_rate": len(graphs) / len(outcomes),
+        **{f"graph/{reason}": invalid[reason] / len(outcomes) for reason in REASONS},
+        "graph/distinct": len({g.text() for g in graphs}) / len(graphs) if graphs else 0.0,
+        "graph/similarity": similarity(graphs),
+        "graph/leak_rate": sum(outcome.leak for outcome in outcomes) / len(outcomes),
+        "agents/correct": sum(outcome.correct for outcome in outcomes) / len(outcomes),
+        "agents/failed": sum(not outcome.judged for outcome in outcomes),
+        "agents/tokens_read": sum(run.read for run in runs) / len(outcomes),
+        "agents/tokens_written": sum(run.written for run in runs) / len(outcomes),
+    }

@@ -1,0 +1,589 @@
+"""The orchestrator is trained on a tiny model whose tokenizer knows the graph's skeleton by heart.
+
+A graph is then six tokens, so cold start, GRPO, evaluation and asking take seconds.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import json
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_model
+from safetensors.torch import load_file
+
+from recipes.orchestrator import ask, cold_start, evaluate
+from recipes.orchestrator import train as recipe
+from recipes.orchestrator.agents import AgentModel, LocalAgents
+from recipes.orchestrator.config import Config
+from recipes.orchestrator.graph import Graph, read_graph
+from recipes.orchestrator.orchestrator import OpenRun
+from recipes.orchestrator.prompts import orchestrator_prompt
+from recipes.orchestrator.runner import Reply
+from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
+from rlm.config import UsageError, parse, run_main
+from rlm.data import Problem
+from rlm.machine import Device, Setup
+from rlm.models import load_base, load_tokenizer, new_adapter, save_adapter
+from rlm.sampling import SamplingParams
+from rlm.state import TrainingState
+
+ROOT = Path(__file__).parent.parent
+SEEDS = ROOT.parent / "shared" / "seeds"
+CPU = Device("cpu", torch.float32, "test")
+WORDS = ("red", "blue", "green", "gold")
+SKELETON = Graph.chain("solve", "WORD").text().replace("solve", "|").replace("WORD", "|").split("|")
+PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
+
+
+def toy_graph(rng, max_agents=2):
+    return Graph.chain("solve", rng.choice(WORDS))
+
+
+class Scripted:
+    """Right if the second prompt holds the word; `text` is what the first one says."""
+
+    def __init__(self, text="draft", word="gold"):
+        self.text, self.word, self.batches = text, word, 0
+
+    def reply(self, calls):
+        self.batches += 1
+        return [Reply(self._say(call), 1, 1) for call in calls]
+
+    def _say(self, call):
+        if "DRAFT" not in call.text:
+            return self.text
+        one, two = re.match(r"PROBLEM: (\d+) \+ (\d+)", call.text).groups()
+        return f"[{int(one) + int(two)}]" if self.word in call.system_prompt else "[0]"
+
+    def release(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
+    path = tmp_path_factory.mktemp("orchestrator_base")
+    tokenizer = byte_tokenizer()
+    instruction = orchestrator_prompt().partition("{")[0].strip()
+    tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # or no adapter could make it sure of anything
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch, request):
+    """Drawing takes longer than training here; one test looks for the picture."""
+    if "files" not in request.node.name:
+        monkeypatch.setattr("train_grpo.learning_curves", lambda *_: None)
+
+
+def options(base, tmp_path, name="run", **more):
+    defaults = {
+        "model": str(base),
+        "sft_adapter": None,
+        "steps": 3,
+        "batch_size": 4,
+        "group_size": 4,
+        "max_new_tokens": 12,
+        "learning_rate": 3e-3,
+        "kl_weight": 0.05,
+        "warmup_steps": 0,
+        "lr_schedule": "constant",
+        "lora_r": 8,
+        "eval_every": 0,
+        "eval_samples": 4,
+        "sample_every": 0,
+        "save_every": 1,
+        "agent_adapter": None,
+        "agent_max_tokens": 6,
+        "run_dir": tmp_path / name,
+    }
+    return Config(**defaults | more)
+
+
+@pytest.fixture(scope="module")
+def start(base, tmp_path_factory):
+    """The cold start, once."""
+    path = tmp_path_factory.mktemp("start") / "adapter"
+    config = options(base, path, sft_adapter=path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold_start, "written_graph", toy_graph)
+        patch.setattr(cold_start, "PEAK_RATE", 2e-2)
+        cold_start.make_start_adapter(config, (PROBLEMS * 5)[:160])
+    return path
+
+
+def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
+    trainer = OrchestratorTrainer(config, agents or Scripted(), device=CPU)
+    logs, summary = fit(trainer, problems, validation, test)
+    return trainer, logs, summary
+
+
+def metrics(config):
+    return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+
+
+def test_a_cold_start_teaches_the_format(base, start, tmp_path):
+    config = options(base, tmp_path, sft_adapter=start)
+    trainer = OrchestratorTrainer(config, Scripted(), device=CPU)
+    params = SamplingParams(12, temperature=1.0)
+    prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
+    groups = trainer.sampler.sample(prompts, 16, params, range(4))
+    texts = [trainer.tokenizer.decode(c.token_ids[:-1]) for group in groups for c in group]
+    graphs = [read_graph(text) for text in texts]
+    valid = [graph for graph in graphs if isinstance(graph, Graph)]
+    assert len(valid) > 0.9 * len(graphs)
+    assert {graph.prompts[1] for graph in valid} == set(WORDS)
+    run = json.loads((start / "run.json").read_text())
+    assert run["stage"] == "orchestrator_start"
+    assert run["examples"] == 640
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_word_that_helps_is_learned(base, start, tmp_path, seed):
+    config = options(
+        base, tmp_path, sft_adapter=start, steps=12, group_size=8, seed=seed,
+        lr_schedule="linear", save_every=0,
+    )  # fmt: skip
+    _, logs, summary = train(config, test=PROBLEMS[:8])
+    rewards = [row["reward_mean"] for row in logs]
+    assert sum(rewards[:2]) / 2 < 0.6
+    assert sum(rewards[-3:]) / 3 > 0.9
+    assert sum(row["valid_json_rate"] for row in logs[-3:]) / 3 > 0.9
+    assert summary["test"] == {"correct": 8, "total": 8, "accuracy": 1.0}
+
+
+def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
+    """Same rewards, other texts of the first agent: the same adapter."""
+    adapters = []
+    for i, text in enumerate(("a", "a much longer draft " * 20)):
+        config = options(base, tmp_path, f"run{i}", sft_adapter=start, steps=2)
+        adapters.append(train(config, Scripted(text))[0].adapter)
+    for name, tensor in adapters[0].items():
+        assert torch.equal(tensor, adapters[1][name]), name
+
+
+def test_two_levels_are_two_batches_a_step(base, start, tmp_path):
+    agents = Scripted()
+    train(options(base, tmp_path, sft_adapter=start, steps=3, group_size=8), agents)
+    assert agents.batches <= 2 * 3  # less where the cache knows all replies of a level
+    assert agents.batches > 3
+
+
+def test_invalid_graphs_are_trained_against(base, start, tmp_path):
+    """A model that writes no graph at all gets zeros, not an error; a group keeps its size."""
+    config = options(base, tmp_path, sft_adapter=None, steps=1)
+    _, logs, _ = train(config)
+    assert logs[0]["valid_json_rate"] == 0
+    assert logs[0]["reward_mean"] == 0
+    rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
+    assert [len(row["graphs"]) for row in rows] == [4] * 4
+    assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
+
+
+def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
+    config = options(base, tmp_path, sft_adapter=start, eval_every=2)
+    _, logs, _ = train(config, validation=PROBLEMS[:4])
+    assert {file.name for file in config.run_dir.iterdir()} == {
+        "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "rollouts.jsonl",
+        "curves.png", "checkpoints", "adapters_lora", "summary.json",
+    }  # fmt: skip
+    rows = list(csv.DictReader((config.run_dir / "train_logs.csv").open()))
+    assert list(rows[0]) == list(LOGS)
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert float(rows[1]["reward_mean"]) == logs[1]["reward_mean"]
+    assert (rows[0]["val_acc"], logs[0]["val_acc"]) == ("", None)
+    assert float(rows[1]["val_acc"]) == logs[1]["val_acc"]
+    for row in logs:
+        assert row["loss"] == pytest.approx(row["policy_loss"] + row["kl_penalty"])
+    assert logs[0]["kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert logs[2]["kl_penalty"] > 0
+    said = capsys.readouterr().out
+    lines = re.findall(r"^  reward_mean .*", said, re.M)
+    assert len(lines) == 3
+    for name in ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc"):
+        assert all(re.search(rf"\b{name} [-\d.]+", line) for line in lines), name
+    rollout = json.loads((config.run_dir / "rollouts.jsonl").open().readline())
+    assert {"step", "problem", "question", "answer", "graphs"} == set(rollout)
+    ran = next(g for g in rollout["graphs"] if g["graph"])
+    assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
+
+
+def test_equal_seeds_give_equal_logs(base, start, tmp_path):
+    logs = []
+    for i, seed in enumerate((5, 5, 6)):
+        config = options(base, tmp_path, f"run{i}", sft_adapter=start, seed=seed)
+        train(config)
+        logs.append((config.run_dir / "train_logs.csv").read_text())
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
+    more = {"sft_adapter": start, "steps": 6, "eval_every": 2, "kl_target": 1e-3}
+    whole = options(base, tmp_path, "whole", **more)
+    train(whole, validation=PROBLEMS[:4])
+
+    class Killed(Scripted):
+        def reply(self, calls):
+            if self.batches == 8:  # a first validation, then two batches a step or less
+                raise KeyboardInterrupt
+            return super().reply(calls)
+
+    parts = options(base, tmp_path, "parts", **more)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, Killed(), validation=PROBLEMS[:4])
+    assert 1 < len(metrics(parts)) < 6
+    with (parts.run_dir / "rollouts.jsonl").open("a") as stream:
+        stream.write('{"step": 99}\n{"torn')  # what a kill can leave
+    resumed = options(base, tmp_path, "parts", resume=True, **more)
+    train(resumed, validation=PROBLEMS[:4])
+    for name in ("train_logs.csv", "rollouts.jsonl", "samples.jsonl"):
+        assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
+    expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    weights = [row["loss/kl_weight"] for row in metrics(whole)]
+    assert len(set(weights)) == 6  # and a changing weight of the KL term is carried over
+
+
+# --- the KL term --------------------------------------------------------------------------------
+
+
+def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
+    """Pushed away from the reference, without any reward, the policy returns: the right sign."""
+    config = options(base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0)
+    config.lr_schedule = "linear"
+    trainer = OrchestratorTrainer(config, Scripted(word="never"), device=CPU)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in trainer.adapter.values():
+            tensor += 0.03 * torch.randn_like(tensor)
+    fit(trainer, PROBLEMS, (), ())
+    kl = [row["loss/kl"] for row in metrics(config)]
+    assert kl[0] > 0.01
+    assert kl[-1] < kl[0] / 2
+    assert all(row["reward/mean"] == 0 for row in metrics(config))
+
+
+def test_without_a_start_adapter_the_reference_is_the_bare_model(base, tmp_path):
+    config = options(base, tmp_path, steps=2, kl_weight=1.0)
+    trainer, logs, _ = train(config)
+    assert "reference" not in trainer.policy.peft_config
+    assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_adapted_kl_weight_by_hand():
+    state = TrainingState(None, None, "", kl_weight=0.1)
+    state.adapt_kl_weight(0.5, None)
+    assert state.kl_weight == 0.1
+    state.adapt_kl_weight(0.11, 0.1)  # 10 % above: + 1 %
+    assert state.kl_weight == pytest.approx(0.101)
+    state.adapt_kl_weight(9.0, 0.1)  # far above: + 2 % and no more
+    assert state.kl_weight == pytest.approx(0.101 * 1.02)
+    state.adapt_kl_weight(0.0, 0.1)
+    assert state.kl_weight == pytest.approx(0.101 * 1.02 * 0.98)
+
+
+# --- who the agents are -------------------------------------------------------------------------
+
+
+def a_solver(base, path):
+    """An adapter for the agents that says something else than the bare model."""
+    policy = new_adapter(load_base(str(base), CPU), r=4, alpha=8)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            if "lora_B" in name:
+                tensor.normal_(0, 0.3)
+    save_adapter(policy, load_tokenizer(str(base)), path, {})
+    return path
+
+
+def hashes(model, part):
+    return {
+        name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+        for name, tensor in model.named_parameters()
+        if part(name)
+    }
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter):
+    """They say what a model of their own would say, take no second copy, and never change."""
+    adapter = a_solver(base, tmp_path / "solver") if with_adapter else None
+    config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)
+    agents = AgentModel(str(base), adapter)
+    shared = OrchestratorTrainer(config, agents, device=CPU)
+    assert shared.runner.agents._sampler is shared.sampler
+    apart = OrchestratorTrainer(
+        options(base, tmp_path, "apart", sft_adapter=start),
+        # Another name for the same directory: nothing tells that it is the same.
+        dataclasses.replace(agents, name=f"{base}/."),
+        device=CPU,
+    )
+    assert apart.runner.agents._sampler is not apart.sampler
+    frozen = hashes(shared.policy, lambda name: ".default." not in name)
+    asked = (["1 + 1?", "2 + 3?"], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
+    before = [run.trace() for run in shared.runner.run(*asked)]
+    assert before == [run.trace() for run in apart.runner.run(*asked)]
+    fit(shared, PROBLEMS, (), ())
+    assert hashes(shared.policy, lambda name: ".default." not in name).items() >= frozen.items()
+    shared.runner._cache.clear()
+    assert [run.trace() for run in shared.runner.run(*asked)] == before
+    saved = load_file(config.output / "adapter_model.safetensors")
+    assert not any("agent" in name for name in saved)
+    if with_adapter:
+        bare = OrchestratorTrainer(
+            options(base, tmp_path, "bare", sft_adapter=start), AgentModel(str(base)), device=CPU
+        )
+        assert [run.trace() for run in bare.runner.run(*asked)] != before
+
+
+def test_an_adapter_of_another_base_is_refused(base, start, tmp_path):
+    solver = a_solver(base, tmp_path / "solver")
+    (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
+    with pytest.raises(UsageError, match="other weights"):
+        OrchestratorTrainer(
+            options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver), device=CPU
+        )
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+def test_a_config_touches_no_disk_and_has_the_published_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.steps, config.batch_problems, config.trajectories_per_problem = 7, 3, 5
+    config.run_root = "elsewhere"
+    config.val_rows, config.lr, config.kl_coef = 9, 1e-3, 0.2
+    config.orchestrator_id, config.agent_model_id = "a", "b"
+    assert (config.batch_size, config.group_size, config.eval_samples) == (3, 5, 9)
+    assert (config.model, config.agent_model, config.kl_weight) == ("a", "b", 0.2)
+    assert config.output == Path("elsewhere/adapters_lora")
+    assert dataclasses.replace(config).output == config.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_published_flags():
+    config = parse(
+        Config,
+        [
+            "--steps",
+            "9",
+            "--batch-problems",
+            "8",
+            "--trajectories",
+            "6",
+            "--lr",
+            "1e-3",
+            "--seed",
+            "7",
+            "--run-dir",
+            "d",
+            "--kl-coef",
+            "0.3",
+            "--orchestrator-model",
+            "a",
+            "--agent-model",
+            "b",
+        ],
+    )
+    assert (config.steps, config.batch_size, config.group_size, config.seed) == (9, 8, 6, 7)
+    assert (config.learning_rate, config.kl_weight) == (1e-3, 0.3)
+    assert (config.model, config.agent_model) == ("a", "b")
+    assert config.output == Path("d/adapters_lora")
+    small = parse(Config, ["--debug", "--steps", "50"])
+    assert (small.steps, small.batch_size, small.group_size, small.eval_every) == (5, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--max-agents 1", "from 2 to 26"),
+        ("--agent-url http://x", "--agent-model"),
+        ("--agent-key KEY", "--agent-url"),
+        ("--agent-temperature -1", "0 or more"),
+        ("--agent-max-tokens 0", "at least 1"),
+        ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
+        ("--trajectories 1", "--group-size"),
+    ],
+)
+def test_contradictions_are_one_line(typed, message):
+    with pytest.raises(UsageError, match=message):
+        parse(Config, typed.split())
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+def run(module, cls, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        run_main(module.main, cls, argv=[str(argument) for argument in arguments])
+    return exit.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """`python -m recipes.orchestrator.train`, the cold start included, agents on the same base."""
+    path = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold_start, "written_graph", toy_graph)
+        patch.setattr(cold_start, "PEAK_RATE", 2e-2)
+        code = run(
+            recipe, Config, "--orchestrator-model", base, "--dataset", "word-problems:1",
+            "--sft-adapter", path / "start", "--start-questions", 160, "--lora-r", 8,
+            "--steps", 2, "--batch-problems", 2, "--trajectories", 2, "--max-new-tokens", 12,
+            "--agent-max-tokens", 6, "--eval-samples", 2, "--test-samples", 2,
+            "--agent-adapter", a_solver(base, path / "solver"), "--run-dir", path / "run",
+        )  # fmt: skip
+    assert code == 0
+    return path
+
+
+def test_the_command_makes_the_start_adapter_and_goes_on_from_it(finished):
+    assert (finished / "start" / "adapter_model.safetensors").exists()
+    summary = json.loads((finished / "run" / "summary.json").read_text())
+    assert summary["start_adapter"] == str(finished / "start")
+    assert summary["test"]["total"] == 2
+    config = json.loads((finished / "run" / "config.json").read_text())
+    assert config["agent_adapter"] == str(finished / "solver")
+    assert not list(finished.glob(".*"))
+
+
+def test_a_default_agent_adapter_that_is_missing_is_said(
+    base, start, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    common = ["--orchestrator-model", base, "--dataset", "word-problems:1", "--sft-adapter", start,
+              "--debug", "--steps", 1, "--max-new-tokens", 12, "--agent-max-tokens", 6,
+              "--eval-samples", 2, "--test-samples", 0]  # fmt: skip
+    assert run(recipe, Config, *common) == 0
+    assert "the agents are the bare model" in capsys.readouterr().out
+    config = json.loads((tmp_path / "runs" / "orchestrator" / "config.json").read_text())
+    assert config["agent_adapter"] is None
+    assert run(recipe, Config, *common, "--agent-adapter", "nowhere") == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_the_table_has_every_row(finished, capsys):
+    assert run(
+        evaluate, evaluate.EvaluateConfig, "--run", finished / "run", "--max-samples", 3,
+        "--read-price", 1, "--written-price", 2, "--output", finished / "evaluation",
+    ) == 0  # fmt: skip
+    result = json.loads((finished / "evaluation" / "evaluation.json").read_text())
+    rows = result["rows"]
+    assert list(rows)[:6] == [
+        "single agent", "asked twice", "two agents, prompts by hand",
+        "orchestrator, bare model", "orchestrator, untrained", "orchestrator, trained",
+    ]  # fmt: skip
+    assert re.fullmatch(r"single agent, vote of \d+", list(rows)[6])
+    assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
+    assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
+    assert rows["orchestrator, trained"]["orchestrator"] == 6
+    assert rows["single agent"]["against_single"]["points"] == 0
+    assert 0 < rows["single agent"]["written"] <= 12  # the length of two replies
+    single = rows["single agent"]
+    expected = (single["read"] * 1 + single["written"] * 2) / 1000
+    assert single["cost_of_1000"] == pytest.approx(expected)
+    traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
+    assert {trace["row"] for trace in traces} == set(rows)
+    out = capsys.readouterr().out
+    assert "asked twice" in out
+
+
+def test_asking_shows_graph_texts_and_answer(finished, capsys):
+    question = "Tom has 3 pens and buys 4. How many has he?"
+    assert run(ask, ask.AskConfig, question, "--run", finished / "run") == 0
+    out = capsys.readouterr().out
+    assert "agentA, told: solve" in out
+    assert re.search(r"agentB, told: (red|blue|green|gold)", out)
+    assert "answer: " in out
+
+
+def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys, monkeypatch):
+    assert run(ask, ask.AskConfig, "1?", "--run", tmp_path) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert run(ask, ask.AskConfig) == 2
+    assert "ask something" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "recipes.orchestrator.orchestrator.orchestrator_prompt", lambda most: "say something else"
+    )
+    code = run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2)
+    assert code in (0, 2)  # a tiny model may write a graph all the same
+    if code == 2:
+        assert "no valid graph in 2 tries" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_opened_in_three_states(finished):
+    opened = OpenRun.open(finished / "run")
+    assert set(opened.policy.peft_config) == {"default", "start", "agent"}
+    assert isinstance(opened.runner.agents, LocalAgents)
+    (written,) = opened.write(["1 + 2?"])
+    assert isinstance(written.graph, Graph)
+    assert len(written.completion.logprobs) == len(written.completion.token_ids) == 6
+
+
+# --- the published Python block -----------------------------------------------------------------
+
+
+def blocks():
+    """Where the block stands: this recipe's README, and the description itself if it is here."""
+    found = {"README": (ROOT / "recipes" / "orchestrator" / "README.md").read_text()}
+    found |= {file.stem: file.read_text() for file in SEEDS.glob("000_*.txt")}
+    return {name: re.search(r"```python\n(.*?)```", text, re.S)[1] for name, text in found.items()}
+
+
+@pytest.mark.parametrize("source", blocks())
+def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
+    """Changed only in where names come from and in model ids (and sizes, to be quick)."""
+    for split, count in (("train", 30), ("test", 3)):
+        rows = ({"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(count))
+        (tmp_path / f"gsm8k_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def small_config():
+        config = Config()
+        config.run_root, config.val_rows = tmp_path / "run", 3
+        config.orch_max_tokens, config.agent_max_tokens, config.val_every = 6, 4, 0
+        return config
+
+    names = {name: getattr(recipe, name) for name in (
+        "load_tokenizers", "make_lora_orchestrator", "load_agent_model", "run_grpo_training",
+    )}  # fmt: skip
+    names |= {"Config": small_config, "load_gsm8k": partial(recipe.load_gsm8k, path=tmp_path)}
+    # Without an id it is the model that suits the machine.
+    setup = Setup(str(base), "gsm8k", False, "test")
+    monkeypatch.setattr("rlm.machine.default_setup", lambda: setup)
+    code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
+    code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))
+    code = re.sub(r"cfg\.steps = \d+", "cfg.steps = 2", code)
+    exec(code, names)
+    assert [row["step"] for row in names["logs"]] == [0, 1]
+    assert set(names["logs"][0]) == set(LOGS)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["seed"], config["batch_size"], config["group_size"]) == (42, 4, 4)
+    assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test"]["total"] == 3
+
+
+def test_the_readme_imports_what_it_uses():
+    code = blocks()["README"]
+    exec(code[: code.index("cfg =")], {})
+
+
+def test_a_graph_generator_is_seeded():
+    first, second = (
+        [cold_start.written_graph(random.Random(7)).text() for _ in range(3)] for _ in range(2)
+    )
+    assert first == second
