@@ -4,6 +4,7 @@
     python inference.py                # a prompt loop
     python inference.py --base "…"     # the same model without the adapter, for comparison
     python inference.py --json "…"     # one JSON object, for programs
+    python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
     from inference import generate_reasoning, load_rlm_model
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from rlm import terminal
 from rlm.answers import grade, split_completion
 from rlm.config import UsageError, flag, run_main
+from rlm.experiences import load_experiences, with_experiences
 from rlm.prompts import FORMATS, Format, render_prompt
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class InferenceConfig:
     adapter: Path = flag(ADAPTER, "trained adapter")
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
     base: bool = flag(False, "answer without the adapter")
+    experiences: Path | None = flag(None, "library of lessons to put in front of the question")
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion")
     temperature: float = flag(0.0, "0 takes the most likely token")
@@ -167,14 +170,17 @@ def _complete(
 def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
+    library = load_experiences(config.experiences) if config.experiences else ()
     model, tokenizer = load_rlm_model(config.adapter, config.model, config.base)
     params = SamplingParams(config.max_new_tokens, config.temperature, config.top_p)
 
     def ask(question: str) -> None:
         if not question.strip():
             raise UsageError("the question is empty")
+        asked = with_experiences(question, library)
         if config.json:
-            result = _complete(question, model, tokenizer, params, config.seed, lambda text: None)
+            result = _complete(asked, model, tokenizer, params, config.seed, lambda text: None)
+            result |= {"question": question, "experiences": len(library)}
             sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
             return
 
@@ -182,7 +188,7 @@ def main(config: InferenceConfig) -> int:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-        result = _complete(question, model, tokenizer, params, config.seed, show)
+        result = _complete(asked, model, tokenizer, params, config.seed, show)
         rate = result["completion_tokens"] / result["seconds"]
         who = "base" if config.base else str(config.adapter)
         cut = ", cut off at --max-new-tokens" if result["finish_reason"] == "length" else ""
