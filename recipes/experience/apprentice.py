@@ -10,8 +10,9 @@ import fcntl
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,21 @@ def cache_path(run_dir: Path, name: str) -> Path:
     return run_dir / ("critic_results.jsonl" if name == "critic" else f"{name}_rollouts.jsonl")
 
 
+@contextmanager
+def sole_writer(run_dir: Path, name: str) -> Iterator[None]:
+    """
+    Raises:
+        UsageError: another process writes the files of this role.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / f".{name}.lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"another process runs {name} in {run_dir}") from error
+        yield
+
+
 class Apprentice:
     """One of the three generators, or the critic."""
 
@@ -39,16 +55,10 @@ class Apprentice:
         """Open the files, repaired if a kill left them torn; nothing is sent.
 
         Raises:
-            UsageError: another process is at work on them, or they are damaged.
+            UsageError: they are damaged in another way.
         """
         self.name, self.library, self._tau = name, library, tau
         self.is_critic = name == "critic"
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (run_dir / f".{name}.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"another process runs {name} in {run_dir}") from error
         self.cache, self._options = cache_path(run_dir, name), run_dir / f"{name}_config.json"
         self.journal = Journal(run_dir / f"{name}_calls.jsonl")
         self.rows = read_lines(self.cache)

@@ -139,7 +139,7 @@ class Actor:
         values = {"problem": problem.question, "gold": gold, "rollouts": attempts}
         values |= {"library": library.listing(), "room": library.room()}
         try:
-            reply = self.ask(stage, f"{problem.id} {library.digest}", **values)
+            reply = self.ask(stage, problem.id, **values)
             proposed = find_object(reply.text, "operations")["operations"]
             if not isinstance(proposed, list):
                 raise ScaffoldError("schema", "operations is no list")

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.apprentice import Apprentice, cache_path
+from recipes.experience.apprentice import Apprentice, cache_path, sole_writer
 from recipes.experience.attempts import Actor
 from recipes.experience.judge import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, Judge
 from recipes.experience.library import DIRECTORY, Library
@@ -156,37 +157,54 @@ def main(config: TrainConfig) -> int:
     if config.max_cost is not None and not any(s.price.completion for s in settings.values()):
         raise UsageError(f"--max-cost needs a price for the roles in {config.api_config}")
     limits = (config.library_dir, config.library_items, config.library_tokens)
-    apprentices = [Apprentice(n, config.run_dir, Library(n, *limits), config.tau) for n in names]
-    generators = [apprentice for apprentice in apprentices if not apprentice.is_critic]
-    critics = [apprentice for apprentice in apprentices if apprentice.is_critic]
-    if not generators:
-        read_rollouts(config.run_dir)
-    problems = generators and load(config.dataset, "train", config.max_problems, config.seed)
-    spending = Spending(config.max_cost)
-    spending.cost = sum(r["cost"] for a in apprentices for r in a.journal.rows.values())
-    actors = {a.name: connect(a, config, settings, prompts, spending) for a in apprentices}
-    stop = threading.Event()
-    try:
-        material = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
-        with ThreadPoolExecutor(len(names)) as pool:
-            tasks = [
-                pool.submit(a.practise, actors[a.name], problems, material, stop)
-                for a in generators
-            ]
-            try:
-                for task in as_completed(tasks):
-                    task.result()
-            finally:  # whatever ended one of them ends the others after the problem in hand
-                stop.set()
-        for critic in critics:
-            critic.practise(actors["critic"], *read_rollouts(config.run_dir), threading.Event())
-    finally:
-        for apprentice in apprentices:
-            retries = actors[apprentice.name].retries
-            shown = summarise(apprentice.rows, apprentice.journal.rows.values(), retries)
-            replace_json(config.run_dir / f"{apprentice.name}_summary.json", shown)
-            terminal.facts(apprentice.name, shown)
+    with ExitStack() as locks:
+        apprentices = []
+        for name in names:
+            locks.enter_context(sole_writer(config.run_dir, name))
+            library = Library(name, *limits)
+            apprentices.append(Apprentice(name, config.run_dir, library, config.tau))
+        if config.target == "critic":
+            problems, material = read_rollouts(config.run_dir)
+        else:
+            problems = load(config.dataset, "train", config.max_problems, config.seed)
+            material = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
+        spending = Spending(config.max_cost)
+        spending.cost = sum(row["cost"] for a in apprentices for row in a.journal.rows.values())
+        actors = {a.name: connect(a, config, settings, prompts, spending) for a in apprentices}
+        try:
+            generators = [apprentice for apprentice in apprentices if not apprentice.is_critic]
+            together(generators, actors, problems, material)
+            for critic in (a for a in apprentices if a.is_critic):
+                if generators:
+                    problems, material = read_rollouts(config.run_dir)
+                critic.practise(actors["critic"], problems, material, threading.Event())
+        finally:
+            for apprentice in apprentices:
+                calls, retries = apprentice.journal.rows.values(), actors[apprentice.name].retries
+                shown = summarise(apprentice.rows, calls, retries)
+                replace_json(config.run_dir / f"{apprentice.name}_summary.json", shown)
+                terminal.facts(apprentice.name, shown)
     return 0
+
+
+def together(
+    generators: Sequence[Apprentice],
+    actors: Mapping[str, Actor],
+    problems: Sequence[Problem],
+    material: Mapping[str, Sequence[Any]],
+) -> None:
+    """All generators at once; what ends one ends the others after the problem in hand."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(GENERATORS)) as pool:
+        tasks = [
+            pool.submit(generator.practise, actors[generator.name], problems, material, stop)
+            for generator in generators
+        ]
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        finally:
+            stop.set()
 
 
 if __name__ == "__main__":
