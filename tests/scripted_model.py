@@ -24,9 +24,7 @@ STAGES = {
     "lessons that would help with problems like these": "direct_lessons",
     "Reason step by step. End with": "solve",
 }
-WORDS = (
-    "units target graph check order sign ratio total limit shape cause label round scale".split()
-)
+WORDS = ["units", "target", "graph", "check", "order", "sign", "ratio", "total", "limit", "shape"]
 
 
 def stage_of(body: dict[str, Any]) -> str:
