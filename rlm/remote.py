@@ -177,6 +177,7 @@ class RemoteClient:
         self._http = httpx2.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx2.Timeout(timeout, pool=None),
+            verify=parsed.scheme == "https",  # loading certificates takes a tenth of a second
             # Servers close idle connections (commonly after 5 s). A request that meets one just
             # being closed would look like a crash, so the client drops them first.
             limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),

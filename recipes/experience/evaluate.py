@@ -60,8 +60,8 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if self.samples < 1 or self.max_tokens < 1 or (self.max_problems or 1) < 1:
             raise ValueError("--samples, --max-tokens and --max-problems must be at least 1")
-        if self.temperature < 0:
-            raise ValueError("--temperature must be 0 or more")
+        if min(self.temperature, self.max_cost or 0) < 0:
+            raise ValueError("--temperature and --max-cost must be 0 or more")
 
 
 def unseen_problems(config: EvaluateConfig, practised: Sequence[Row]) -> list[Problem]:

@@ -57,6 +57,8 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     tolerance = float(problem.columns.get("rel_tol", 0))
     if tolerance:
         text = _POWER_OF_TEN.sub(lambda match: "e" + match[1].replace("−", "-"), text)
+        unit = re.escape(str(problem.columns.get("unit", "")))  # 5 K is no 5000 then
+        text = re.sub(rf"(?<=\d) ?{unit}(?!\w)", "", text) if unit else text
     verdict = grade(text, problem.answer, strict=False)
     answer = verdict.answer or ""
     if verdict.reason == "wrong" and tolerance:

@@ -88,7 +88,7 @@ class Library:
             raise UsageError(f"{self.path}: a lesson without an id")
         self._last = 0  # the highest number of an id so far: none is given twice
         for line in read_lines(self._audit):
-            self._notice(line["operations"])
+            self._notice(done for done in line["operations"] if done["kept"])
         self._notice(self.items)
 
     def _notice(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -204,7 +204,8 @@ class Library:
         if self.digest == record["library_before"]:
             self.items = copy.deepcopy(record["library_after"])
             self.commit(record)
-            self._notice([*self.items, *((record["extraction"] or {}).get("operations", []))])
+            done = (record["extraction"] or {}).get("operations", [])
+            self._notice([*self.items, *(operation for operation in done if operation["kept"])])
 
 
 def _success(item: Item) -> float:

@@ -129,7 +129,7 @@ class Role:
         )
         self._journal = journal
         # One name for a run: asked once, and before anything is paid.
-        self.model = settings.model or self._told(self.client.models)[0]["id"]
+        self.model = settings.model or self._told(self.client.models, ())[0]["id"]
 
     def ask(
         self, stage: str, prompt: str, *, temperature: float, max_tokens: int, seed: str
@@ -154,7 +154,7 @@ class Role:
         key = hashlib.sha256(json.dumps([self.name, asked], sort_keys=True).encode()).hexdigest()
         if row := self._journal.rows.get(key):
             return ChatReply(**row["reply"])
-        reply = self._told(self.client.chat, **asked)
+        reply = self._told(self.client.chat, (RemoteError, BudgetExceeded), **asked)
         # A lone surrogate could be neither stored nor sent on.
         clean = {k: getattr(reply, k).encode(errors="replace").decode() for k in _TEXTS}
         row = vars(reply) | clean
@@ -163,11 +163,11 @@ class Role:
         )
         return ChatReply(**row)
 
-    def _told(self, call: Any, **arguments: Any) -> Any:
-        """The call; what the user did wrong is told with the role's name."""
+    def _told(self, call: Any, but: tuple[type[Exception], ...], **arguments: Any) -> Any:
+        """The call; what goes wrong, but for these, is told with the role's name."""
         try:
             return call(**arguments)
-        except (RemoteError, BudgetExceeded):
+        except but:
             raise
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error

@@ -117,14 +117,13 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
         try:
             candidate, end = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):  # the latter from nesting very deep
-            end = start + 1
-            if error.kind == "no_json":
-                error = ScaffoldError("bad_json", "what follows { is not JSON")
+            end, error = start + 1, ScaffoldError("bad_json", "what follows { is not JSON")
         else:
             for value in (candidate, *candidate.values()):
                 if isinstance(value, dict) and key in value:
                     return value
-            error = ScaffoldError("schema", f"no object has {key}")
+            if error.kind == "no_json":  # a part of a broken object is no object
+                error = ScaffoldError("schema", f"no object has {key}")
         start = text.find("{", end)
     raise error
 

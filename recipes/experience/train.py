@@ -70,8 +70,8 @@ class TrainConfig:
         for name in ("max_problems", "rollouts", "max_tokens", "library_items", "library_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.tau < 0 or (self.temperature or 0) < 0:
-            raise ValueError("--tau and --temperature must be 0 or more")
+        if min(self.tau, self.temperature or 0, self.max_cost or 0) < 0:
+            raise ValueError("--tau, --temperature and --max-cost must be 0 or more")
 
     def of(self, name: str) -> dict[str, Any]:
         """Temperature and weights of a role; under `all` the critic keeps its own defaults."""
