@@ -103,7 +103,7 @@ def load_problems(
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
     name, colon, rest = dataset.partition(":")
     if name not in SPLITS and not dataset.lower().endswith(JSONL_SUFFIXES):
-        known = ", ".join(SPLITS)
+        known = ", ".join(known for known in SPLITS if known != "rollouts")
         raise UsageError(f"unknown data set {dataset!r}; use {known} or a FILE.jsonl")
     splits = SPLITS.get(name, ("train", "validation", "test"))
     if split not in splits:

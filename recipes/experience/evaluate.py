@@ -58,7 +58,8 @@ class EvaluateConfig:
     run_dir: Path = flag(RUN, "the run that wrote the libraries; figures go there")
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.max_tokens < 1 or (self.max_problems or 1) < 1:
+        counts = (self.samples, self.max_tokens, self.max_problems)
+        if any(count is not None and count < 1 for count in counts):
             raise ValueError("--samples, --max-tokens and --max-problems must be at least 1")
         if min(self.temperature, self.max_cost or 0) < 0:
             raise ValueError("--temperature and --max-cost must be 0 or more")

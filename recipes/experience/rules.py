@@ -97,7 +97,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-_REAL = "sin cos tan asin acos atan exp log sqrt radians degrees floor ceil"
+_REAL = "sin cos tan asin acos atan exp log log2 log10 sqrt radians degrees floor ceil"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _REAL.split()}
 _FUNCTIONS |= {"abs": abs, "min": min, "max": max, "round": round}
 _FUNCTIONS |= {"factorial": _of_integers(math.factorial, MAX_COUNTED)}
