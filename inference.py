@@ -6,6 +6,7 @@
     python inference.py --n 8 "…"      # eight answers, which vote
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
     python inference.py --json "…"     # one JSON object, for programs
+    python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
     from inference import generate_reasoning, load_rlm_model
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main
+from rlm.experiences import load_experiences, with_experiences
 from rlm.prompts import FORMATS, Format, render_prompt
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class InferenceConfig:
     adapter: Path = flag(ADAPTER, "trained adapter")
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
     base: bool = flag(False, "answer without the adapter")
+    experiences: Path | None = flag(None, "library of lessons to put in front of the question")
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion")
     budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)")
@@ -188,6 +191,7 @@ def _complete(
 def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
+    library = load_experiences(config.experiences) if config.experiences else ()
     model, tokenizer = load_rlm_model(config.adapter, config.model, config.base)
     usual = 0.7 if config.n > 1 else 0.0
     temperature = usual if config.temperature is None else config.temperature
@@ -205,10 +209,12 @@ def main(config: InferenceConfig) -> int:
     def ask(question: str) -> None:
         if not question.strip():
             raise UsageError("the question is empty")
+        asked = with_experiences(question, library)
         if config.json:
-            sys.stdout.write(json.dumps(answer(question), ensure_ascii=False) + "\n")
+            result = answer(asked) | {"question": question, "experiences": len(library)}
+            sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
         else:
-            _print(answer(question, show=_write), config)
+            _print(answer(asked, show=_write), config)
 
     if config.question is not None:
         ask(config.question)

@@ -5,6 +5,7 @@
     gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
+    rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
     FILE.jsonl                                    one problem a line; data/README.md has the fields
 
 The splits (train, validation, test) share no question. Where no validation split is published, a
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm import word_problems
-from rlm.answers import gold_from_gsm8k, parse_number
+from rlm.answers import gold_from_gsm8k, parse_number, split_completion
 from rlm.config import UsageError
 from rlm.text_answers import ANSWER_TYPES, READERS
 
@@ -40,6 +41,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "aime2024": ("test",),
     "aime2025": ("test",),
     "word-problems": word_problems.SPLITS,
+    "rollouts": ("train", "validation"),
 }
 HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, besides the split
     "gsm8k": {"path": "openai/gsm8k", "name": "main"},
@@ -68,6 +70,7 @@ TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answ
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 
 Row = Mapping[str, Any]
+_FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def load_problems(
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
     name, colon, rest = dataset.partition(":")
     if name not in SPLITS and not dataset.lower().endswith(JSONL_SUFFIXES):
-        known = ", ".join(SPLITS)
+        known = ", ".join(known for known in SPLITS if known != "rollouts")
         raise UsageError(f"unknown data set {dataset!r}; use {known} or a FILE.jsonl")
     splits = SPLITS.get(name, ("train", "validation", "test"))
     if split not in splits:
@@ -113,6 +116,8 @@ def load_problems(
 
     if name == "word-problems":
         return _word_problems(rest if colon else "1-4", split, max_samples, seed)
+    if name == "rollouts" and not rest:
+        raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
     if name in SPLITS:
         path = Path(rest) if colon else None
         problems = _load_published(name, path, split, max_samples, keep_code)
@@ -174,6 +179,8 @@ def _load_published(
     else:
         file = path if one_file else _find(path, name, stored)
         source, rows = str(file), _lines(file)
+        if name == "rollouts":
+            parse, rows = _parse_rollout, _rollouts(file)
     problems = _collect(rows, source, f"{name}-{stored}", parse, limit=limit)
     carved = name == "gsm8k" or one_file
     return _carve(problems, split, source, in_order=name == "gsm8k") if carved else problems
@@ -313,6 +320,36 @@ def _parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:
     if parse_number(answer) is None:
         raise _LeftOut("without a number for an answer")
     return Problem(default_id, question, answer, solution)
+
+
+def _rollouts(path: Path) -> Iterator[tuple[int, bytes | Row]]:
+    """Every rollout of every line, with the line's own fields as `record`."""
+    for number, line in _lines(path):
+        try:
+            record = _decode(line)
+        except ValueError:
+            yield number, line  # reported as a bad line
+            continue
+        rollouts = record.get("rollouts")
+        for rollout in rollouts if isinstance(rollouts, list) and rollouts else [None]:
+            yield number, {"record": record, "rollout": rollout}
+
+
+def _parse_rollout(row: Row, default_id: str) -> Problem:
+    record, rollout = row["record"], row["rollout"]
+    if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
+        raise ValueError("no rollouts that say whether they are correct")
+    if not rollout["is_correct"]:
+        raise _LeftOut("not correct")
+    names = (record, "problem_id"), (record, "generator_id"), (rollout, "rollout_id")
+    name = "-".join(_text(*each) for each in names)
+    question, answer = _text(record, "problem_text"), _text(record, "ground_truth")
+    reasoning, text = split_completion(_text(rollout, "solution"))
+    # What comes before the answer: the thinking if it was shown, else all but the final line.
+    solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
+    if not solution:
+        raise _LeftOut("without reasoning")
+    return Problem(name, question, answer, solution)
 
 
 def _find(directory: Path, name: str, split: str) -> Path:

@@ -8,7 +8,7 @@ vocabulary rows, so an adapter stays small and loads on the unchanged base.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def render_prompt(
     format: Format,
     *,
     examples: Sequence[tuple[str, str]] = (),
+    answer_type: str = "number",
     system_prompt: str | None = None,
 ) -> list[int]:
     """Token ids of the chat up to where the assistant begins to write.
@@ -95,6 +96,7 @@ def render_prompt(
 
     Args:
         examples: (question, completion) pairs shown as earlier turns (few-shot).
+        answer_type: what the format's own system prompt asks for.
         system_prompt: replaces the format's own, as plain text like the question; "" leaves it
             out.
 
@@ -103,7 +105,7 @@ def render_prompt(
     """
     messages, texts = [], []
     if system_prompt is None:
-        messages.append({"role": "system", "content": format.system_prompt})
+        messages.append({"role": "system", "content": format.ask_for(answer_type)})
     elif system_prompt:  # somebody's text, a model's perhaps
         messages.append({"role": "system", "content": _SENTINEL})
         texts.append(system_prompt)
@@ -136,8 +138,8 @@ def render_problem(
     examples: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
-    asking = replace(format, system_prompt=format.ask_for(problem.answer_type))
-    return render_prompt(tokenizer, problem.question, asking, examples=examples)
+    kind = problem.answer_type
+    return render_prompt(tokenizer, problem.question, format, examples=examples, answer_type=kind)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx2
 
 from rlm.config import UsageError
+from rlm.pace import Pace
 
 MAX_PAUSE = 60.0  # seconds before a further try; who asks for more is told to the user instead
 # Tokens that a server may put around a conversation (its default system prompt, roles).
@@ -113,6 +114,7 @@ class ChatReply:
     prompt_tokens: int
     completion_tokens: int
     cost: float
+    reasoning: str = ""  # where the server sends it apart (`reasoning_content`)
 
 
 class RemoteClient:
@@ -123,23 +125,27 @@ class RemoteClient:
         url: str,
         *,
         api_key_env: str | None = None,
+        api_key: str = "",
         price: Price = FREE,
         spending: Spending | None = None,
         concurrency: int = 16,
         timeout: float = 600.0,
         attempts: int = 5,
         backoff: float = 0.5,
+        pace: Pace | None = None,
     ) -> None:
         """Sends nothing yet.
 
         Args:
             url: as in http://127.0.0.1:8000/v1; /v1 is added where there is no path.
-            api_key_env: the environment variable that holds the key; None sends no key.
+            api_key_env: the environment variable that holds the key.
+            api_key: the key itself, from a file, say. With neither, no key is sent.
             spending: one for all clients that share a budget.
             concurrency: requests in flight at the same time; more wait for their turn.
             timeout: seconds without a byte from the server.
             attempts: tries of a request, the first included.
             backoff: seconds before the second try; it doubles with each further one.
+            pace: requests and tokens a minute; every try counts. None is no limit.
 
         Raises:
             UsageError: that is no URL, or the variable is not set.
@@ -152,21 +158,26 @@ class RemoteClient:
             raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
         if parsed.userinfo:  # it would stand in every message
             raise UsageError("put the key into an environment variable, not into the URL")
-        self._key = os.environ.get(api_key_env, "").strip() if api_key_env else ""
+        self._key = (os.environ.get(api_key_env, "") if api_key_env else api_key).strip()
         if api_key_env and not self._key:
             raise UsageError(f"API key not found: set the environment variable {api_key_env}")
         if not (self._key.isascii() and self._key.isprintable()):
             # Left to the HTTP library, its error would quote the key.
-            raise UsageError(f"the environment variable {api_key_env} holds no API key")
+            where = f"the environment variable {api_key_env}" if api_key_env else "what is given"
+            raise UsageError(f"{where} holds no API key")
         self.url = url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
         self.price = price
         self.spending = spending or Spending()
         self.concurrency = concurrency
+        self.retries = 0  # tries after the first of a request
+        self._count = threading.Lock()
+        self._pace = pace or Pace()
         self._attempts, self._backoff = attempts, backoff
         self._jitter = random.Random()  # its own: the run's random numbers stay reproducible
         self._http = httpx2.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx2.Timeout(timeout, pool=None),
+            verify=parsed.scheme == "https",  # loading certificates takes a tenth of a second
             # Servers close idle connections (commonly after 5 s). A request that meets one just
             # being closed would look like a crash, so the client drops them first.
             limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
@@ -195,13 +206,16 @@ class RemoteClient:
         body |= {"max_tokens": max_tokens, **options}
         # A token is at least one byte of text: a bound that needs no tokenizer.
         size = len(json.dumps(body, ensure_ascii=False).encode()) + TEMPLATE_TOKENS
-        reply = self.post("chat/completions", body, most=self.price.of(size, max_tokens))
+        most, about = self.price.of(size, max_tokens), size // 4 + max_tokens
+        reply = self.post("chat/completions", body, most=most, tokens=about)
         try:
             choice, tokens = reply["choices"][0], _usage(reply)
             text = choice["message"]["content"] or ""
+            reasoning = choice["message"].get("reasoning_content") or ""
         except (KeyError, IndexError, TypeError) as error:
             raise RemoteError(f"{self.url}: a reply without message or usage", 200) from error
-        return ChatReply(text, choice.get("finish_reason"), *tokens, self.price.of(*tokens))
+        cost = self.price.of(*tokens)
+        return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
     def models(self) -> list[dict[str, Any]]:
         """What the server offers. One try only: this finds out whether it is there.
@@ -209,12 +223,14 @@ class RemoteClient:
         Raises:
             UsageError: it is not.
         """
-        models = self._once("GET", "models", None, 0.0).get("data")
+        models = self._once("GET", "models", None, 0.0, 0).get("data")
         if not models:
             raise UsageError(f"{self.url} offers no model; is that an OpenAI-compatible server?")
         return models
 
-    def post(self, path: str, body: dict[str, Any], *, most: float = 0.0) -> dict[str, Any]:
+    def post(
+        self, path: str, body: dict[str, Any], *, most: float = 0.0, tokens: int = 0
+    ) -> dict[str, Any]:
         """The JSON object that the server answers ({} where it answers in plain text).
 
         429, 5xx and broken connections are tried again, after a pause that doubles, with jitter,
@@ -222,10 +238,11 @@ class RemoteClient:
 
         Args:
             most: what the request may cost at most, kept aside while it runs.
+            tokens: about as many as it takes, for the pace.
         """
         for attempt in range(1, self._attempts + 1):
             try:
-                return self._once("POST", path, body, most)
+                return self._once("POST", path, body, most, tokens)
             except RemoteError as error:
                 if error.status is not None and error.status != 429 and error.status < 500:
                     raise
@@ -236,12 +253,15 @@ class RemoteClient:
                     raise RemoteError(f"{error} ({wish})", error.status) from error
                 jitter = self._jitter.uniform(0.5, 1)
                 wait = error.pause + min(MAX_PAUSE, self._backoff * 2 ** (attempt - 1) * jitter)
+            with self._count:
+                self.retries += 1
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
     def _once(
-        self, method: str, path: str, body: dict[str, Any] | None, most: float
+        self, method: str, path: str, body: dict[str, Any] | None, most: float, tokens: int
     ) -> dict[str, Any]:
+        turn = self._pace.wait(tokens)
         with self.spending.reserve(most) as charge:
             try:
                 response = self._http.request(method, f"{self.url}/{path}", json=body)
@@ -261,6 +281,7 @@ class RemoteClient:
                 if "usage" in answer:
                     charge.tokens = _usage(answer)
                     charge.cost = self.price.of(*charge.tokens)
+                    turn.tokens = sum(charge.tokens)
             except (ValueError, TypeError, KeyError) as error:
                 raise RemoteError(f"{response.url}: the reply makes no sense", 200) from error
             return answer

@@ -26,6 +26,7 @@ from scripted_server import (
 )
 
 from rlm.config import UsageError
+from rlm.pace import Pace
 from rlm.remote import (
     BudgetExceeded,
     Price,
@@ -187,6 +188,67 @@ def test_no_more_requests_in_flight_than_allowed(server):
     assert server.most_in_flight == 3
 
 
+def test_retries_are_counted(server):
+    server.script(refuse(429), HANG_UP, chat_reply("yes"))
+    client = client_of(server)
+    client.chat(HELLO, **ASK)
+    client.chat(HELLO, **ASK)
+    assert client.retries == 2
+
+
+def test_reasoning_that_comes_apart_is_kept(server):
+    reply = chat_reply("4")
+    reply.body["choices"][0]["message"]["reasoning_content"] = "2 and 2"
+    server.script(reply, chat_reply("5"))
+    client = client_of(server)
+    first, second = (client.chat(HELLO, **ASK) for _ in range(2))
+    assert (first.text, first.reasoning, second.reasoning) == ("4", "2 and 2", "")
+
+
+def test_requests_a_minute(server):
+    client = client_of(server, pace=Pace(requests=2, window=0.3))
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(lambda _: client.chat(HELLO, **ASK), range(5)))
+    at = sorted(seen.at for seen in server.requests)
+    assert all(later - earlier > 0.25 for earlier, later in zip(at, at[2:], strict=False))
+
+
+def test_tokens_a_minute_count_what_was_really_taken():
+    clock = [100.0]
+    pace = Pace(tokens=100)
+    with pytest.MonkeyPatch.context() as patch:
+        sleep = lambda seconds: clock.__setitem__(0, clock[0] + seconds)  # noqa: E731
+        patch.setattr("rlm.pace.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+        first = pace.wait(90)
+        first.tokens = 20  # less than was asked for
+        pace.wait(80)
+        assert clock[0] == 100
+        pace.wait(10)  # a full minute after the first
+        assert clock[0] == 160
+        pace.wait(1000)  # more than a whole minute allows: alone, then
+        assert clock[0] == 220
+
+
+def test_the_official_client_sends_and_reads_the_same(server):
+    """Ours beside the `openai` package on one server: the same request, the same reply."""
+    openai = pytest.importorskip("openai")
+    reply = chat_reply("four", read=7, written=3, finish="length")
+    server.script(refuse(429, retry_after="0.01"), reply, reply)
+    official = openai.OpenAI(base_url=server.url, api_key="sk-1", max_retries=1)
+    theirs = official.chat.completions.create(messages=HELLO, **ASK, seed=5, top_p=0.9)
+    ours = client_of(server, api_key="sk-1").chat(HELLO, **ASK, seed=5, top_p=0.9)
+    assert ours.text == theirs.choices[0].message.content
+    assert ours.finish_reason == theirs.choices[0].finish_reason
+    assert ours.prompt_tokens == theirs.usage.prompt_tokens
+    assert ours.completion_tokens == theirs.usage.completion_tokens
+    _, official_seen, own_seen = server.requests
+    assert own_seen.path == official_seen.path
+    assert own_seen.body == official_seen.body
+    for header in ("authorization", "content-type"):
+        assert own_seen.headers[header] == official_seen.headers[header]
+    assert [card.id for card in official.models.list()] == [BASE]
+
+
 # --- budget ---------------------------------------------------------------------------------
 
 
@@ -283,6 +345,13 @@ def test_a_missing_or_broken_key_is_named(monkeypatch, value, says):
         monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(UsageError, match=says):
         RemoteClient("http://127.0.0.1:1/v1", api_key_env="SOME_KEY")
+
+
+def test_a_key_may_be_given_itself(server):
+    client_of(server, api_key=" sk-own ").chat(HELLO, **ASK)
+    assert server.requests[0].headers["authorization"] == "Bearer sk-own"
+    with pytest.raises(UsageError, match="holds no API key"):
+        client_of(server, api_key="a\nb")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,21 @@ def test_inference_streams_then_says_what_it_found(trained, capsys):
     assert "8 tokens" in text or "tokens/s" in text
 
 
+def test_inference_with_lessons_in_front(trained, tmp_path, capsys):
+    library = tmp_path / "library.json"
+    library.write_text(json.dumps([{"id": "G1-001", "content": "Add the numbers."}]))
+    common = ["2 + 2?", "--json", "--adapter", trained / "grpo", "--max-new-tokens", 4]
+    results = []
+    for more in ([], ["--experiences", library]):
+        assert run(inference, *common, *more) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    plain, informed = results
+    assert plain["question"] == informed["question"] == "2 + 2?"
+    assert (plain["experiences"], informed["experiences"]) == (0, 1)
+    lesson = "Lessons from earlier problems:\n1. Add the numbers.\n\nProblem:\n"
+    assert informed["prompt_tokens"] - plain["prompt_tokens"] == len(lesson)  # a byte a token
+
+
 def test_inference_json_and_base(trained, capsys):
     common = ["--adapter", trained / "grpo", "--max-new-tokens", 8, "--json"]
     assert run(inference, "2 + 2?", *common) == 0
@@ -205,6 +220,7 @@ MISTAKES = [
     (inference, ["hi", "--adapter", "nowhere"], "python train_sft.py"),
     (inference, ["--json"], "one question"),
     (inference, ["hi", "--top-p", "2"], "at most 1"),
+    (inference, ["hi", "--experiences", "nowhere.json"], "cannot read the library"),
 ]
 
 

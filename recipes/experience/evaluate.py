@@ -1,0 +1,239 @@
+"""Does a library help? The same model with and without it, on problems nobody practised on.
+
+Each problem is answered k times with the question alone and k times with the lessons in front, with
+the same seeds; the difference is paired by problem. --ablations also writes libraries the ways that
+did not help in the field, from the same practice: from one attempt without comparison, without the
+gold, and directly, without any attempts.
+
+    python -m recipes.experience.evaluate
+    python -m recipes.experience.evaluate --dataset aime2025 --samples 8 --ablations
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.experience.apprentice import cache_path
+from recipes.experience.attempts import Actor, Row, show_attempts
+from recipes.experience.judge import Judge, grade_answer
+from recipes.experience.library import DIRECTORY, Library
+from recipes.experience.prompting import Prompts
+from recipes.experience.roles import CONFIG, GENERATORS, Role, load_settings
+from recipes.experience.scaffold import ScaffoldError, find_object
+from recipes.experience.train import RUN, load
+from rlm import terminal
+from rlm.config import UsageError, flag, run_main, to_dict
+from rlm.data import Problem
+from rlm.evaluation import bootstrap_interval, mean_at_k, paired_bootstrap
+from rlm.experiences import load_experiences, with_experiences
+from rlm.records import Journal, read_lines, replace_file, replace_json
+from rlm.remote import ChatReply, RemoteError, Spending
+
+OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
+BASELINE = "no library"
+REWARDS = ("r_ans", "r_logic", "r_graph", "r_total")
+
+
+@dataclass
+class EvaluateConfig:
+    library: tuple[Path, ...] = flag(
+        tuple(DIRECTORY / f"{name}_experiences.json" for name in GENERATORS), "a row for each"
+    )
+    dataset: str | None = flag(None, "what to ask (none: what the run did not practise on)")
+    max_problems: int | None = flag(30, "problems (none: all)")
+    samples: int = flag(4, "answers to each problem, k")
+    temperature: float = flag(0.3, "of these answers")
+    role: str = flag("generator_1", "whose endpoint answers", choices=GENERATORS)
+    ablations: bool = flag(False, "also learn from the role's practice in three poorer ways")
+    max_tokens: int = flag(2048, "longest reply")
+    max_cost: float | None = flag(None, "stop before this is passed")
+    seed: int = flag(0, "of requests")
+    api_config: Path = flag(CONFIG, "keys and endpoints of the roles")
+    run_dir: Path = flag(RUN, "the run that wrote the libraries; figures go there")
+
+    def __post_init__(self) -> None:
+        counts = (self.samples, self.max_tokens, self.max_problems)
+        if any(count is not None and count < 1 for count in counts):
+            raise ValueError("--samples, --max-tokens and --max-problems must be at least 1")
+        if min(self.temperature, self.max_cost or 0) < 0:
+            raise ValueError("--temperature and --max-cost must be 0 or more")
+
+
+def unseen_problems(config: EvaluateConfig, practised: Sequence[Row]) -> list[Problem]:
+    """The problems to ask.
+
+    Raises:
+        UsageError: the run practised on some of them.
+    """
+    dataset = config.dataset
+    if dataset is None:
+        options = config.run_dir / f"{config.role}_config.json"
+        if not options.exists():
+            raise UsageError(f"{config.run_dir} holds no run of {config.role}; give a --dataset")
+        was = json.loads(options.read_text(encoding="utf-8"))["dataset"]
+        dataset = OTHER_SET.get(was, was)
+    problems = load(dataset, "test", config.max_problems)
+    seen = {row["problem_text"] for row in practised} & {p.question for p in problems}
+    if seen:
+        raise UsageError(
+            f"{len(seen)} of {len(problems)} problems of {dataset} were practised on; "
+            "give another --dataset"
+        )
+    return problems
+
+
+def poorer_libraries(actor: Actor, practised: Sequence[Row], run_dir: Path) -> dict[str, list[str]]:
+    """Three libraries from the groups that taught something, each without one ingredient."""
+    groups = [row for row in practised if row["extraction"]]
+    written = {}
+    for kind in ("no comparison", "no gold"):
+        library = _fresh(actor, run_dir, kind)
+        for row in groups:
+            problem = Problem(row["problem_id"], row["problem_text"], row["ground_truth"])
+            rollouts = [r | {"rewards": {k: r[k] for k in REWARDS}} for r in row["rollouts"]]
+            shown = show_attempts(rollouts[:1] if kind == "no comparison" else rollouts)
+            gold = problem.answer
+            if kind == "no gold":
+                shown, gold = show_attempts(rollouts, scores=False), "(unknown)"
+            stage = "generator_experience_extraction"
+            actor.extract(stage, problem, shown, library, gold, row["timestamp"])
+        written[kind] = library
+    written["written directly"] = library = _fresh(actor, run_dir, "written directly")
+    if groups:
+        questions = "\n\n".join(row["problem_text"] for row in groups)
+        reply = actor.ask("direct_lessons", "all", problems=questions, count=str(len(groups)))
+        try:
+            for operation in find_object(reply.text, "operations")["operations"]:
+                source = Problem("none", questions, groups[0]["ground_truth"])
+                library.apply([operation], source, groups[0]["timestamp"])
+        except (ScaffoldError, TypeError) as error:
+            terminal.line(f"written directly: no lessons: {error}")
+    for library in written.values():
+        replace_json(library.path, library.items)
+    return {kind: library.lessons for kind, library in written.items()}
+
+
+def _fresh(actor: Actor, run_dir: Path, kind: str) -> Library:
+    directory = run_dir / "ablations" / kind.replace(" ", "_")
+    shutil.rmtree(directory, ignore_errors=True)
+    return Library(actor.role.name, directory, 20, 1200)
+
+
+def answer_all(
+    actor: Actor, problems: Sequence[Problem], lessons: Sequence[str], samples: int
+) -> list[list[ChatReply | None]]:
+    """k replies to each problem; None where a call failed for good."""
+
+    def answer(problem: Problem, sample: int) -> ChatReply | None:
+        question = with_experiences(problem.question, lessons)
+        try:
+            return actor.ask("solve", f"{problem.id} {sample}", problem=question)
+        except RemoteError:
+            return None
+
+    with ThreadPoolExecutor(actor.role.client.concurrency) as pool:
+        tasks = [[pool.submit(answer, p, i) for i in range(samples)] for p in problems]
+        return [[task.result() for task in group] for group in tasks]
+
+
+def compare(
+    problems: Sequence[Problem],
+    replies: Mapping[str, list[list[ChatReply | None]]],
+    sizes: Mapping[str, int],
+) -> list[Row]:
+    """A row for each arm. Problems with a failed call in any arm are left out of all of them."""
+    whole = [i for i in range(len(problems)) if all(None not in arm[i] for arm in replies.values())]
+    if not whole:
+        raise UsageError("no problem has all its replies; is the endpoint all right?")
+    scores = {
+        name: [
+            mean_at_k([grade_answer(reply.text, problems[i])[0] for reply in arm[i]]) for i in whole
+        ]
+        for name, arm in replies.items()
+    }
+    rows = []
+    for name, arm in replies.items():
+        gain = paired_bootstrap(scores[BASELINE], scores[name])
+        given = [reply for group in arm for reply in group if reply]
+        rows.append(
+            {
+                "library": name,
+                "lessons": sizes[name],
+                "problems": len(whole),
+                "mean": sum(scores[name]) / len(whole),
+                "interval": bootstrap_interval(scores[name]),
+                "difference": None if name == BASELINE else [gain.points, gain.low, gain.high],
+                "tokens_read": sum(reply.prompt_tokens for reply in given),
+                "tokens_written": sum(reply.completion_tokens for reply in given),
+                "cost": sum(reply.cost for reply in given),
+                "scores": {problems[i].id: s for i, s in zip(whole, scores[name], strict=True)},
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[Row], samples: int) -> str:
+    """Markdown; per cent and points, with 95 % intervals by bootstrap over problems."""
+    lines = [
+        f"| library | lessons | problems | mean@{samples} | difference, paired "
+        "| tokens read | written | cost |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = (100 * bound for bound in row["interval"])
+        gain = "–"
+        if row["difference"]:
+            gain = "{:+.1f} ({:+.1f} to {:+.1f})".format(*row["difference"])
+        lines.append(
+            f"| {row['library']} | {row['lessons']} | {row['problems']} "
+            f"| {100 * row['mean']:.1f} ({low:.1f} to {high:.1f}) | {gain} "
+            f"| {row['tokens_read']} | {row['tokens_written']} | {row['cost']:.4g} |"
+        )
+    return "\n".join(lines)
+
+
+def main(config: EvaluateConfig) -> int:
+    settings, prompts = load_settings([config.role], config.api_config), Prompts()
+    practised = read_lines(cache_path(config.run_dir, config.role), repair=False)
+    if config.ablations and not practised:
+        raise UsageError(
+            f"Rollouts file not found: {cache_path(config.run_dir, config.role)}; "
+            f"run: python -m recipes.experience.train generator {config.role[-1]}"
+        )
+    lessons: dict[str, Sequence[str]] = {BASELINE: ()}
+    lessons |= {path.stem: load_experiences(path) for path in config.library}
+    problems = unseen_problems(config, practised)
+    journal = Journal(config.run_dir / "evaluate_calls.jsonl")
+    spending = Spending(config.max_cost)
+    spending.cost = sum(row["cost"] for row in journal.rows.values())
+    role = Role(config.role, settings[config.role], journal, spending)
+    judge = Judge(None, prompts, config.max_tokens)
+    actor = Actor(role, prompts, judge, config.temperature, config.max_tokens, (), seed=config.seed)
+    if config.ablations:
+        lessons |= poorer_libraries(actor, practised, config.run_dir)
+    replies: dict[str, list] = {}
+    for name, texts in lessons.items():  # an empty library asks the same as none
+        terminal.line(f"{name}: {len(texts)} lessons")
+        replies[name] = (
+            answer_all(actor, problems, texts, config.samples)
+            if texts or name == BASELINE
+            else replies[BASELINE]
+        )
+    rows = compare(problems, replies, {name: len(texts) for name, texts in lessons.items()})
+    shown = table(rows, config.samples)
+    terminal.line(shown)
+    made_with = {"config": to_dict(config), "model": role.model, "lessons": lessons}
+    replace_json(config.run_dir / "evaluation.json", {"rows": rows} | made_with)
+    replace_file(config.run_dir / "evaluation.md", shown + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    run_main(main, EvaluateConfig, description=__doc__)

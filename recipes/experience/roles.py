@@ -1,0 +1,176 @@
+"""Who answers: generator_1, generator_2, generator_3, critic and, if there is one, the judge.
+
+Each role has its endpoint, key, price and limits, from data/api_keys/api_config.json or from
+variables like GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL, which win. Without
+either, all roles talk to this project's own server on this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from rlm.config import UsageError
+from rlm.pace import Pace
+from rlm.records import Journal
+from rlm.remote import (
+    FREE,
+    BudgetExceeded,
+    ChatReply,
+    Price,
+    RemoteClient,
+    RemoteError,
+    Spending,
+)
+
+GENERATORS = ("generator_1", "generator_2", "generator_3")
+CONFIG = Path("data/api_keys/api_config.json")
+OWN_SERVER = "http://127.0.0.1:8000/v1"  # python server.py
+
+
+class RoleSettings(BaseModel):
+    """What api_config.json says of a role. Prices are for a million tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    api_key: SecretStr = SecretStr("")
+    base_url: str = ""
+    model: str = ""  # "": the first that the endpoint offers
+    description: str = ""
+    role: str = ""
+    notes: str = ""
+    price: Price = FREE
+    concurrency: int = Field(4, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    timeout: float = Field(600, gt=0)
+    attempts: int = Field(5, ge=1)
+    backoff: float = Field(0.5, ge=0)
+
+
+def load_settings(
+    names: Sequence[str], path: Path = CONFIG, environment: Mapping[str, str] = os.environ
+) -> dict[str, RoleSettings]:
+    """The settings of these roles, and of the judge if it is configured. Nothing is sent.
+
+    Raises:
+        UsageError: a key is missing, or the file is not as docs/experience.md has it.
+    """
+    try:
+        roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not all(isinstance(entry, dict) for entry in roles.values()):
+            raise ValueError("not an object of objects")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is no JSON object of roles: {error}") from error
+    found = {}
+    for name in (*names, "judge"):
+        entry = dict(roles.get(name, {}))
+        for field in ("api_key", "base_url", "model"):
+            if value := environment.get(f"{name}_{field}".upper()):
+                entry[field] = value
+        if not entry and name == "judge":
+            continue
+        if not entry and not path.exists():
+            entry = {"base_url": OWN_SERVER}
+        found[name] = _checked(name, entry, path)
+    return found
+
+
+def _checked(name: str, entry: dict[str, Any], path: Path) -> RoleSettings:
+    try:
+        settings = RoleSettings.model_validate(entry)
+    except ValidationError as error:  # its own text would quote the key
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
+    if settings.api_key.get_secret_value().strip() or _is_loopback(settings.base_url):
+        if settings.base_url:
+            return settings
+        raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
+    raise UsageError(
+        f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
+        f"environment variable {name.upper()}_API_KEY"
+    )
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Role:
+    """An endpoint that answers prompts; any number of threads may share it."""
+
+    def __init__(
+        self, name: str, settings: RoleSettings, journal: Journal, spending: Spending
+    ) -> None:
+        self.name = name
+        self.client = RemoteClient(
+            settings.base_url,
+            api_key=settings.api_key.get_secret_value(),
+            price=settings.price,
+            spending=spending,
+            concurrency=settings.concurrency,
+            timeout=settings.timeout,
+            attempts=settings.attempts,
+            backoff=settings.backoff,
+            pace=Pace(settings.requests_per_minute, settings.tokens_per_minute),
+        )
+        self._journal = journal
+        # One name for a run: asked once, and before anything is paid.
+        self.model = settings.model or self._told(self.client.models, ())[0]["id"]
+
+    def ask(
+        self, stage: str, prompt: str, *, temperature: float, max_tokens: int, seed: str
+    ) -> ChatReply:
+        """The reply, from the journal if the same was asked before.
+
+        Args:
+            stage: what it is for, in the summary.
+            seed: whatever tells this request from others; a number made of it is sent.
+
+        Raises:
+            RemoteError: no reply; for the caller to record.
+            UsageError: no further request makes sense (key, model, budget).
+        """
+        asked = {
+            "messages": [{"role": "user", "content": prompt}],
+            "model": self.model,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "seed": int(hashlib.sha256(f"{self.name} {stage} {seed}".encode()).hexdigest()[:7], 16),
+        }
+        key = hashlib.sha256(json.dumps([self.name, asked], sort_keys=True).encode()).hexdigest()
+        if row := self._journal.rows.get(key):
+            return ChatReply(**row["reply"])
+        reply = self._told(self.client.chat, (RemoteError, BudgetExceeded), **asked)
+        # A lone surrogate could be neither stored nor sent on.
+        clean = {k: getattr(reply, k).encode(errors="replace").decode() for k in _TEXTS}
+        row = vars(reply) | clean
+        self._journal.add(
+            key, {"role": self.name, "stage": stage, "cost": reply.cost, "reply": row}
+        )
+        return ChatReply(**row)
+
+    def _told(self, call: Any, but: tuple[type[Exception], ...], **arguments: Any) -> Any:
+        """The call; what goes wrong, but for these, is told with the role's name."""
+        try:
+            return call(**arguments)
+        except but:
+            raise
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+
+
+_TEXTS = ("text", "reasoning")

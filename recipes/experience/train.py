@@ -1,0 +1,212 @@
+"""Learning in words: three generators practise, a critic fuses, each keeps a library of lessons.
+
+For each problem a generator writes a causal scaffold several times and follows it; code scores the
+attempts; where they differ (σ > τ) it is asked for one lesson, which the next problem's prompts
+carry. The critic then fuses each generator's scaffolds and learns from its three fusions likewise.
+
+    python -m recipes.experience.train generator 1 --dataset aime2024 --max-problems 10
+    python -m recipes.experience.train critic
+    python -m recipes.experience.train all --dataset word-problems --max-problems 10
+
+Run it again to go on after an interruption: what was paid for is not asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recipes.experience.apprentice import Apprentice, cache_path, sole_writer
+from recipes.experience.attempts import Actor
+from recipes.experience.judge import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, Judge
+from recipes.experience.library import DIRECTORY, Library
+from recipes.experience.prompting import Prompts
+from recipes.experience.roles import CONFIG, GENERATORS, Role, RoleSettings, load_settings
+from recipes.experience.summary import summarise
+from rlm import terminal
+from rlm.config import UsageError, flag, run_main
+from rlm.data import Problem, load_problems
+from rlm.records import read_lines, replace_json
+from rlm.remote import Spending
+
+PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
+RUN = Path("runs/experience/default")
+SHARED = ("tau", "max_tokens", "seed", "library_items", "library_tokens")
+
+
+@dataclass
+class TrainConfig:
+    target: str = flag("all", "who learns", choices=("generator", "critic", "all"), positional=True)
+    number: int | None = flag(None, "which generator", choices=(1, 2, 3), positional=True)
+    dataset: str = flag("aime2024", "aime2024, aime2025, physics, gsm8k, word-problems or FILE")
+    max_problems: int | None = flag(None, "practise on so many (none: all)")
+    rollouts: int = flag(3, "attempts a generator makes at each problem")
+    temperature: float | None = flag(None, "of every request (none: 0.3, the critic's 0.0)")
+    tau: float = flag(0.05, "a group teaches if the σ of its rewards is above this")
+    weights: tuple[float, ...] | None = flag(
+        None, "of r_ans,r_logic,r_graph (none: 0.5,0.25,0.25); of the critic also r_fusion"
+    )
+    max_tokens: int = flag(2048, "longest reply")
+    max_cost: float | None = flag(None, "stop before this is passed, in the currency of the prices")
+    library_items: int = flag(20, "lessons that a library holds at most")
+    library_tokens: int = flag(1200, "tokens that its lessons take in a prompt at most, about")
+    seed: int = flag(0, "of problems and requests")
+    api_config: Path = flag(CONFIG, "keys and endpoints of the roles")
+    library_dir: Path = flag(DIRECTORY, "where the libraries are")
+    run_dir: Path = flag(RUN, "where the caches are")
+
+    def __post_init__(self) -> None:
+        if (self.target == "generator") != (self.number is not None):
+            raise ValueError("write: generator 1 (or 2, 3), critic, or all")
+        parts = len(CRITIC_WEIGHTS if self.target == "critic" else GENERATOR_WEIGHTS)
+        if self.weights and (len(self.weights) != parts or min(self.weights) <= 0):
+            raise ValueError(f"--weights are {parts} numbers above 0")
+        for name in ("max_problems", "rollouts", "max_tokens", "library_items", "library_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if min(self.tau, self.temperature or 0, self.max_cost or 0) < 0:
+            raise ValueError("--tau, --temperature and --max-cost must be 0 or more")
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Temperature and weights of a role; under `all` the critic keeps its own defaults."""
+        critic = name == "critic"
+        asked = self.temperature, self.weights
+        temperature, weights = (None, None) if critic and self.target == "all" else asked
+        if temperature is None:
+            temperature = 0.0 if critic else 0.3
+        return {
+            "temperature": temperature,
+            "weights": weights or (CRITIC_WEIGHTS if critic else GENERATOR_WEIGHTS),
+        }
+
+
+def load(dataset: str, split: str, max_problems: int | None, seed: int = 0) -> list[Problem]:
+    """The problems, AIME's with ids like aime2024_001; what has no such split comes whole."""
+    name = dataset.partition(":")[0]
+    source = str(PHYSICS) if dataset == "physics" else dataset
+    split = split if name in ("gsm8k", "word-problems") else "test"
+    problems = load_problems(source, split, max_samples=max_problems, seed=seed)
+    if name in ("aime2024", "aime2025"):
+        return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
+    return problems
+
+
+def connect(
+    apprentice: Apprentice,
+    config: TrainConfig,
+    settings: Mapping[str, RoleSettings],
+    prompts: Prompts,
+    spending: Spending,
+) -> Actor:
+    """The role at its endpoint, and the judge if there is one.
+
+    Raises:
+        UsageError: no server, or the run directory holds a run with other options.
+    """
+    own = config.of(apprentice.name)
+    found = {
+        name: Role(name, settings[name], apprentice.journal, spending)
+        for name in (apprentice.name, "judge")
+        if name in settings
+    }
+    shared = SHARED + (() if apprentice.is_critic else ("dataset", "rollouts"))
+    options = {name: getattr(config, name) for name in shared} | own
+    options |= {f"{name} model": role.model for name, role in found.items()}
+    apprentice.check_options(options | {"weights": list(own["weights"]), "prompts": prompts.digest})
+    judge = Judge(found.get("judge"), prompts, config.max_tokens)
+    role, limit = found[apprentice.name], config.max_tokens
+    return Actor(role, prompts, judge, max_tokens=limit, seed=config.seed, **own)
+
+
+def read_rollouts(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
+    """The problems that all three generators have practised on, and their rollouts.
+
+    Raises:
+        UsageError: a generator has none.
+    """
+    caches = {}
+    for number, name in enumerate(GENERATORS, 1):
+        path = cache_path(run_dir, name)
+        caches[name] = {row["problem_id"]: row for row in read_lines(path, repair=False)}
+        if not caches[name]:
+            raise UsageError(
+                f"Rollouts file not found: {path}; "
+                f"run: python -m recipes.experience.train generator {number}"
+            )
+    first, *others = caches.values()
+    rows = [row for key, row in first.items() if all(key in other for other in others)]
+    problems = [
+        Problem(r["problem_id"], r["problem_text"], r["ground_truth"], columns=r["columns"])
+        for r in rows
+    ]
+    return problems, {
+        p.id: [(name, cache[p.id]["rollouts"]) for name, cache in caches.items()] for p in problems
+    }
+
+
+def main(config: TrainConfig) -> int:
+    single = f"generator_{config.number}" if config.target == "generator" else config.target
+    names = (*GENERATORS, "critic") if config.target == "all" else (single,)
+    settings, prompts = load_settings(names, config.api_config), Prompts()
+    if config.max_cost is not None and not any(s.price.completion for s in settings.values()):
+        raise UsageError(f"--max-cost needs a price for the roles in {config.api_config}")
+    limits = (config.library_dir, config.library_items, config.library_tokens)
+    with ExitStack() as locks:
+        apprentices = []
+        for name in names:
+            locks.enter_context(sole_writer(config.run_dir, name))
+            library = Library(name, *limits)
+            apprentices.append(Apprentice(name, config.run_dir, library, config.tau))
+        if config.target == "critic":
+            problems, material = read_rollouts(config.run_dir)
+        else:
+            problems = load(config.dataset, "train", config.max_problems, config.seed)
+            material = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
+        spending = Spending(config.max_cost)
+        spending.cost = sum(row["cost"] for a in apprentices for row in a.journal.rows.values())
+        actors = {a.name: connect(a, config, settings, prompts, spending) for a in apprentices}
+        try:
+            generators = [apprentice for apprentice in apprentices if not apprentice.is_critic]
+            together(generators, actors, problems, material)
+            for critic in (a for a in apprentices if a.is_critic):
+                if generators:
+                    problems, material = read_rollouts(config.run_dir)
+                critic.practise(actors["critic"], problems, material, threading.Event())
+        finally:
+            for apprentice in apprentices:
+                calls, retries = apprentice.journal.rows.values(), actors[apprentice.name].retries
+                shown = summarise(apprentice.rows, calls, retries)
+                replace_json(config.run_dir / f"{apprentice.name}_summary.json", shown)
+                terminal.facts(apprentice.name, shown)
+    return 0
+
+
+def together(
+    generators: Sequence[Apprentice],
+    actors: Mapping[str, Actor],
+    problems: Sequence[Problem],
+    material: Mapping[str, Sequence[Any]],
+) -> None:
+    """All generators at once; what ends one ends the others after the problem in hand."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(GENERATORS)) as pool:
+        tasks = [
+            pool.submit(generator.practise, actors[generator.name], problems, material, stop)
+            for generator in generators
+        ]
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        finally:
+            stop.set()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    run_main(main, TrainConfig, description=__doc__)
