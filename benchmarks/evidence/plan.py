@@ -120,8 +120,7 @@ class EvidenceConfig(TRLFlags):
     prompt_problems: int = flag(40, "to choose the base's prompts on", group="settings")
 
     def __post_init__(self) -> None:
-        sizes = [f for f in fields(self) if isinstance(f.default, int) and f.name != "seeds"]
-        for field in sizes:
+        for field in fields(self):
             if type(field.default) is int and getattr(self, field.name) < 1:
                 raise ValueError(f"--{field.name.replace('_', '-')} must be at least 1")
         if self.samples < 2 or self.group_size < 2:
