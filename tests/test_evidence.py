@@ -382,7 +382,7 @@ def test_a_reward_without_reasoning_is_seen():
 
 @pytest.fixture(scope="module")
 def in_process():
-    """Cells run in this process: a tiny model does not need one of its own, and imports are slow."""
+    """Cells run in this process: imports take longer than a tiny model's whole cell."""
 
     def run_child(module, function, payload, log):
         return getattr(importlib.import_module(module), function)(**payload)
@@ -507,11 +507,11 @@ class Killed(Exception):
 
 
 def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
-    """Killed after GRPO's first step, and again between two test sets."""
+    """Killed in the second step, and again between two test sets."""
     import train_grpo
     from benchmarks.evidence import judging
 
-    config = toy(model_dir, tmp_path, cells=("sft-s0", "grpo-s0"))
+    config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
     source, target = (c.folder(Cell("sft", 0)) for c in (finished, config))
     target.parent.mkdir(parents=True)
     target.symlink_to(source.resolve())  # the same start
@@ -527,7 +527,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
     monkeypatch.setattr(train_grpo, "log_step", killed_in_the_second_step)
     with pytest.raises(Killed):
         grid.run(config)
-    assert "step 1 of 2" in grid.state(config, Cell("grpo", 0))
+    assert "step 1 of 2" in grid.state(config, Cell("random_reward", 0))
 
     judged, write = [], judging.write_atomically
 
@@ -544,8 +544,11 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
     assert first_steps == [0, 1, 1]  # step 0 was not run again
     assert grid.run(config) == []
     assert judged.count("taught.json") == 1  # nor this set judged again
-    assert same(adapter_of(config, "grpo"), adapter_of(finished, "grpo"))
-    assert result_of(config, "grpo-s0")["tests"] == result_of(finished, "grpo-s0")["tests"]
+    assert same(adapter_of(config, "random_reward"), adapter_of(finished, "random_reward"))
+    assert (
+        result_of(config, "random_reward-s0")["tests"]
+        == result_of(finished, "random_reward-s0")["tests"]
+    )
 
 
 def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypatch):
@@ -594,12 +597,9 @@ def test_the_report_renders_every_section(finished):
     assert "Wrong answers" not in page  # nobody wrote any down
     assert "Not run" not in page
     assert str(finished.grid.parent) not in page
-    for line in page.splitlines():  # every row of a table has as many entries as its head
-        if line.startswith("|---"):
-            width = line.count("|")
-        elif line.startswith("| ") and "---" not in line and "`" not in line:
-            assert line.count("|") == line.count("|")
-    assert width
+    for block in page.split("\n\n"):  # every row of a table has as many entries as its head
+        rows = [line for line in block.splitlines() if line.startswith("| ")]
+        assert len({line.count(" | ") for line in rows}) <= 1
 
 
 def test_a_report_needs_no_grid_but_its_copies(finished, tmp_path):
@@ -718,9 +718,8 @@ def test_the_shipped_adapter_is_small_complete_and_says_where_it_comes_from(fini
     card = (finished.weights / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert "| families nobody saw | 4 |" in card
-    everything = "".join(
-        f.read_text() for f in finished.weights.glob("*.*") if f.suffix != ".safetensors"
-    )
+    texts = [file for file in finished.weights.iterdir() if file.suffix != ".safetensors"]
+    everything = "".join(file.read_text() for file in texts)
     assert str(finished.grid) not in everything
     model, _ = load_rlm_model(finished.weights, model=str(model_dir))
     assert model.rlm_format.reasoning_tag == "think"

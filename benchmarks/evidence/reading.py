@@ -17,7 +17,7 @@ NUMBER = r"-?\d+(?:\.\d+)?"
 EQUATION = re.compile(
     rf"(?<![\d.])({NUMBER}(?:\s*[-+*/x×÷]\s*{NUMBER})+)\s*=\s*\$?({NUMBER})(?!\d|\.\d|\s*[-+*/x×÷])"
 )
-TERM = re.compile(rf"\s*([-+*/x×÷]?)\s*({NUMBER})")
+TERM = re.compile(rf"\s*([-+*/x×÷])\s*({NUMBER})")
 SIGNS = {"x": "*", "×": "*", "÷": "/"}
 REPEATS, WORDS_IN_A_ROW = 3, 4
 
@@ -78,13 +78,10 @@ def equations(text: str) -> list[Equation]:
     """
     found = []
     for left, right in EQUATION.findall(text):
-        terms = TERM.findall(left)
-        numbers = [Fraction(number) for _, number in terms]
-        signs = []
-        for index, (sign, number) in enumerate(terms[1:], 1):
-            if not sign:  # "8 -3": the minus was read as the number's
-                sign, numbers[index] = "-", -Fraction(number)
-            signs.append(SIGNS.get(sign, sign))
+        first = re.match(NUMBER, left)[0]
+        terms = TERM.findall(left[len(first) :])
+        numbers = [Fraction(number) for number in (first, *(number for _, number in terms))]
+        signs = [SIGNS.get(sign, sign) for sign, _ in terms]
         found.append(Equation(tuple(numbers), tuple(signs), Fraction(right)))
     return found
 
