@@ -19,9 +19,9 @@ Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
   problems a step and a rate that falls linearly are what learned best in the trials of the log.
 - the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
   same samples, which takes it about five times as long: its cell is the one long one, and resumes.
-- judging: 240 problems greedily and 16 samples of 80, for each of three sets of word problems,
-  with fewer of other hands' problems: about 5,400 completions at 9 a second, ten minutes a cell.
-  Three seeds and 720 problems put a greedy difference within about ± 4 points.
+- judging: 240 problems greedily and 16 samples of 64, for each of three sets of word problems, and
+  fewer of another hand's: 4,700 completions at about 9 a second, nine minutes a cell. With 720
+  problems a greedy difference is known to about ± 4 points, before the seeds' own spread.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class EvidenceConfig(TRLFlags):
     max_new_tokens: int = flag(96, "longest completion", group="settings")
     base_new_tokens: int = flag(256, "of the base, which rambles", group="settings")
     greedy_problems: int = flag(240, "of each test set, decoded greedily", group="settings")
-    sampled_problems: int = flag(80, "the first of them, sampled", group="settings")
+    sampled_problems: int = flag(64, "the first of them, sampled", group="settings")
     base_sampled: int = flag(24, "the first of them, where the base samples", group="settings")
     samples: int = flag(16, "completions of each", group="settings")
     other_problems: int = flag(80, "reasoning-gym's, greedily", group="settings")
-    other_sampled: int = flag(40, "the first of them, sampled", group="settings")
+    other_sampled: int = flag(32, "the first of them, sampled", group="settings")
     curve_problems: int = flag(120, "to validate on along the way", group="settings")
     curve_samples: int = flag(2, "completions of each, besides the greedy one", group="settings")
     curve_every: int = flag(3, "steps of GRPO from point to point", group="settings")
