@@ -718,6 +718,8 @@ def test_the_shipped_adapter_is_small_complete_and_says_where_it_comes_from(fini
     card = (finished.weights / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert "| families nobody saw | 4 |" in card
+    assert "Wrong. " in card
+    assert "Right. " not in card  # a random model is never right, and nothing is made up
     texts = [file for file in finished.weights.iterdir() if file.suffix != ".safetensors"]
     everything = "".join(file.read_text() for file in texts)
     assert str(finished.grid) not in everything

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.evidence.failures import judged
 from benchmarks.evidence.intervals import crossed_bootstrap
 from benchmarks.evidence.judging import GRADINGS, Judge
 from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
@@ -130,6 +132,18 @@ def run_json(
     }
 
 
+def examples(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The first right and the first wrong greedy answer before rounding, as they came."""
+    lines = []
+    for right in (True, False):
+        found = [r for r in rows if (r["completions"][0]["strict"] == "correct") is right]
+        for row in found[:1]:
+            title = "Right" if right else "Wrong"
+            lines += [f"{title}. {row['question']} (gold {row['answer']})", ""]
+            lines += ["```", row["completions"][0]["text"].replace("```", "'''"), "```", ""]
+    return lines
+
+
 def card(
     config: EvidenceConfig, cell: Cell, result: dict[str, Any], scores: dict[str, dict[str, str]]
 ) -> str:
@@ -197,6 +211,9 @@ def card(
             "",
             *rows,
             "",
+            "## One right, one wrong",
+            "",
+            *examples(judged(config.folder(cell))),
             "## Limits",
             "",
             "- It was chosen by validation problems; the test problems decided nothing."
