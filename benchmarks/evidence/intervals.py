@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,19 @@ def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0)
     seeds, problems = scores.shape
     if not scores.size:
         raise ValueError("no scores to resample")
-    rng = np.random.default_rng(seed)
-    rows = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=resamples) / seeds
-    columns = rng.multinomial(problems, np.full(problems, 1 / problems), size=resamples) / problems
-    means = ((rows @ scores) * columns).sum(axis=1)  # (resamples,)
+    rows, columns = _weights(seeds, resamples, seed), _weights(problems, resamples, seed + 1)
+    means = np.einsum("rs,sp,rp->r", rows, scores, columns, optimize=True)  # (resamples,)
     low, high = np.percentile(means, [2.5, 97.5])
     return Interval(float(scores.mean()), float(low), float(high), seeds, problems)
+
+
+@cache  # a page of intervals is over a few numbers of problems, and drawing takes the time
+def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
+    """(resamples, count): how often each of `count` was drawn, over `count`."""
+    drawn = np.random.default_rng([seed, count]).multinomial(
+        count, np.full(count, 1 / count), size=resamples
+    )
+    return (drawn / count).astype(np.float32)
 
 
 def difference(a: Scores, b: Scores) -> Interval:
