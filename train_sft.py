@@ -6,7 +6,7 @@ completion alone, up to and with its first end token. LoRA on all linear layers;
 
     python train_sft.py                                    # picks model and data by what is here
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
-    python train_sft.py --adapter weights/sft_lora         # go on from an adapter
+    python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
     python train_sft.py --dry-run                          # show examples and what is learned
 """
 
@@ -69,6 +69,8 @@ class SFTConfig:
             raise ValueError("--warmup-share must be in [0, 1], --lora-dropout in [0, 1)")
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError("--max-minutes must be above 0")
+        if self.adapter and self.output.resolve() == self.adapter.resolve():
+            raise ValueError("--output would overwrite --adapter; name another directory")
 
 
 # What changes when a GPU picks the 7B model on GSM8K.
@@ -111,9 +113,13 @@ def show_example(tokenizer, example: dict[str, list[int]]) -> None:
 
 def main(config: SFTConfig) -> int:
     from rlm.machine import fill_in, prepare_process
+    from rlm.models import check_adapter, read_run
 
     prepare_process()
-    config = fill_in(config, GPU_DEFAULTS)
+    if config.adapter:
+        check_adapter(config.adapter, "run: python train_sft.py")
+    start_run = read_run(config.adapter) if config.adapter else None
+    config = fill_in(config, GPU_DEFAULTS, start_run)
     problems = load_problems(
         config.dataset,
         "train",
@@ -142,7 +148,6 @@ def train(
     from rlm.machine import peak_memory_gb, pick_device
     from rlm.models import (
         base_hash,
-        check_adapter,
         check_base,
         load_adapter,
         load_base,
@@ -175,7 +180,7 @@ def train(
     transformers.set_seed(config.seed)
     weights = base_hash(config.model)
     if config.adapter:
-        check_base(check_adapter(config.adapter, "run: python train_sft.py"), config.model, weights)
+        check_base(config.adapter, config.model, weights)
     base = load_base(config.model, device, use_4bit=config.use_4bit)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)

@@ -448,6 +448,19 @@ def test_continued_sft_goes_on_from_the_start(finished):
     assert not same(adapter_of(finished, "sft_continued"), adapter_of(finished, "sft"))
 
 
+def test_sft_refuses_a_start_that_is_missing_or_its_own_output(tmp_path, capsys):
+    import train_sft
+
+    for arguments, text in (
+        (["--adapter", str(tmp_path / "nowhere")], "does not exist"),
+        (["--adapter", "x", "--output", "x"], "would overwrite"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run_main(train_sft.main, train_sft.SFTConfig, argv=arguments)
+        assert end.value.code == 2
+        assert text in capsys.readouterr().err
+
+
 def test_a_rate_of_zero_changes_nothing_and_a_random_reward_something(finished):
     start = adapter_of(finished, "sft")
     assert same(adapter_of(finished, "rate_zero"), start)
