@@ -478,6 +478,16 @@ def test_curves_have_a_point_for_each_snapshot(finished):
     assert len(result_of(finished, "random_reward-s0")["curve"]) == 1
 
 
+def test_a_cells_command_says_what_differs_from_the_defaults(tmp_path):
+    from benchmarks.evidence.judging import command_of
+
+    start = "python -m benchmarks.evidence --cells"
+    assert command_of(EvidenceConfig(), Cell("grpo", 2)) == f"{start} grpo-s2"
+    config = EvidenceConfig(steps=3, trl_malloc=True, dataset=f"gsm8k:{tmp_path}", seeds=(9,))
+    expected = f"{start} grpo-s9 --seeds 9 --trl-malloc --dataset gsm8k:DIRECTORY --steps 3"
+    assert command_of(config, Cell("grpo", 9)) == expected
+
+
 def test_what_is_done_is_not_done_again(finished, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a finished cell was run again")

@@ -110,13 +110,14 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
     """What runs this cell again in an empty grid, after the ones it needs."""
-    default = EvidenceConfig().settings()
-    changed = {k: v for k, v in config.settings().items() if v != default[k]}
-    spelled = [
-        f"--{'' if value is not False else 'no-'}{name.replace('_', '-')}"
-        + ("" if isinstance(value, bool) else f" {_public(name, value)}")
-        for name, value in changed.items()
-    ]
+    default = EvidenceConfig()
+    usual = default.settings()
+    changed = {k: v for k, v in config.settings().items() if v != usual[k]}
+    spelled = [] if cell.seed in default.seeds else [f"--seeds {cell.seed}"]
+    for name, value in changed.items():
+        option = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
+        shown = "" if isinstance(value, bool) else f" {_public(name, value)}"
+        spelled.append(f"--{option}{shown}")
     return " ".join(["python -m benchmarks.evidence --cells", cell.name, *spelled])
 
 
