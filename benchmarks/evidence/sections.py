@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from benchmarks.evidence import plots
 from benchmarks.evidence.intervals import METRICS, common, crossed_bootstrap, difference
@@ -25,9 +26,10 @@ from benchmarks.evidence.results import (
 
 
 def head(results: Results) -> list[str]:
-    first = next(iter(results.values()))[0]
-    settings, machine = first["settings"], first["machine"]
-    seeds = sorted({r["seed"] for rows in results.values() for r in rows})
+    cells = [cell for rows in results.values() for cell in rows]
+    settings = cells[0]["settings"]
+    seeds = sorted({cell["seed"] for cell in cells})
+    machines = sorted({_machine(cell["machine"]) for cell in cells})
     return [
         "# Results",
         "",
@@ -35,9 +37,8 @@ def head(results: Results) -> list[str]:
         "`python -m benchmarks.evidence` runs every cell that they come from. "
         "The last section has each cell's own command, commit and time.",
         "",
-        f"Model: `{settings['model']}`, {machine['dtype']}; data: {settings['dataset']}; "
-        f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB"
-        + (f", {machine['gpu']}." if machine["gpu"] else "."),
+        f"Model: `{settings['model']}`; data: {settings['dataset']}; "
+        f"machine: {'; and '.join(machines)}.",
         f"Learning: SFT on {settings['solved']} worked solutions; then {settings['steps']} steps "
         f"of {settings['batch_size']} problems × {settings['group_size']} completions, "
         f"rate {settings['learning_rate']:g}, at most {settings['max_new_tokens']} tokens. "
@@ -49,6 +50,11 @@ def head(results: Results) -> list[str]:
         "*Sampled* is the mean over all samples at temperature 1, *maj@8* the most frequent answer "
         "of 8, *lenient* accepts an answer outside the format.",
     ]
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    parts = [found["cpu"], f"{found['cores']} cores", f"{found['memory_gb']} GB", found["dtype"]]
+    return ", ".join([*parts, *([found["gpu"]] if found["gpu"] else [])])
 
 
 def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
