@@ -6,6 +6,7 @@ completion alone, up to and with its first end token. LoRA on all linear layers;
 
     python train_sft.py                                    # picks model and data by what is here
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
+    python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
     python train_sft.py --dry-run                          # show examples and what is learned
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +39,9 @@ class SFTConfig:
     micro_batch: int = flag(8, "examples per forward pass")
     learning_rate: float = flag(1e-3, "peak; LoRA wants about ten times full fine-tuning's")
     warmup_share: float = flag(0.05, "share of the steps in which the rate rises")
-    lora_r: int = flag(16, "rank of the adapter")
-    lora_alpha: int = flag(32, "scale of the adapter, over its rank")
+    adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
+    lora_r: int = flag(16, "rank of a new adapter")
+    lora_alpha: int = flag(32, "scale of a new adapter, over its rank")
     lora_dropout: float = flag(0.0, "dropout inside the adapter")
     use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
     eval_samples: int = flag(50, "validation problems whose loss is measured at the end (0: none)")
@@ -66,6 +69,8 @@ class SFTConfig:
             raise ValueError("--warmup-share must be in [0, 1], --lora-dropout in [0, 1)")
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError("--max-minutes must be above 0")
+        if self.adapter and self.output.resolve() == self.adapter.resolve():
+            raise ValueError("--output would overwrite --adapter; name another directory")
 
 
 # What changes when a GPU picks the 7B model on GSM8K.
@@ -107,14 +112,44 @@ def show_example(tokenizer, example: dict[str, list[int]]) -> None:
 
 
 def main(config: SFTConfig) -> int:
+    from rlm.machine import fill_in, prepare_process
+    from rlm.models import check_adapter, read_run
+
+    prepare_process()
+    if config.adapter:
+        check_adapter(config.adapter, "run: python train_sft.py")
+    start_run = read_run(config.adapter) if config.adapter else None
+    config = fill_in(config, GPU_DEFAULTS, start_run)
+    problems = load_problems(
+        config.dataset,
+        "train",
+        max_samples=config.max_samples,
+        seed=config.seed,
+        keep_code=config.keep_code,
+    )
+    validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples or 1)
+    train(config, problems, validation[: config.eval_samples])
+    return 0
+
+
+def train(
+    config: SFTConfig, problems: Sequence[Problem], validation: Sequence[Problem] = ()
+) -> dict[str, object]:
+    """Learn the problems' solutions, write the adapter, and return what its run.json says.
+
+    Raises:
+        UsageError: problems without solutions, or none that is short enough.
+    """
     import datasets
     import transformers
     import trl
     from transformers import TrainerCallback
 
-    from rlm.machine import fill_in, peak_memory_gb, pick_device, prepare_process
+    from rlm.machine import peak_memory_gb, pick_device
     from rlm.models import (
         base_hash,
+        check_base,
+        load_adapter,
         load_base,
         load_tokenizer,
         new_adapter,
@@ -123,25 +158,15 @@ def main(config: SFTConfig) -> int:
     )
     from rlm.runs import check_writable
 
-    prepare_process()
-    config = fill_in(config, GPU_DEFAULTS)
     device = pick_device(use_4bit=config.use_4bit)
     format = FORMATS[config.reasoning_format]
     tokenizer = load_tokenizer(config.model)
-    problems = load_problems(
-        config.dataset,
-        "train",
-        max_samples=config.max_samples,
-        seed=config.seed,
-        keep_code=config.keep_code,
-    )
     unsolved = sum(not problem.solution for problem in problems)
     if unsolved:
         raise UsageError(
             f"--dataset {config.dataset}: {unsolved} of {len(problems)} problems have no solution "
             "to learn from; SFT needs a `solution` field"
         )
-    validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples or 1)
     examples = [to_example(tokenizer, problem, format) for problem in problems]
     kept = [e for e in examples if len(e["input_ids"]) <= config.max_length]
     if not kept:
@@ -149,17 +174,20 @@ def main(config: SFTConfig) -> int:
     if config.dry_run:
         for example in kept[:3]:
             show_example(tokenizer, example)
-        return 0
+        return {}
 
     check_writable("--output", config.output.parent)
     check_writable("--run-dir", config.run_dir)
     transformers.set_seed(config.seed)
-    policy = new_adapter(
-        load_base(config.model, device, use_4bit=config.use_4bit),
-        r=config.lora_r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-    )
+    weights = base_hash(config.model)
+    if config.adapter:
+        check_base(config.adapter, config.model, weights)
+    base = load_base(config.model, device, use_4bit=config.use_4bit)
+    if config.adapter:
+        policy = load_adapter(base, config.adapter, trainable=True)
+    else:
+        dropout = config.lora_dropout
+        policy = new_adapter(base, r=config.lora_r, alpha=config.lora_alpha, dropout=dropout)
     if config.lora_dropout == 0:
         use_lean_lora(policy)
     steps = config.epochs * -(-len(kept) // config.batch_size)
@@ -233,14 +261,15 @@ def main(config: SFTConfig) -> int:
     trainer.remove_callback(transformers.PrinterCallback)
     result = trainer.train()
     validation_loss = None
-    if config.eval_samples:
+    if validation:
         held_out = [to_example(tokenizer, problem, format) for problem in validation]
         found = trainer.evaluate(datasets.Dataset.from_list(held_out))
         validation_loss = found["eval_loss"]
     run = {
         "stage": "sft",
         "base_model": config.model,
-        "base_hash": base_hash(config.model),
+        "base_hash": weights,
+        "start_adapter": str(config.adapter) if config.adapter else None,
         "use_4bit": config.use_4bit,
         "dataset": config.dataset,
         "examples": len(kept),
@@ -262,7 +291,7 @@ def main(config: SFTConfig) -> int:
             "next": f"python train_grpo.py --sft-adapter {config.output}",
         },
     )
-    return 0
+    return run
 
 
 if __name__ == "__main__":

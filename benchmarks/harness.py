@@ -62,11 +62,16 @@ class ChildFailed(RuntimeError):
 
 
 def run_child(
-    module: str, function: str, payload: Mapping[str, Any], memory_limit_gb: float | None = None
+    module: str,
+    function: str,
+    payload: Mapping[str, Any],
+    memory_limit_gb: float | None = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """`module.function(**payload)` in a process of its own; its dict, with `peak_memory_gb`.
 
     Args:
+        log: where what it writes is added; none: only the end is shown, and only if it fails.
         memory_limit_gb: beyond it allocations fail in the child, before the system has to choose
             which process to kill.
 
@@ -75,11 +80,11 @@ def run_child(
     """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "payload.json", Path(folder) / "result.json"
-        log = Path(folder) / "log.txt"
+        log = log or Path(folder) / "log.txt"
         source.write_text(json.dumps(payload), encoding="utf-8")
         limit = "" if memory_limit_gb is None else str(memory_limit_gb)
         arguments = [module, function, str(source), str(target), limit]
-        with log.open("w", encoding="utf-8") as stream:
+        with log.open("a", encoding="utf-8") as stream:
             code = subprocess.run(
                 [sys.executable, "-m", "benchmarks.harness", *arguments],
                 cwd=ROOT,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.arms import FORMAT, Recorder, Work, reward_function
 from rlm import machine, models
+from rlm.data import Problem
 from rlm.prompts import render_prompt, stop_token_ids
 
 
@@ -116,54 +118,66 @@ def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return recorder.result(clock.steps)
 
 
-def config_for(work: Work, settings: Settings, folder: str, use_cpu: bool) -> trl.GRPOConfig:
-    """The algorithm as ours has it, one update over all rows of a step, and nothing logged."""
+def config_for(
+    work: Work, settings: Settings, folder: str, use_cpu: bool, **more: Any
+) -> trl.GRPOConfig:
+    """The algorithm as ours has it, one update over all rows of a step, and nothing logged.
+
+    Args:
+        more: other options of TRL's, which win.
+    """
     rows = work.prompts * work.group_size
     if rows % settings.batch:
         raise ValueError(f"a batch of {settings.batch} does not divide the {rows} rows of a step")
-    return trl.GRPOConfig(
-        output_dir=folder,
-        max_steps=work.steps,
-        per_device_train_batch_size=settings.batch,
-        gradient_accumulation_steps=rows // settings.batch,
-        num_generations=work.group_size,
-        max_completion_length=work.max_new_tokens,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        epsilon=0.2,
-        loss_type="grpo",
-        scale_rewards="group",
-        num_iterations=1,
-        learning_rate=work.learning_rate,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        disable_dropout=True,
-        gradient_checkpointing=settings.checkpointing,
-        use_transformers_continuous_batching=settings.continuous,
-        bf16=settings.autocast,
-        use_cpu=use_cpu,
-        dataloader_pin_memory=not use_cpu,
-        shuffle_dataset=False,
-        seed=work.seed,
-        report_to="none",
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    options = {
+        "output_dir": folder,
+        "max_steps": work.steps,
+        "per_device_train_batch_size": settings.batch,
+        "gradient_accumulation_steps": rows // settings.batch,
+        "num_generations": work.group_size,
+        "max_completion_length": work.max_new_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "num_iterations": 1,
+        "learning_rate": work.learning_rate,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "disable_dropout": True,
+        "gradient_checkpointing": settings.checkpointing,
+        "use_transformers_continuous_batching": settings.continuous,
+        "bf16": settings.autocast,
+        "use_cpu": use_cpu,
+        "dataloader_pin_memory": not use_cpu,
+        "shuffle_dataset": False,
+        "seed": work.seed,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return trl.GRPOConfig(**options | more)
 
 
 def dataset(work: Work, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The problems in our order, as text that TRL turns into the very token ids that ours gets.
+    """The problems of the work in our order, as TRL takes them."""
+    return prompt_rows([problem for step in work.problems() for problem in step], tokenizer)
+
+
+def prompt_rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Problems as text that TRL turns into the very token ids that ours gets.
 
     Raises:
         ValueError: it would not.
     """
     rows = []
-    for problem in (problem for step in work.problems() for problem in step):
+    for problem in problems:
         ids = render_prompt(tokenizer, problem.question, FORMAT)
         prompt = tokenizer.decode(ids)
         if tokenizer(text=prompt)["input_ids"] != ids:

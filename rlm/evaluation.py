@@ -189,7 +189,7 @@ class Evaluation:
 
     def majority_accuracy(self, strict: bool) -> dict[str, float]:
         """mean, low, high (bootstrap over problems) of maj@k. Equal numbers are one answer."""
-        return _mean([_majority_score([g.verdict(strict) for g in group]) for group in self.groups])
+        return _mean([majority_score([g.verdict(strict) for g in group]) for group in self.groups])
 
     def by_column(self, column: str, strict: bool) -> dict[str, dict[str, float]]:
         """Accuracy on the problems with each value of a column; {} if no problem has it."""
@@ -227,7 +227,8 @@ def _mean(scores: Sequence[float]) -> dict[str, float]:
     return {"mean": sum(scores) / len(scores), "low": low, "high": high}
 
 
-def _majority_score(verdicts: Sequence[Verdict]) -> float:
+def majority_score(verdicts: Sequence[Verdict]) -> float:
+    """Chance that the most frequent answer of some completions is right; equal numbers are one."""
     votes = [_vote(v.answer) if v.reason in ("correct", "wrong") else None for v in verdicts]
     right = {vote for vote, v in zip(votes, verdicts, strict=True) if v.correct}
     winners = majority(votes)
@@ -251,6 +252,7 @@ def evaluate(
     k: int = 1,
     seed: int = 0,
     examples: Sequence[tuple[str, str]] = (),
+    system_prompt: str | None = None,
     on_finish: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Draw k completions of each problem and grade them strictly and leniently.
@@ -260,6 +262,7 @@ def evaluate(
     Args:
         temperature: 0 is greedy, with k = 1.
         examples: (question, completion) pairs shown first (few-shot).
+        system_prompt: replaces the format's own; "" leaves it out.
         on_finish: called after each completion (progress bars).
 
     Raises:
@@ -273,8 +276,12 @@ def evaluate(
         raise ValueError(f"greedy decoding gives {k} equal completions; set a temperature")
     if {question for question, _ in examples} & {problem.question for problem in problems}:
         raise ValueError("an example is one of the problems: the prompt would hold its answer")
+    prompts = [
+        render_problem(tokenizer, p, format, examples=examples, system_prompt=system_prompt)
+        for p in problems
+    ]
     groups = sampler.sample(
-        [render_problem(tokenizer, problem, format, examples=examples) for problem in problems],
+        prompts,
         k,
         SamplingParams(max_new_tokens, temperature),
         [prompt_seed(seed, problem.id) for problem in problems],

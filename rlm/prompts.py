@@ -136,10 +136,17 @@ def render_problem(
     format: Format,
     *,
     examples: Sequence[tuple[str, str]] = (),
+    system_prompt: str | None = None,
 ) -> list[int]:
     """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
-    kind = problem.answer_type
-    return render_prompt(tokenizer, problem.question, format, examples=examples, answer_type=kind)
+    return render_prompt(
+        tokenizer,
+        problem.question,
+        format,
+        examples=examples,
+        answer_type=problem.answer_type,
+        system_prompt=system_prompt,
+    )
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:

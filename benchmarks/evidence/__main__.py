@@ -1,0 +1,36 @@
+"""The command line: run the grid, show it, report it, read its failures, ship an adapter."""
+
+from benchmarks import evidence
+from benchmarks.evidence import grid
+from benchmarks.evidence.plan import PRESETS, EvidenceConfig
+from rlm import terminal
+from rlm.config import run_main
+
+
+def main(config: EvidenceConfig) -> int:
+    if config.list:
+        grid.show(config)
+    elif config.command == "run":
+        left = grid.run(config)
+        terminal.line(
+            f"{len(left)} cells are left: run the same command again"
+            if left
+            else "all done; next: python -m benchmarks.evidence report"
+        )
+    elif config.command == "report":
+        from benchmarks.evidence.report import write_report
+
+        write_report(config)
+    elif config.command == "failures":
+        from benchmarks.evidence.failures import write_failures
+
+        write_failures(config)
+    else:
+        from benchmarks.evidence.ship import ship
+
+        ship(config)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, EvidenceConfig, presets=PRESETS, description=evidence.__doc__)

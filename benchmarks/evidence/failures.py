@@ -1,0 +1,143 @@
+"""Fifty wrong answers of a cell and of its start, in files to read and correct.
+
+    docs/results/failures/grpo-s0.yaml, sft-s0.yaml
+
+Each entry has an automatic `sort`; a person who reads it and disagrees writes another one of SORTS
+behind `by_hand`. Running it again keeps what was written by hand. `doubtful` lists right answers
+whose reasoning holds a false equation, or none that leads to the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.evidence.plan import START, Cell, EvidenceConfig, read_json
+from benchmarks.evidence.pools import OTHER
+from benchmarks.evidence.reading import SORTS, first_sort, with_false_step, without_reasoning
+from rlm import terminal
+from rlm.config import UsageError
+
+WRONG, DOUBTFUL = 50, 20
+Entry = dict[str, Any]
+
+
+def write_failures(config: EvidenceConfig) -> None:
+    """Write the file of the named cell, and of the start it was trained from.
+
+    Raises:
+        UsageError: a cell that is not done, or a file whose corrections cannot be read.
+    """
+    cell = config.named_cell()
+    start = Cell(START, cell.seed)
+    for one in (start, cell) if start in cell.needs else (cell,):
+        folder = config.folder(one)
+        if not (folder / "result.json").exists():
+            raise UsageError(f"{one.name} is not done: python -m benchmarks.evidence")
+        file = config.docs / "failures" / f"{one.name}.yaml"
+        content = chosen_failures(one.name, judged(folder), corrections(file))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(as_yaml(content), encoding="utf-8")
+        terminal.line(f"{file}: {len(content['wrong'])} of {content['wrong_of'][0]} wrong answers")
+
+
+def judged(folder: Path) -> list[Entry]:
+    """Greedy completions of a cell, on all test sets but those by other hands."""
+    files = sorted((folder / "judged").glob("*.json"))
+    skipped = {OTHER, "end", *(f.stem for f in files if f.stem.startswith("step_"))}
+    return [
+        {"set": file.stem, **row}
+        for file in files
+        if file.stem not in skipped
+        for row in read_json(file)["greedy"]
+    ]
+
+
+def chosen_failures(
+    name: str, rows: Sequence[Entry], by_hand: Mapping[tuple[str, str], str]
+) -> dict[str, Any]:
+    """What the file holds; the choice is a function of the cell's name and its completions."""
+    wrong, doubtful = [], []
+    for row in rows:
+        (completion,) = row["completions"]
+        text = completion["text"]
+        entry = {
+            "id": row["id"],
+            "set": row["set"],
+            "question": row["question"],
+            "gold": row["answer"],
+            "solution": row["solution"],
+            "completion": text,
+        }
+        if completion["strict"] != "correct":
+            sort = first_sort(row, completion)
+            wrong.append(entry | {"sort": sort, "by_hand": by_hand.get((row["id"], text))})
+        elif with_false_step(text):
+            doubtful.append(entry | {"why": "an equation does not hold"})
+        elif without_reasoning(text, row["answer"]):
+            doubtful.append(entry | {"why": "no equation leads to the answer"})
+    pick = random.Random(f"failures {name}")
+    shown = pick.sample(wrong, min(WRONG, len(wrong)))
+    return {
+        "cell": name,
+        "command": f"python -m benchmarks.evidence failures {name}",
+        "wrong_of": [len(wrong), len(rows)],
+        "doubtful_of": [len(doubtful), len(rows) - len(wrong)],
+        "sorts_of_all_wrong": dict(Counter(entry["sort"] for entry in wrong).most_common()),
+        "wrong": shown,
+        "doubtful": pick.sample(doubtful, min(DOUBTFUL, len(doubtful))),
+    }
+
+
+def corrections(file: Path) -> dict[tuple[str, str], str]:
+    """What a person wrote into an earlier file: (id, completion) → sort.
+
+    Raises:
+        UsageError: a sort that is none of SORTS, or a file that is no YAML.
+    """
+    if not file.exists():
+        return {}
+    found = {}
+    for entry in read_failures(file)["wrong"]:
+        sort = entry["by_hand"]
+        if sort is not None:
+            if sort not in SORTS:
+                raise UsageError(f"{file}: {entry['id']}: {sort!r} is none of {', '.join(SORTS)}")
+            found[entry["id"], entry["completion"]] = sort
+    return found
+
+
+def read_failures(file: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UsageError: not the YAML that was written here.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not {"wrong", "doubtful"} <= set(content):
+        raise UsageError(f"{file} is not a file of failures: move it away")
+    return content
+
+
+def as_yaml(content: Mapping[str, Any]) -> str:
+    """Texts of several lines as blocks: the file is for reading."""
+    return yaml.dump(content, Dumper=_Blocks, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Blocks(yaml.SafeDumper):
+    """SafeDumper with text of several lines as literal blocks."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Blocks.add_representer(str, _text)

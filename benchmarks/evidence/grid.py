@@ -1,0 +1,163 @@
+"""Run the cells that are not done, each in processes of its own; nothing that is done is repeated.
+
+A cell's directory: `train/` (checkpoints), `adapter/`, `train.json` (trained), `judged/` (a file
+for each test set), `result.json` (done), `log.txt`. The JSON files are renamed into place when they
+are complete, so a kill at any moment leaves either the work or no trace of it, and the same command
+goes on: our trainer and TRL's from their last checkpoint, SFT from its start, judging from the
+test set it was at.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json, write_atomically
+from rlm import terminal
+from rlm.config import UsageError
+
+THIS = "benchmarks.evidence.grid"
+
+
+def is_done(config: EvidenceConfig, cell: Cell) -> bool:
+    return (config.folder(cell) / "result.json").exists()
+
+
+def is_trained(config: EvidenceConfig, cell: Cell) -> bool:
+    return ARMS[cell.arm].kind == "base" or (config.folder(cell) / "train.json").exists()
+
+
+def run(config: EvidenceConfig) -> list[Cell]:
+    """Run the chosen cells that are left, in order; the ones that are still left afterwards.
+
+    Raises:
+        UsageError: a cell needs one that is neither done nor chosen, or other settings were used.
+        harness.ChildFailed: a cell's process ended badly; what was done stays.
+    """
+    config.fix()
+    chosen, started = config.chosen_cells(), time.monotonic()
+    for cell in chosen:
+        for needed in cell.needs:
+            if needed not in chosen and not is_trained(config, needed):
+                raise UsageError(f"{cell.name} needs {needed.name}: add it to --cells")
+    for cell in chosen:
+        if is_done(config, cell):
+            continue
+        if config.minutes is not None and time.monotonic() - started >= 60 * config.minutes:
+            terminal.line(f"--minutes {config.minutes:g} are over: no new cell is started")
+            break
+        if not all(is_trained(config, needed) for needed in cell.needs):
+            terminal.line(f"{cell.name}: left for later, what it needs is not done")
+            continue
+        with locked(config.folder(cell)) as free:
+            if not free:
+                terminal.line(f"{cell.name}: another process is at it")
+                continue
+        begun = time.monotonic()
+        for part in ("train_cell", "judge_cell"):
+            payload = {"config": config.payload(), "arm": cell.arm, "seed": cell.seed}
+            log = config.folder(cell).resolve() / "log.txt"
+            harness.run_child(THIS, part, payload, log=log)
+        terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
+    return [cell for cell in chosen if not is_done(config, cell)]
+
+
+# --- in a cell's own process --------------------------------------------------------------------
+
+
+def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
+    from benchmarks.evidence.training import train
+
+    settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
+    with locked(settings.folder(cell)) as free:
+        if not free:
+            raise RuntimeError(f"{cell.name}: another process is at it")
+        if not is_trained(settings, cell):
+            write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
+    return {}
+
+
+def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
+    from benchmarks.evidence.judging import judge
+
+    settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
+    with locked(settings.folder(cell)) as free:
+        if not free:
+            raise RuntimeError(f"{cell.name}: another process is at it")
+        if not is_done(settings, cell):
+            judge(settings, cell)
+        # Hundreds of megabytes that only a resume or the curve needed.
+        for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):
+            shutil.rmtree(leftover)
+    return {}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether the cell is ours for as long as this lasts; the system frees it when a process ends.
+
+    A killed grid's child may live on: a second one must not write into the same cell.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+# --- what is done and what is left --------------------------------------------------------------
+
+
+def seconds_of(result: Mapping[str, Any]) -> float:
+    """What a finished cell took, training and judging."""
+    return result["training"].get("wall", 0.0) + result["judging_seconds"]
+
+
+def state(config: EvidenceConfig, cell: Cell) -> str:
+    folder = config.folder(cell)
+    if is_done(config, cell):
+        return "done"
+    if (folder / "judged").exists():
+        return f"judged on {len(list((folder / 'judged').glob('*.json')))} sets"
+    if (folder / "train.json").exists():
+        return "trained"
+    metrics = [folder / "train" / name for name in ("metrics.jsonl", "steps.jsonl")]
+    for file in metrics:
+        if file.exists():
+            return f"step {len(file.read_text(encoding='utf-8').splitlines())} of {config.steps}"
+    return "left"
+
+
+def show(config: EvidenceConfig) -> None:
+    """A table of the chosen cells, and how long the rest will take, from the finished ones."""
+    chosen = config.chosen_cells()
+    done = {
+        cell: seconds_of(read_json(config.folder(cell) / "result.json"))
+        for cell in chosen
+        if is_done(config, cell)
+    }
+    by_arm: dict[str, list[float]] = {}
+    for cell, seconds in done.items():
+        by_arm.setdefault(cell.arm, []).append(seconds)
+    rows, total, unknown = [], 0.0, 0
+    for cell in chosen:
+        expected = mean(by_arm[cell.arm]) if cell.arm in by_arm else None
+        shown = "?" if expected is None else terminal.duration(expected)
+        rows.append([cell.name, state(config, cell), shown])
+        if cell not in done:
+            total += expected or 0.0
+            unknown += expected is None
+    harness.print_table(["cell", "state", "time"], rows)
+    left = terminal.duration(total)
+    more = f", and {unknown} cells of arms that none is done of" if unknown else ""
+    terminal.line(f"{len(done)} of {len(chosen)} done; about {left} left{more}")

@@ -1,0 +1,246 @@
+"""The arms, the sizes, and why.
+
+A *cell* is one arm with one seed: it trains an adapter (or none) and is judged on all test sets.
+A seed decides everything about it: the worked solutions, the practice problems, the new adapter,
+what is drawn. Cells of one seed share data and SFT start.
+
+The setting: worked solutions are scarce (`solved`, from the *taught* families), problems with an
+answer alone are not (from the taught and the *practised* families). All arms get the same worked
+solutions; what GRPO adds comes out of answers. "SFT, all solved" has worked solutions for GRPO's
+problems too: it is no rival at equal information but says what a teacher would be worth.
+
+Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
+
+- one-step word problems. SFT on 400 leaves the model right in about 28 % of its samples, so most
+  groups of 8 hold a difference; with two-step problems it was 2 to 8 % (docs/log.md).
+- 12 steps of 20 × 8 = 1,920 completions of about 31 tokens: 32 to 44 s a step, 6.5 to 9 minutes.
+  The demo gained 13 points sampled with these sizes and 17 with 16 steps; with 8 problems a step
+  the same minutes buy 2.5 times the steps, each with an update that is noisier by half. Many
+  problems a step and a rate that falls linearly are what learned best in the trials of the log.
+- the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
+  same samples, which takes it about five times as long: its cell is the one long one, and resumes.
+- judging: 240 problems greedily and 16 samples of 64, for each of three sets of word problems, and
+  fewer of another hand's: 4,700 completions at about 9 a second, nine minutes a cell. With 720
+  problems a greedy difference is known to about ± 4 points, before the seeds' own spread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.grpo_step import TRLFlags
+from rlm import machine
+from rlm.config import UsageError, flag, to_dict
+from rlm.grpo_config import GRPOConfig
+
+
+class Arm(NamedTuple):
+    """How a cell is trained, and what it stands for in the report."""
+
+    title: str
+    kind: str  # "base", "sft", "supervised", "rejection", "grpo" or "trl"
+    needs: tuple[str, ...] = ()  # arms of the same seed that come first
+    role: str = ""  # "rival" (equal cost, equal information), "control" (must not gain), or neither
+    grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
+
+
+START = "sft"
+OURS = "grpo"
+ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
+    "base_zero": Arm("base, zero-shot", "base"),
+    "base_few": Arm("base, few-shot", "base"),
+    START: Arm("SFT (the start)", "sft"),
+    OURS: Arm("GRPO", "grpo", (START,)),
+    "sft_continued": Arm("SFT continued, same seconds", "supervised", (START, OURS), "rival"),
+    "rejection": Arm("rejection sampling, same samples", "rejection", (START, OURS), "rival"),
+    "drgrpo": Arm("Dr. GRPO", "grpo", (START,), grpo={"algorithm": "drgrpo"}),
+    "random_reward": Arm("control: random reward", "grpo", (START,), "control"),
+    "shuffled_golds": Arm("control: shuffled golds", "grpo", (START,), "control"),
+    "rate_zero": Arm("control: rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}),
+    "sft_all_solved": Arm("SFT, all solved, same seconds", "supervised", (START, OURS)),
+    "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
+}
+
+
+class Cell(NamedTuple):
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-s{self.seed}"
+
+    @property
+    def needs(self) -> list[Cell]:
+        return [Cell(arm, self.seed) for arm in ARMS[self.arm].needs]
+
+
+COMMANDS = ("run", "report", "failures", "ship")
+
+
+@dataclass
+class EvidenceConfig(TRLFlags):
+    command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
+    cell: str | None = flag(None, "failures, ship: of which cell", positional=True)
+    cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
+    list: bool = flag(False, "only show what is done and what is left")
+    minutes: float | None = flag(None, "start no cell after this many minutes")
+    seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
+    grid: Path = flag(Path("runs/evidence"), "the cells' directories")
+    docs: Path = flag(Path("docs/results"), "where the report goes")
+    weights: Path = flag(Path("weights/final_rlm_lora"), "ship: where the adapter goes")
+
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory", group="settings")
+    dataset: str = flag("word-problems", "or gsm8k:DIRECTORY (hash checked)", group="settings")
+    solved: int = flag(400, "worked solutions", group="settings")
+    sft_rate: float = flag(1e-3, "learning rate of SFT", group="settings")
+    more_rate: float = flag(5e-4, "of SFT that goes on from SFT", group="settings")
+    sft_batch: int = flag(16, "examples per update", group="settings")
+    lora_r: int = flag(16, "rank of the adapter", group="settings")
+    steps: int = flag(12, "of GRPO", group="settings")
+    batch_size: int = flag(20, "problems a step", group="settings")
+    group_size: int = flag(8, "completions of each", group="settings")
+    learning_rate: float = flag(2e-4, "of GRPO, falling linearly", group="settings")
+    max_new_tokens: int = flag(96, "longest completion", group="settings")
+    base_new_tokens: int = flag(256, "of the base, which rambles", group="settings")
+    greedy_problems: int = flag(240, "of each test set, decoded greedily", group="settings")
+    sampled_problems: int = flag(64, "the first of them, sampled", group="settings")
+    base_sampled: int = flag(24, "the first of them, where the base samples", group="settings")
+    samples: int = flag(16, "completions of each", group="settings")
+    other_problems: int = flag(80, "reasoning-gym's, greedily", group="settings")
+    other_sampled: int = flag(32, "the first of them, sampled", group="settings")
+    curve_problems: int = flag(120, "to validate on along the way", group="settings")
+    curve_samples: int = flag(2, "completions of each, besides the greedy one", group="settings")
+    curve_every: int = flag(3, "steps of GRPO from point to point", group="settings")
+    prompt_problems: int = flag(40, "to choose the base's prompts on", group="settings")
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if type(field.default) is int and getattr(self, field.name) < 1:
+                raise ValueError(f"--{field.name.replace('_', '-')} must be at least 1")
+        if self.samples < 2 or self.group_size < 2:
+            raise ValueError("--samples and --group-size must be at least 2")
+        if self.batch_size * self.group_size % self.trl_batch:
+            raise ValueError("--trl-batch must divide the completions of a step")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("--seeds needs different numbers, at least one")
+
+    # --- the cells ------------------------------------------------------------------------------
+
+    def all_cells(self) -> list[Cell]:
+        """Seed by seed, so that a grid that is stopped early holds whole seeds."""
+        cells = [Cell(arm, self.seeds[0]) for arm in ARMS if ARMS[arm].kind == "base"]
+        trained = [arm for arm in ARMS if ARMS[arm].kind != "base"]
+        return cells + [Cell(arm, seed) for seed in self.seeds for arm in trained]
+
+    def chosen_cells(self) -> list[Cell]:
+        """
+        Raises:
+            UsageError: a pattern that no cell's name matches.
+        """
+        cells = self.all_cells()
+        for pattern in self.cells:
+            if not any(fnmatch(cell.name, pattern) for cell in cells):
+                raise UsageError(f"--cells {pattern}: no such cell; --list shows their names")
+        if not self.cells:
+            return cells
+        return [c for c in cells if any(fnmatch(c.name, pattern) for pattern in self.cells)]
+
+    def named_cell(self) -> Cell:
+        """
+        Raises:
+            UsageError: no cell, or one that is not of this grid.
+        """
+        found = [cell for cell in self.all_cells() if cell.name == self.cell]
+        if not found:
+            raise UsageError(f"{self.command}: {self.cell or 'which cell'}? --list shows them")
+        return found[0]
+
+    def folder(self, cell: Cell) -> Path:
+        return self.grid / "cells" / cell.name
+
+    # --- what must not change between two runs of one grid --------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides what a cell measures."""
+        free = {"command", "cell", "cells", "list", "minutes", "seeds", "grid", "docs", "weights"}
+        return {name: value for name, value in to_dict(self).items() if name not in free}
+
+    def fix(self) -> None:
+        """Write the settings into a new grid, or find the same ones in an old one.
+
+        Raises:
+            UsageError: the grid was begun with others.
+        """
+        file = self.grid / "settings.json"
+        if not file.exists():
+            write_atomically(file, self.settings())
+            return
+        begun = json.loads(file.read_text(encoding="utf-8"))
+        for name, value in self.settings().items():
+            if begun.get(name) != value:
+                raise UsageError(
+                    f"{self.grid} was begun with --{name.replace('_', '-')} {begun.get(name)}, "
+                    f"not {value}: name another --grid"
+                )
+
+    def payload(self) -> dict[str, Any]:
+        """As JSON, for a cell's own process; `from_payload` reads it there."""
+        return to_dict(self) | {"grid": str(self.grid.resolve())}
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> EvidenceConfig:
+        paths = {name: Path(payload[name]) for name in ("grid", "docs", "weights")}
+        lists = {name: tuple(payload[name]) for name in ("cells", "seeds")}
+        return cls(**{**payload, **paths, **lists})
+
+    def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
+        """The options of our trainer for a cell; TRL's schedule is read off it, too."""
+        folder = self.folder(cell)
+        options = {
+            "model": self.model,
+            "dataset": self.dataset,
+            "sft_adapter": start,
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "group_size": self.group_size,
+            "max_new_tokens": self.max_new_tokens,
+            "seats": self.batch_size * self.group_size,
+            "learning_rate": self.learning_rate,
+            "eval_every": 0,
+            "save_every": self.curve_every,
+            "keep_checkpoints": self.steps + 1,  # each is a point of the curve
+            "sample_every": 0,
+            "seed": cell.seed,
+            "run_dir": folder / "train",
+            "output": folder / "adapter",
+        }
+        return GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
+
+
+# What changes for GSM8K: its solutions have about 110 tokens.
+GSM8K = {
+    "solved": 2000,
+    "max_new_tokens": 256,
+    "greedy_problems": 1319,
+    "sampled_problems": 100,
+    "base_sampled": 50,
+}
+PRESETS = {"gsm8k": GSM8K}
+
+
+def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
+    """The whole file or none: a file that is there is a mark that the work is done."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_name(f".{file.name}.tmp")
+    scratch.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    scratch.replace(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))

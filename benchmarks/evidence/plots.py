@@ -1,0 +1,113 @@
+"""The report's pictures: opaque white, so that they read on a dark page as on a light one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from benchmarks.evidence.intervals import Interval
+from rlm.plots import BLUE, GREY, ORANGE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette (2008); an arm has one colour in all pictures.
+COLOURS = {
+    "base_zero": "#999999",
+    "base_few": GREY,
+    "sft": "black",
+    "grpo": BLUE,
+    "sft_continued": ORANGE,
+    "rejection": "#009E73",
+    "drgrpo": "#56B4E9",
+    "random_reward": "#CC79A7",
+    "shuffled_golds": "#CC79A7",
+    "rate_zero": "#CC79A7",
+    "sft_all_solved": "#F0E442",
+    "trl": "#D55E00",
+}
+Point = tuple[float, Interval]
+
+
+def curves(panels: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> None:
+    """Accuracy of each arm against seconds and against samples.
+
+    Args:
+        panels: "x label | title" → arm → points.
+    """
+    figure = Figure(figsize=(10, 4.0 * -(-len(panels) // 2)), layout="constrained")
+    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False)
+    for axes, (label, arms) in zip(grid.flat, panels.items(), strict=False):
+        x_label, _, title = label.partition(" | ")
+        for arm, points in arms.items():
+            x = [place for place, _ in points]
+            low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
+            axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
+            mean = [100 * i.mean for _, i in points]
+            axes.plot(x, mean, color=COLOURS[arm], lw=1.6, marker="o", ms=3.5, label=arm)
+        axes.set(xlabel=x_label)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlim(left=0)
+        _tidy(axes)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    grid.flat[0].legend(frameon=False, fontsize=9)
+    _save(figure, path)
+
+
+def pass_at_k(arms: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
+    """pass@k of each arm against k, on a scale on which k doubles."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for arm, points in arms.items():
+        ks = [k for k, _ in points]
+        low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
+        axes.fill_between(ks, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
+        mean = [100 * i.mean for _, i in points]
+        axes.plot(ks, mean, color=COLOURS[arm], lw=1.6, marker="o", ms=4, label=arm)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, [str(k) for k in ks])
+    axes.set(xlabel="k", ylabel="pass@k, %", ylim=(0, None))
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    _tidy(axes)
+    _save(figure, path)
+
+
+def families(
+    before: Mapping[str, Interval], after: Mapping[str, Interval], names: Sequence[str], path: Path
+) -> None:
+    """Bars of each family before and after, with their intervals."""
+    figure = Figure(figsize=(7.4, 0.6 + 0.36 * len(before)), layout="constrained")
+    axes = figure.subplots()
+    bars = ((before, "black", -0.2, names[0]), (after, BLUE, 0.2, names[1]))
+    for intervals, colour, shift, label in bars:
+        places = [place + shift for place in range(len(intervals))]
+        means = [100 * i.mean for i in intervals.values()]
+        # A percentile interval need not hold the mean.
+        left = [max(0.0, 100 * (i.mean - i.low)) for i in intervals.values()]
+        right = [max(0.0, 100 * (i.high - i.mean)) for i in intervals.values()]
+        axes.barh(
+            places, means, 0.38, color=colour, alpha=0.75, label=label, xerr=(left, right),
+            error_kw={"ecolor": GREY, "capsize": 2, "elinewidth": 1},
+        )  # fmt: skip
+    axes.set_yticks(range(len(before)), list(before), fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="right, % of samples (strict)", xlim=(0, 100))
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, facecolor="white", format="png")

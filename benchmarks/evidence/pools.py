@@ -1,0 +1,186 @@
+"""Which problems an arm learns from, and which it is judged on.
+
+No problem is in two of these: word problems are split by a hash of their numbers, the test families
+are in no other split, and GSM8K's practice problems are those of its train file without the ones
+whose solutions are shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.evidence.plan import EvidenceConfig
+from rlm import word_problems
+from rlm.config import UsageError
+from rlm.data import Problem, load_problems
+from rlm.word_problem_families import FAMILIES
+
+LEVEL = 1
+# One family for each operation: GRPO practises them with answers only, SFT never sees them.
+PRACTISED = ("money_at_first", "still_to_go", "distance_travelled", "make_groups")
+TAUGHT = tuple(
+    f.name for f in FAMILIES if f.level == LEVEL and not f.held_out and f.name not in PRACTISED
+)
+
+WORDS = ("taught", "practised", "unseen")  # sets of word problems, pooled in the headline
+OTHER = "reasoning_gym"
+TITLES = {
+    "taught": "families SFT saw solved",
+    "practised": "families with answers only",
+    "unseen": "families nobody saw",
+    OTHER: "reasoning-gym",
+    "gsm8k": "GSM8K test",
+}
+
+# SHA-256 of the published files (github.com/openai/grade-school-math).
+GSM8K_FILES = {
+    "gsm8k_train.jsonl": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+    "gsm8k_test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+}
+
+# Tasks of reasoning-gym (Apache-2.0), with operands as small as in our own problems.
+GYM_TASKS: Mapping[str, Mapping[str, object]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "basic_arithmetic": {
+        "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2,
+        "allow_parentheses": False, "allow_negation": False, "format_style": "natural",
+    },
+    "gsm_symbolic": {},
+}  # fmt: skip
+GYM_SEED = 20_000
+
+
+@dataclass(frozen=True)
+class Pools:
+    """What a seed's arms learn from."""
+
+    solved: list[Problem]
+    practice: list[Problem]  # without solutions; exactly what GRPO's steps take
+    practice_solved: list[Problem]  # the same with solutions, for the arm with a teacher
+    validation: list[Problem]
+
+
+@dataclass(frozen=True)
+class JudgedSet:
+    name: str
+    problems: list[Problem]  # decoded greedily
+    sampled: int  # the first of them, sampled as well
+
+
+def pools(config: EvidenceConfig, seed: int) -> Pools:
+    """
+    Raises:
+        UsageError: files that are missing or not the published ones.
+    """
+    wanted = config.steps * config.batch_size
+    if config.dataset == "word-problems":
+        solved = made("train", config.solved, seed, TAUGHT)
+        shown = {problem.question for problem in solved}
+        more = made("train", wanted + config.solved, seed + 1000, TAUGHT + PRACTISED)
+        practice = [problem for problem in more if problem.question not in shown][:wanted]
+        validation = made("validation", config.curve_problems, 0, TAUGHT + PRACTISED)
+    else:
+        check_gsm8k(config.dataset)
+        rows = load_problems(config.dataset, "train", seed=seed)
+        solved, practice = rows[: config.solved], rows[config.solved :][:wanted]
+        validation = load_problems(config.dataset, "validation", max_samples=config.curve_problems)
+    answers = [replace(problem, solution="") for problem in practice]
+    return Pools(solved, answers, practice, validation)
+
+
+def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet]:
+    """The same for every cell, but for how many the base samples."""
+    sampled = config.base_sampled if base else config.sampled_problems
+    greedy, sets = config.greedy_problems, []
+    if config.dataset == "word-problems":
+        splits = {"taught": ("test", TAUGHT), "practised": ("test", PRACTISED)}
+        splits["unseen"] = ("test_families", None)
+        for name, (split, families) in splits.items():
+            sets.append(JudgedSet(name, made(split, greedy, 0, families), min(sampled, greedy)))
+    else:
+        check_gsm8k(config.dataset)
+        problems = load_problems(config.dataset, "test", max_samples=greedy)
+        sets.append(JudgedSet("gsm8k", problems, min(sampled, len(problems))))
+    if gym_installed():
+        few = min(config.base_sampled if base else config.other_sampled, config.other_problems)
+        sets.append(JudgedSet(OTHER, gym_problems(config.other_problems), few))
+    return sets
+
+
+def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> list[Problem]:
+    """Problems of our generator, families in turn: a prefix is balanced, too."""
+    return [
+        Problem(
+            row["id"],
+            row["question"],
+            row["answer"],
+            row["solution"],
+            {"family": row["family"], "level": row["level"]},
+        )
+        for row in word_problems.generate(split, count, seed, (LEVEL,), families)
+    ]
+
+
+def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
+    """The same problems, each with another one's gold: a reward that no reasoning can earn."""
+    order = list(range(len(problems)))
+    random.Random(f"golds {seed}").shuffle(order)  # then each gets its neighbour's in this order
+    after = dict(zip(order, order[1:] + order[:1], strict=True))
+    return [
+        replace(problem, answer=problems[after[index]].answer)
+        for index, problem in enumerate(problems)
+    ]
+
+
+# --- by other hands -----------------------------------------------------------------------------
+
+
+def check_gsm8k(dataset: str) -> None:
+    """That the directory holds the published files, byte for byte.
+
+    Raises:
+        UsageError: it does not, or the name is no GSM8K directory.
+    """
+    name, _, folder = dataset.partition(":")
+    if name != "gsm8k" or not folder:
+        raise UsageError(f"--dataset {dataset}: use word-problems or gsm8k:DIRECTORY")
+    for file, digest in GSM8K_FILES.items():
+        path = Path(folder) / file
+        if not path.is_file():
+            raise UsageError(f"--dataset {dataset}: {path} is missing")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise UsageError(f"--dataset {dataset}: {path} is not the published file")
+
+
+def gym_installed() -> bool:
+    return importlib.util.find_spec("reasoning_gym") is not None
+
+
+def gym_problems(count: int) -> list[Problem]:
+    """Problems of reasoning-gym's arithmetic tasks, tasks in turn, no question twice."""
+    import reasoning_gym
+
+    each = -(-count // len(GYM_TASKS))
+    tasks = {}
+    for task, options in GYM_TASKS.items():
+        rows = reasoning_gym.create_dataset(task, size=4 * each, seed=GYM_SEED, **options)
+        tasks[task] = list(_distinct(task, rows))[:each]
+        if len(tasks[task]) < each:
+            raise UsageError(f"reasoning-gym's {task} has fewer than {each} different questions")
+    turns = zip(*tasks.values(), strict=True)
+    return [problem for turn in turns for problem in turn][:count]
+
+
+def _distinct(task: str, rows: Iterable[Mapping[str, object]]) -> Iterable[Problem]:
+    seen = set()
+    for index, row in enumerate(rows):
+        question = str(row["question"])
+        if question not in seen:
+            seen.add(question)
+            yield Problem(f"{task}-{index}", question, str(row["answer"]), "", {"family": task})

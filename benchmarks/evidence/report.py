@@ -1,0 +1,47 @@
+"""docs/results/README.md: everything the finished cells say, and nothing else.
+
+`result.json` of each finished cell is copied to docs/results/evidence/ (no texts, a zero or a one
+for each completion); the page and its pictures are made from these copies alone, so anybody can
+make them again. A section without data is left out. Sentences about an interval are written by
+rule: above zero, below zero, or zero lies inside.
+"""
+
+from __future__ import annotations
+
+from benchmarks.evidence import audit, sections
+from benchmarks.evidence.plan import EvidenceConfig
+from benchmarks.evidence.results import collect, load_results, pooled_sets
+from rlm import terminal
+from rlm.config import UsageError
+
+
+def write_report(config: EvidenceConfig) -> None:
+    """
+    Raises:
+        UsageError: no cell is done, or the cells do not belong together.
+    """
+    collect(config)
+    results = load_results(config.docs / "evidence")
+    if not results:
+        raise UsageError(f"no cell is done, in {config.grid} or {config.docs}/evidence")
+    sets = pooled_sets(results)
+    parts = [
+        sections.head(results),
+        sections.summary(results, sets),
+        sections.leads(results, sets),
+        sections.controls(results, sets),
+        sections.by_set(results, sets),
+        sections.passes(results, sets, config.docs),
+        sections.curves(results, config.docs),
+        sections.families(results, config.docs),
+        audit.beside_trl(results, sets),
+        audit.watch(results, sets),
+        audit.failures(config.docs / "failures"),
+        audit.prompts(results),
+        audit.cells(results),
+    ]
+    text = "\n\n".join("\n".join(part).strip() for part in parts if part)
+    page = config.docs / "README.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text + "\n", encoding="utf-8")
+    terminal.line(f"written: {page}")

@@ -1,0 +1,101 @@
+"""The finished cells as the report reads them, and how it writes their numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.intervals import Interval, common, crossed_bootstrap, difference, matrix
+from benchmarks.evidence.plan import ARMS, EvidenceConfig, read_json
+from benchmarks.evidence.pools import OTHER, WORDS
+from rlm.config import UsageError
+
+Result = dict[str, Any]
+Results = dict[str, list[Result]]  # by arm, in the order of ARMS; seeds in order
+GRADINGS = ("strict", "lenient")
+NAMES = {"greedy": "greedy", "sampled": "sampled", "majority": "maj@8"}
+
+
+def collect(config: EvidenceConfig) -> None:
+    """Copy the results of the grid's finished cells to where they are committed."""
+    target = config.docs / "evidence"
+    target.mkdir(parents=True, exist_ok=True)
+    for cell in config.all_cells():
+        file = config.folder(cell) / "result.json"
+        if file.exists():
+            shutil.copy(file, target / f"{cell.name}.json")
+
+
+def load_results(folder: Path) -> Results:
+    """
+    Raises:
+        UsageError: cells of different settings lie side by side.
+    """
+    found = [read_json(file) for file in sorted(folder.glob("*.json"))]
+    for one in found[1:]:
+        if one["settings"] != found[0]["settings"]:
+            raise UsageError(f"{folder}: {one['cell']} and {found[0]['cell']} have other settings")
+    by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
+    return {arm: sorted(rows, key=lambda r: r["seed"]) for arm, rows in by_arm.items() if rows}
+
+
+def pooled_sets(results: Results) -> list[str]:
+    """The test sets whose problems make up the headline."""
+    tests = next(iter(results.values()))[0]["tests"]
+    return [name for name in WORDS if name in tests] or [n for n in tests if n != OTHER]
+
+
+def accuracy(
+    results: Results, arm: str, sets: Sequence[str], metric: str, grading: str
+) -> Interval:
+    return crossed_bootstrap(matrix(results[arm], sets, metric, grading))
+
+
+def lead(
+    results: Results, arm: str, over: str, sets: Sequence[str], metric: str, grading: str
+) -> Interval:
+    """By how much `arm` is ahead of `over`, on the seeds and problems that both have."""
+    return difference(*common(results[over], results[arm], sets, metric, grading))
+
+
+def pairs_up(results: Results, one: str, other: str) -> bool:
+    """Whether both arms are there and share a seed (the base has none, and stands beside each)."""
+    if one not in results or other not in results:
+        return False
+    if "base" in (ARMS[one].kind, ARMS[other].kind):
+        return True
+    return bool({r["seed"] for r in results[one]} & {r["seed"] for r in results[other]})
+
+
+# --- writing numbers ----------------------------------------------------------------------------
+
+
+def per_cent(interval: Interval) -> str:
+    """
+    >>> per_cent(Interval(0.465, 0.421, 0.509, 3, 100))
+    '46.5 (42.1–50.9)'
+    """
+    return f"{100 * interval.mean:.1f} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
+
+
+def points(interval: Interval) -> str:
+    """
+    >>> points(Interval(0.038, -0.005, 0.08, 3, 100))
+    '+3.8 (−0.5 to +8.0)'
+    """
+    shown = [f"{100 * v:+.1f}" for v in (interval.mean, interval.low, interval.high)]
+    return "{} ({} to {})".format(*shown).replace("-", "−").replace("+0.0", "0.0")
+
+
+def verdict(interval: Interval) -> str:
+    """What the interval says, in words."""
+    if 0 in interval:
+        return "zero lies inside"
+    return "above zero" if interval.low > 0 else "below zero"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return ["| " + " | ".join(str(entry) for entry in line) + " |" for line in lines]

@@ -1,0 +1,272 @@
+"""What the report says about accuracy: a function for each section, [] where there are no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.evidence import plots
+from benchmarks.evidence.intervals import METRICS, common, crossed_bootstrap, difference
+from benchmarks.evidence.plan import ARMS, OURS, START
+from benchmarks.evidence.pools import TITLES
+from benchmarks.evidence.results import (
+    GRADINGS,
+    NAMES,
+    Results,
+    accuracy,
+    lead,
+    pairs_up,
+    per_cent,
+    points,
+    table,
+    verdict,
+)
+
+
+def head(results: Results) -> list[str]:
+    cells = [cell for rows in results.values() for cell in rows]
+    settings = cells[0]["settings"]
+    seeds = sorted({cell["seed"] for cell in cells})
+    machines = sorted({_machine(cell["machine"]) for cell in cells})
+    return [
+        "# Results",
+        "",
+        "Made by `python -m benchmarks.evidence report` from the files in [evidence/](evidence/); "
+        "`python -m benchmarks.evidence` runs every cell that they come from. "
+        "The last section has each cell's own command, commit and time.",
+        "",
+        f"Model: `{settings['model']}`; data: {settings['dataset']}; "
+        f"machine: {'; and '.join(machines)}.",
+        f"Learning: SFT on {settings['solved']} worked solutions; then {settings['steps']} steps "
+        f"of {settings['batch_size']} problems × {settings['group_size']} completions, "
+        f"rate {settings['learning_rate']:g}, at most {settings['max_new_tokens']} tokens. "
+        f"Training seeds: {', '.join(map(str, seeds))}.",
+        "",
+        "Intervals are 95 %, from a bootstrap over seeds and problems, which are crossed. "
+        "A few seeds say little about seeds: take a bound near zero as undecided. "
+        "No adapter is chosen by its score; all are judged after their last update. "
+        "*Sampled* is the mean over all samples at temperature 1, *maj@8* the most frequent answer "
+        "of 8, *lenient* accepts an answer outside the format.",
+    ]
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    parts = [found["cpu"], f"{found['cores']} cores", f"{found['memory_gb']} GB", found["dtype"]]
+    return ", ".join([*parts, *([found["gpu"]] if found["gpu"] else [])])
+
+
+def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
+    """The table of all arms on the pooled sets."""
+    rows = []
+    for arm, cells in results.items():
+        figures = [
+            per_cent(accuracy(results, arm, sets, metric, grading))
+            for metric in METRICS
+            for grading in GRADINGS
+        ]
+        trained = [c["training"] for c in cells if "seconds" in c["training"]]
+        seconds = f"{mean(t['seconds'] for t in trained):.0f}" if trained else "–"
+        samples = f"{mean(t['samples'] for t in trained):.0f}" if trained else "–"
+        rows.append([ARMS[arm].title, len(cells), *figures, seconds, samples])
+    heads = [f"{NAMES[metric]}, {grading}" for metric in METRICS for grading in GRADINGS]
+    return table(["arm", "seeds", *heads, "training s", "samples"], rows)
+
+
+def summary(results: Results, sets: Sequence[str]) -> list[str]:
+    tests = next(iter(results.values()))[0]["tests"]
+    sizes = ", ".join(f"{TITLES.get(n, n)} {len(tests[n]['problems'])}" for n in sets)
+    return [
+        "## All arms",
+        "",
+        *summary_rows(results, sets),
+        "",
+        f"Per cent right on {sizes} problems (greedy; the first of each set are sampled). "
+        "Training seconds come on top of the start's; judging and checkpoints are not in them.",
+    ]
+
+
+def leads(results: Results, sets: Sequence[str]) -> list[str]:
+    if OURS not in results:
+        return []
+    others = [
+        arm
+        for arm in results
+        if arm != OURS and ARMS[arm].role != "control" and pairs_up(results, OURS, arm)
+    ]
+    pairs = [(metric, grading) for metric in ("greedy", "sampled") for grading in GRADINGS]
+    rows = [
+        [
+            ARMS[arm].title,
+            *(points(lead(results, OURS, arm, sets, metric, grading)) for metric, grading in pairs),
+        ]
+        for arm in others
+    ]
+    heads = [f"{metric}, {grading}" for metric, grading in pairs]
+    lines = ["## GRPO's lead, in points", "", *table(["over", *heads], rows), ""]
+    rivals = [arm for arm in others if ARMS[arm].role == "rival"]
+    for metric, grading in pairs if rivals else ():
+        means = {arm: accuracy(results, arm, sets, metric, grading).mean for arm in rivals}
+        best = max(means, key=means.__getitem__)
+        ahead = lead(results, OURS, best, sets, metric, grading)
+        lines.append(
+            f"- {metric}, {grading}: over the best arm of equal cost ({ARMS[best].title}) "
+            f"**{points(ahead)}**: {verdict(ahead)}."
+        )
+    return lines
+
+
+def controls(results: Results, sets: Sequence[str]) -> list[str]:
+    rows = []
+    for arm in results:
+        if ARMS[arm].role != "control" or not pairs_up(results, arm, START):
+            continue
+        for metric in ("greedy", "sampled"):
+            change = lead(results, arm, START, sets, metric, "strict")
+            said = "gains: the cause is to be found" if change.low > 0 else "gains nothing"
+            said += ", loses" if change.high < 0 else ""
+            rows.append([ARMS[arm].title, f"{metric}, strict", points(change), said])
+    return rows and [
+        "## Controls, which must not gain",
+        "",
+        "Against the SFT start, in points.",
+        "",
+        *table(["control", "measured", "change", "read"], rows),
+    ]
+
+
+def by_set(results: Results, sets: Sequence[str]) -> list[str]:
+    arms = [arm for arm in results if ARMS[arm].role != "control"]
+    tests = next(iter(results.values()))[0]["tests"]
+    if len(tests) < 2:
+        return []
+    lines = ["## By test set", ""]
+    for metric in ("greedy", "sampled"):
+        rows = [
+            [
+                ARMS[arm].title,
+                *(per_cent(accuracy(results, arm, [name], metric, "strict")) for name in tests),
+            ]
+            for arm in arms
+        ]
+        heads = [TITLES.get(name, name) for name in tests]
+        lines += [*table([f"{metric}, strict, %", *heads], rows), ""]
+    if pairs_up(results, OURS, START):
+        rows = [
+            [
+                TITLES.get(name, name),
+                *(points(lead(results, OURS, START, [name], m, "strict")) for m in METRICS),
+            ]
+            for name in tests
+        ]
+        heads = [f"{NAMES[m]}, strict" for m in METRICS]
+        lines += ["GRPO over its SFT start, in points:", "", *table(["test set", *heads], rows)]
+    return lines
+
+
+def passes(results: Results, sets: Sequence[str], docs: Path) -> list[str]:
+    """Is the distribution sharpened (pass@1 up, pass@16 not) or extended (both up)?"""
+    arms = [arm for arm in results if ARMS[arm].role != "control"]
+    k_max = next(iter(results.values()))[0]["settings"]["samples"]
+    ks = sorted({2**i for i in range(k_max.bit_length())} | {k_max})
+    found = {
+        arm: [(k, accuracy(results, arm, sets, f"pass@{k}", "lenient")) for k in ks] for arm in arms
+    }
+    plots.pass_at_k(found, docs / "pass_at_k.png", "pass@k, lenient, pooled test sets")
+    rows = [[ARMS[arm].title, *(per_cent(i) for _, i in found[arm])] for arm in arms]
+    lines = [
+        "## pass@k",
+        "",
+        "Chance that k samples hold a right answer (unbiased estimator), lenient, %. "
+        "The base samples fewer problems: compare it by its intervals.",
+        "",
+        *table(["arm", *(f"k = {k}" for k in ks)], rows),
+        "",
+        "![pass@k](pass_at_k.png)",
+    ]
+    if pairs_up(results, OURS, START):
+        few, many = (lead(results, OURS, START, sets, f"pass@{k}", "lenient") for k in (1, k_max))
+        lines += [
+            "",
+            f"GRPO over SFT: pass@1 {points(few)} ({verdict(few)}), pass@{k_max} {points(many)} "
+            f"({verdict(many)}). pass@1 alone would mean a sharper distribution, both a wider one.",
+        ]
+    return lines
+
+
+def curves(results: Results, docs: Path) -> list[str]:
+    """Validation against seconds and samples; all start where SFT ended."""
+    arms = [
+        arm
+        for arm in results
+        if ARMS[arm].kind not in ("base", "sft")
+        and ARMS[arm].role != "control"
+        and pairs_up(results, START, arm)
+    ]
+    if not arms:
+        return []
+    panels: dict[str, dict[str, list[plots.Point]]] = {}
+    kinds = [k for k in ("sampled", "greedy") if k in results[START][0]["curve"][-1]]
+    for kind in kinds:
+        for axis, label in (("seconds", "training seconds"), ("samples", "samples")):
+            learned = [
+                a for a in arms if axis == "seconds" or results[a][0]["curve"][-1]["samples"]
+            ]
+            panels[f"{label} | {kind}, strict, %"] = {
+                arm: _curve_points(results, arm, axis, kind) for arm in learned
+            }
+    plots.curves(panels, docs / "curves.png")
+    return [
+        "## Along the way",
+        "",
+        "Right on validation problems as training goes on, from the SFT start; mean over seeds. "
+        "Adapters were saved on the way and judged afterwards: judging takes no training time.",
+        "",
+        "![accuracy against seconds and samples](curves.png)",
+    ]
+
+
+def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[plots.Point]:
+    starts = {cell["seed"]: cell["curve"][-1] for cell in results[START]}
+    cells = [cell for cell in results[arm] if cell["seed"] in starts]
+    rows = [[starts[c["seed"]] | {"seconds": 0, "samples": 0}, *c["curve"]] for c in cells]
+    return [
+        (
+            mean(point[axis] for point in place),
+            crossed_bootstrap([point[kind]["strict"] for point in place]),
+        )
+        for place in zip(*rows, strict=False)
+    ]
+
+
+def families(results: Results, docs: Path) -> list[str]:
+    """Solve rates of each family under sampling, before and after."""
+    if not pairs_up(results, OURS, START):
+        return []
+    before, after, rows = {}, {}, []
+    tests = results[OURS][0]["tests"]
+    for name in tests:
+        old, new = common(results[START], results[OURS], [name], "sampled", "strict")
+        of = tests[name]["families"][: old.shape[1]]
+        for family in sorted(set(of)):
+            columns = [i for i, other in enumerate(of) if other == family]
+            label = family or name
+            before[label] = crossed_bootstrap(old[:, columns])
+            after[label] = crossed_bootstrap(new[:, columns])
+            change = difference(old[:, columns], new[:, columns])
+            n, set_title = len(columns), TITLES.get(name, name)
+            figures = [per_cent(before[label]), per_cent(after[label]), points(change)]
+            rows.append([label, set_title, n, *figures])
+    names = [ARMS[START].title, ARMS[OURS].title]
+    plots.families(before, after, names, docs / "families.png")
+    return [
+        "## By family",
+        "",
+        "Right in per cent of the samples, strict. With few problems a family, read the picture, "
+        "not the digits.",
+        "",
+        *table(["family", "test set", "problems", *names, "points"], rows),
+        "",
+        "![families](families.png)",
+    ]

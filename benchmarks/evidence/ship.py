@@ -1,0 +1,229 @@
+"""The adapter that comes with the project: one cell's, rounded to bf16, with a model card.
+
+The rounded adapter is judged again, greedily, before it is copied: the card says what it scores,
+not what its fp32 original did. Without a cell the GRPO cell is taken that was best on the
+*validation* problems; no test score decides.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.evidence.failures import judged
+from benchmarks.evidence.intervals import crossed_bootstrap
+from benchmarks.evidence.judging import GRADINGS, Judge
+from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
+from benchmarks.evidence.pools import TITLES, judged_sets
+from benchmarks.evidence.results import collect, load_results, per_cent, pooled_sets
+from benchmarks.evidence.sections import summary_rows
+from rlm import machine, models, terminal
+from rlm.config import UsageError
+from rlm.sampling import Sampler
+
+LARGEST_MB = 12
+
+
+def ship(config: EvidenceConfig) -> None:
+    """Write the adapter, its run.json and its card under `config.weights`.
+
+    Raises:
+        UsageError: the cell is not done, or trains no adapter, or the adapter is too large.
+    """
+    machine.prepare_process()
+    cell = config.named_cell() if config.cell else best_on_validation(config)
+    if ARMS[cell.arm].kind == "base":
+        raise UsageError(f"{cell.name} trains no adapter")
+    source = config.folder(cell)
+    if not (source / "result.json").exists():
+        raise UsageError(f"{cell.name} is not done: python -m benchmarks.evidence")
+    result = read_json(source / "result.json")
+    config.weights.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=config.weights.parent) as scratch:
+        made = Path(scratch) / "adapter"
+        made.mkdir()
+        peft_config = read_json(source / "adapter" / "adapter_config.json")
+        peft_config["base_model_name_or_path"] = config.model  # not a place on this machine
+        _write(made / "adapter_config.json", peft_config)
+        weights = load_file(source / "adapter" / "adapter_model.safetensors")
+        rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+        save_file(rounded, made / "adapter_model.safetensors", metadata={"format": "pt"})
+        scores = judge_rounded(config, made)
+        run = run_json(config, cell, result, scores)
+        _write(made / "run.json", run)
+        collect(config)
+        (made / "README.md").write_text(card(config, cell, result, scores), encoding="utf-8")
+        size = sum(file.stat().st_size for file in made.iterdir()) / 1e6
+        if size > LARGEST_MB:
+            raise UsageError(f"{cell.name}: {size:.1f} MB are too many to commit ({LARGEST_MB})")
+        previous = config.weights.with_name(config.weights.name + ".prev")
+        if config.weights.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            config.weights.rename(previous)
+        made.chmod(0o755)
+        made.rename(config.weights)
+    terminal.line(f"{config.weights}: {cell.name} in bf16, {size:.1f} MB")
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def best_on_validation(config: EvidenceConfig) -> Cell:
+    """The finished GRPO cell with the most right greedy answers on validation problems.
+
+    Raises:
+        UsageError: none is finished.
+    """
+    scores = {}
+    for seed in config.seeds:
+        file = config.folder(Cell(OURS, seed)) / "result.json"
+        if file.exists():
+            greedy = read_json(file)["curve"][-1]["greedy"]["strict"]
+            scores[Cell(OURS, seed)] = sum(greedy) / len(greedy)
+    if not scores:
+        raise UsageError("no GRPO cell is done: python -m benchmarks.evidence")
+    return max(scores, key=scores.__getitem__)
+
+
+def judge_rounded(config: EvidenceConfig, adapter: Path) -> dict[str, dict[str, Any]]:
+    """Greedy bits of each test set: {"taught": {"strict": "010…", "lenient": "…"}}."""
+    tokenizer = models.load_tokenizer(config.model)
+    base = models.load_base(config.model, machine.pick_device())
+    policy = models.load_adapter(base, adapter, trainable=False)
+    judge = Judge(Sampler(policy, tokenizer), tokenizer, config.max_new_tokens, seed=0)
+    found = {}
+    for test in judged_sets(config):
+        result = judge(test.problems, 1)
+        found[test.name] = {
+            name: "".join(str(int(score)) for score in result.per_problem(strict))
+            for name, strict in GRADINGS.items()
+        }
+    return found
+
+
+def run_json(
+    config: EvidenceConfig, cell: Cell, result: dict[str, Any], scores: dict[str, dict[str, str]]
+) -> dict[str, Any]:
+    """The adapter's own, without this machine's paths, and where the cell came from."""
+    run = models.read_run(config.folder(cell) / "adapter")
+    kept = {k: run[k] for k in ("stage", "base_model", "base_hash", "use_4bit", "step") if k in run}
+    word_problems = config.dataset == "word-problems"
+    return kept | {
+        "dataset": "word-problems:1" if word_problems else config.dataset.partition(":")[0],
+        "cell": cell.name,
+        "command": result["command"],
+        "commit": result["commit"],
+        "date": result["date"],
+        "numbers": "bfloat16, rounded from float32",
+        "greedy_after_rounding": {
+            name: {grading: bits.count("1") for grading, bits in found.items()}
+            | {"total": len(found["strict"])}
+            for name, found in scores.items()
+        },
+        "config": {"reasoning_format": "deepseek"},
+    }
+
+
+def examples(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The first right and the first wrong greedy answer before rounding, as they came."""
+    lines = []
+    for right in (True, False):
+        found = [r for r in rows if (r["completions"][0]["strict"] == "correct") is right]
+        for row in found[:1]:
+            title = "Right" if right else "Wrong"
+            lines += [f"{title}. {row['question']} (gold {row['answer']})", ""]
+            lines += ["```", row["completions"][0]["text"].replace("```", "'''"), "```", ""]
+    return lines
+
+
+def card(
+    config: EvidenceConfig, cell: Cell, result: dict[str, Any], scores: dict[str, dict[str, str]]
+) -> str:
+    """The model card, made from the results alone."""
+    settings, training = result["settings"], result["training"]
+    rounded = [
+        f"| {TITLES.get(name, name)} | {len(bits['strict'])} | "
+        + " | ".join(
+            per_cent(crossed_bootstrap([[float(b) for b in bits[grading]]])) for grading in GRADINGS
+        )
+        + " |"
+        for name, bits in scores.items()
+    ]
+    results = load_results(config.docs / "evidence")
+    rows = summary_rows(results, pooled_sets(results))
+    base = settings["model"]
+    embedded = (
+        "\nThe base comes dequantised from a Q4_1 file: figures published for SmolLM2 do not apply "
+        "to it, and this adapter belongs to these very weights (`base_hash` in run.json)."
+        if base == machine.EMBEDDED_MODEL
+        else ""
+    )
+    return "\n".join(
+        [
+            "---",
+            "base_model: HuggingFaceTB/SmolLM2-135M-Instruct"
+            if base == machine.EMBEDDED_MODEL
+            else f"base_model: {base}",
+            "library_name: peft",
+            "license: apache-2.0",
+            "---",
+            "",
+            f"# A reasoning adapter: {ARMS[cell.arm].title}, seed {cell.seed}",
+            "",
+            "LoRA in bf16 that makes the base reason between `<think>` and `</think>` and give one "
+            "number between `<answer>` and `</answer>`. It is a demonstration: it does small "
+            "arithmetic told as a story, and little else.",
+            "",
+            "## Where it comes from",
+            "",
+            f"`{result['command']}`, then `python -m benchmarks.evidence ship {cell.name}`; "
+            f"commit {result['commit']}, {result['date']}. "
+            f"SFT on {settings['solved']} worked solutions, then {settings['steps']} steps of "
+            f"{settings['batch_size']} × {settings['group_size']} completions "
+            f"({training['seconds'] / 60:.1f} minutes on {result['machine']['cpu']}, "
+            f"{result['machine']['cores']} cores).{embedded}",
+            "",
+            "Data: "
+            + (
+                "word problems of one step from this project's own generator (Apache-2.0)."
+                if settings["dataset"] == "word-problems"
+                else "GSM8K's train file (MIT)."
+            )
+            + " Base: Apache-2.0 (Hugging Face). Adapter: Apache-2.0.",
+            "",
+            "## What it scores",
+            "",
+            "These very weights, greedy, right in per cent with a 95 % interval over problems:",
+            "",
+            "| test set | problems | strict | lenient |",
+            "|---|---|---|---|",
+            *rounded,
+            "",
+            "All arms of the grid it is one of, before rounding, over seeds and problems:",
+            "",
+            *rows,
+            "",
+            "## One right, one wrong",
+            "",
+            *examples(judged(config.folder(cell))),
+            "## Limits",
+            "",
+            "- It was chosen by validation problems; the test problems decided nothing."
+            if not config.cell
+            else "- The cell was named by hand.",
+            "- Its seed is one of several: the table above has their spread.",
+            "- English, integers of two or three digits, one step. Longer problems, other wordings "
+            "and other languages were not learned; the sets nobody saw show how it fails.",
+            "- The reasoning can be wrong where the answer is right; the failure files of the "
+            "report list such cases.",
+            "",
+        ]
+    )

@@ -1,0 +1,256 @@
+"""How each arm is trained. Every function here runs in the cell's own process, writes under the
+cell's directory, and returns what `train.json` says of it.
+
+No adapter is chosen by its score: all arms are judged as they are after their last update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.arms import FORMAT
+from benchmarks.evidence.plan import (
+    ARMS,
+    OURS,
+    START,
+    Cell,
+    EvidenceConfig,
+    read_json,
+    write_atomically,
+)
+from benchmarks.evidence.pools import pools, without_golds
+from benchmarks.evidence.reading import watch
+from rlm import machine
+from rlm.answers import grade, split_completion
+from rlm.data import Problem
+from rlm.grpo import problems_for_step
+
+Record = dict[str, Any]
+RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
+
+
+def train(config: EvidenceConfig, cell: Cell) -> Record:
+    """Train the cell's adapter into `adapter/`, or go on where a kill stopped it."""
+    machine.prepare_process()
+    kinds: dict[str, Callable[[EvidenceConfig, Cell], Record]] = {
+        "sft": _sft,
+        "supervised": _supervised,
+        "rejection": _rejection,
+        "grpo": _grpo,
+        "trl": _trl,
+    }
+    started = time.monotonic()
+    record = kinds[ARMS[cell.arm].kind](config, cell)
+    # Of this process: less than `seconds` after a kill, and with what is not training.
+    return record | {"wall": time.monotonic() - started, "peak_memory_gb": harness.peak_memory_gb()}
+
+
+# --- supervised ---------------------------------------------------------------------------------
+
+
+def _sft(config: EvidenceConfig, cell: Cell) -> Record:
+    solved = pools(config, cell.seed).solved
+    return _fine_tune(config, cell, solved, config.sft_rate, start=None)
+
+
+def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
+    """As many examples as fit in the seconds that GRPO of this seed took; several passes if so."""
+    learned = pools(config, cell.seed)
+    examples = learned.solved
+    if cell.arm == "sft_all_solved":
+        examples = examples + learned.practice_solved
+    count = _examples_for(config, cell, _budget(config, cell))
+    shown = problems_for_step(examples, 0, count, cell.seed)
+    return _fine_tune(config, cell, shown, config.more_rate, _adapter(config, cell, START))
+
+
+def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
+    """Draw what GRPO draws, from the start; keep what is right; learn it, in GRPO's seconds.
+
+    One pass over the kept ones is the least, whatever it takes.
+    """
+    practice = pools(config, cell.seed).practice
+    file = config.folder(cell) / "drawn.json"
+    if not file.exists():
+        write_atomically(file, _draw(config, cell, practice))
+    drawn = read_json(file)
+    kept = {
+        (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
+        for problem, texts in zip(practice, drawn["texts"], strict=True)
+        for reasoning, answer in filter(None, (_kept(text, problem.answer) for text in texts))
+    }
+    if not kept:
+        raise RuntimeError("the start never answered right: there is nothing to learn from")
+    right = sum(bool(_kept(t, p.answer)) for p, ts in zip(practice, drawn["texts"]) for t in ts)  # noqa: B905
+    fits = _examples_for(config, cell, _budget(config, cell) - drawn["seconds"])
+    shown = problems_for_step(list(kept.values()), 0, max(len(kept), fits), cell.seed)
+    start = _adapter(config, cell, START)
+    record = _fine_tune(config, cell, shown, config.more_rate, start)
+    samples = len(practice) * config.group_size
+    record["seconds"] += drawn["seconds"]
+    return record | {"samples": samples, "right": right, "kept": len(kept)}
+
+
+def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
+    from rlm import models
+    from rlm.prompts import render_prompt
+    from rlm.sampling import Sampler, SamplingParams, prompt_seed
+
+    tokenizer = models.load_tokenizer(config.model)
+    base = models.load_base(config.model, machine.pick_device())
+    policy = models.load_adapter(base, _adapter(config, cell, START), trainable=False)
+    started = time.monotonic()
+    groups = Sampler(policy, tokenizer, seats=config.batch_size * config.group_size).sample(
+        [render_prompt(tokenizer, problem.question, FORMAT) for problem in practice],
+        config.group_size,
+        SamplingParams(config.max_new_tokens),
+        [prompt_seed(cell.seed, problem.id) for problem in practice],
+    )
+    texts = [
+        [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group] for group in groups
+    ]
+    return {"seconds": time.monotonic() - started, "texts": texts}
+
+
+def _kept(text: str, gold: str) -> tuple[str, str] | None:
+    """(reasoning, answer) of a completion that is right under strict grading."""
+    verdict = grade(text, gold, strict=True)
+    if not verdict.correct or verdict.answer is None:
+        return None
+    return (split_completion(text)[0] or "").strip(), verdict.answer
+
+
+def _budget(config: EvidenceConfig, cell: Cell) -> float:
+    return read_json(config.folder(Cell(OURS, cell.seed)) / "train.json")["seconds"]
+
+
+def _examples_for(config: EvidenceConfig, cell: Cell, seconds: float) -> int:
+    """How many examples SFT learns in so many seconds, as fast as this seed's SFT went."""
+    sft = read_json(config.folder(Cell(START, cell.seed)) / "train.json")
+    return max(1, round(seconds / sft["seconds"] * sft["examples"]))
+
+
+def _fine_tune(
+    config: EvidenceConfig,
+    cell: Cell,
+    examples: Sequence[Problem],
+    rate: float,
+    start: Path | None,
+) -> Record:
+    """Stage 1's own trainer on these examples, in one pass; a kill starts it anew."""
+    import train_sft
+
+    folder = config.folder(cell)
+    options = train_sft.SFTConfig(
+        model=config.model,
+        dataset=config.dataset,
+        adapter=start,
+        batch_size=config.sft_batch,
+        micro_batch=min(config.sft_batch, 8),
+        learning_rate=rate,
+        lora_r=config.lora_r,
+        lora_alpha=2 * config.lora_r,
+        eval_samples=0,
+        seed=cell.seed,
+        output=folder / "adapter",
+        run_dir=folder / "train",
+    )
+    run = train_sft.train(options, examples)
+    return {"seconds": run["seconds"], "samples": 0, "examples": run["examples"]}
+
+
+# --- reinforcement ------------------------------------------------------------------------------
+
+
+def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
+    """Ours; after a kill it goes on from its newest checkpoint, to the same end."""
+    from train_grpo import GRPOTrainer
+
+    options = config.grpo_config(cell, _adapter(config, cell, START))
+    options.resume = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
+    if not options.resume:
+        shutil.rmtree(options.run_dir, ignore_errors=True)
+    practice = pools(config, cell.seed).practice
+    if cell.arm == "shuffled_golds":
+        practice = without_golds(practice, cell.seed)
+    reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
+    GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
+    rows = _read_jsonl(options.run_dir / "metrics.jsonl")
+    drawn = _by_step(_read_jsonl(options.run_dir / "samples.jsonl"))
+    per_step = config.batch_size * config.group_size
+    steps = [
+        {
+            "sample": row["time/sample"],
+            "score": row["time/score"],
+            "learn": row["time/learn"],
+            "reward": row["reward/mean"],
+            "signal": 1 - row["reward/zero_signal_share"],
+            "length": row["completion/length_mean"],
+            "truncated": row["completion/truncated_rate"],
+            "entropy": row.get("policy/entropy"),
+            "watch": watch(drawn[row["step"]]),
+        }
+        for row in rows
+    ]
+    return {"samples": len(rows) * per_step, "steps": steps} | _timed(steps)
+
+
+def random_reward(seed: int) -> Callable[..., list[float]]:
+    """A reward that knows nothing: a coin for each completion, the same again after a resume."""
+
+    def coin(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        rows = enumerate(zip(prompts, completions, strict=True))
+        texts = (f"{seed}\0{place}\0{prompt}\0{text}" for place, (prompt, text) in rows)
+        digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+        return [float(digest[0] < 256 * RANDOM_SHARE) for digest in digests]
+
+    return coin
+
+
+def _trl(config: EvidenceConfig, cell: Cell) -> Record:
+    from benchmarks.evidence.trl_cell import train_with_trl
+
+    steps = train_with_trl(config, cell, _adapter(config, cell, START))
+    per_step = config.batch_size * config.group_size
+    return {"samples": len(steps) * per_step, "steps": steps} | _timed(steps)
+
+
+def _timed(steps: Sequence[Record]) -> Record:
+    """Seconds of training, evaluation and checkpoints apart, whatever was killed in between."""
+    for step in steps:
+        step["total"] = step["sample"] + step["score"] + step["learn"]
+    until = list(accumulate(step["total"] for step in steps))
+    return {"seconds": until[-1], "seconds_until": until}
+
+
+def points(config: EvidenceConfig, cell: Cell) -> dict[int, Path]:
+    """Steps done → what the adapter was then; not the last, which is `adapter/`."""
+    folder = config.folder(cell) / "train"
+    found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}
+    found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}
+    return {step: found[step] for step in sorted(found) if step < config.steps}
+
+
+def _adapter(config: EvidenceConfig, cell: Cell, arm: str) -> Path:
+    return config.folder(Cell(arm, cell.seed)) / "adapter"
+
+
+def _by_step(rows: Sequence[Record]) -> dict[int, list[tuple[str, str, bool]]]:
+    steps: dict[int, list[tuple[str, str, bool]]] = {}
+    for row in rows:
+        texts = zip(row["completions"], row["rewards"], strict=True)
+        found = [(text, row["answer"], bool(reward)) for text, reward in texts]
+        steps.setdefault(row["step"], []).extend(found)
+    return steps
+
+
+def _read_jsonl(file: Path) -> list[Record]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

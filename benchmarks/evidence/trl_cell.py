@@ -1,0 +1,102 @@
+"""TRL's GRPOTrainer as a cell: GRPO's problems, schedule and optimizer, checkpoints to resume from.
+
+Imported only in the cell's own process: TRL takes seconds and memory to load.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from benchmarks.arms import Work, reward_function
+from benchmarks.evidence.plan import Cell, EvidenceConfig
+from benchmarks.evidence.pools import pools
+from benchmarks.trl_arm import Clock, Settings, TimedTrainer, config_for, prompt_rows
+from rlm import machine, models
+from rlm.grpo import problems_for_step
+from rlm.prompts import stop_token_ids
+
+SPLIT_SECONDS = "steps.jsonl"
+
+
+class KeptClock(Clock):
+    """Writes each step's seconds down, so that they outlive a kill."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(minutes=None)
+        self.file = file
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        super().on_step_end(args, state, control, **options)
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(self.steps[-1]) + "\n")
+
+
+def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict[str, float]]:
+    """Seconds of every step; the adapter goes to `adapter/`, points on the way to checkpoint-N/."""
+    folder = config.folder(cell) / "train"
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = get_last_checkpoint(str(folder))
+    steps_file = folder / SPLIT_SECONDS
+    if begun is None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    else:  # forget the steps that will be run again
+        done = int(begun.rpartition("-")[2])
+        rows = steps_file.read_text(encoding="utf-8").splitlines()[:done]
+        steps_file.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+
+    device = machine.pick_device()
+    tokenizer = models.load_tokenizer(config.model)
+    base = models.load_base(config.model, device)
+    base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
+    policy = models.load_adapter(base, start, trainable=True)
+    ours = config.grpo_config(cell, start)
+    work = Work(
+        model=config.model,
+        adapter=str(start),
+        prompts=config.batch_size,
+        group_size=config.group_size,
+        max_new_tokens=config.max_new_tokens,
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        seed=cell.seed,
+    )
+    practice = pools(config, cell.seed).practice
+    order = [
+        problem
+        for step in range(config.steps)
+        for problem in problems_for_step(practice, step, config.batch_size, cell.seed)
+    ]
+    optimizer = torch.optim.AdamW(
+        models.adapter_tensors(policy).values(), lr=config.learning_rate, weight_decay=0.0
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: ours.learning_rate_at(step) / ours.learning_rate
+    )
+    clock = KeptClock(steps_file)
+    clock.trainer = TimedTrainer(
+        model=policy,
+        reward_funcs=reward_function("strict", config.group_size),
+        args=config_for(
+            work,
+            Settings(**config.trl_settings()),
+            str(folder),
+            device.type == "cpu",
+            save_strategy="steps",
+            save_steps=config.curve_every,
+        ),
+        train_dataset=prompt_rows(order, tokenizer),
+        processing_class=tokenizer,
+        callbacks=[clock],
+        optimizers=(optimizer, schedule),
+    )
+    clock.trainer.train(resume_from_checkpoint=begun)
+    run = {"base_model": config.model, "base_hash": models.base_hash(config.model)}
+    models.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
+    return [json.loads(row) for row in steps_file.read_text(encoding="utf-8").splitlines()]
