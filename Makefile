@@ -1,5 +1,6 @@
 # make demo    train a 135M model on this machine and see it learn (about 25 minutes on two cores)
 # make test    everything but the slow tests (under 5 minutes on two cores)
+# make test-faults  kill runs at every point, and see them go on (about XX minutes)
 # make lint    style
 # make clean   remove what was made, but not weights/
 
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow lint clean
+.PHONY: install demo test test-slow test-faults lint clean
 
 install: $(STAMP)
 
@@ -33,6 +34,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
+
+test-faults: $(STAMP)
+	$(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_checkpoints.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -25,6 +25,7 @@ from rlm import terminal
 from rlm.answers import grade, split_completion
 from rlm.config import UsageError, flag, run_main
 from rlm.prompts import FORMATS, Format, render_prompt
+from rlm.quantize import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,9 @@ class InferenceConfig:
     adapter: Path = flag(ADAPTER, "trained adapter")
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
     base: bool = flag(False, "answer without the adapter")
+    quantize: str = flag(
+        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+    )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion")
     temperature: float = flag(0.0, "0 takes the most likely token")
@@ -58,13 +62,17 @@ class InferenceConfig:
 
 
 def load_rlm_model(
-    adapter: str | Path = ADAPTER, model: str | None = None, base: bool = False
+    adapter: str | Path = ADAPTER,
+    model: str | None = None,
+    base: bool = False,
+    quantize: str = "auto",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The base the adapter was trained on, with the adapter on it, and the tokenizer.
 
     Args:
         model: another copy of that base (a directory, say); needed if run.json names none.
         base: leave the adapter off.
+        quantize: none, 4bit, 8bit, or auto: as the adapter was trained.
 
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
@@ -92,8 +100,8 @@ def load_rlm_model(
     model = model or run.get("base_model")
     if model is None:
         raise UsageError(f"{adapter} does not say what it was trained on; name it with --model")
-    use_4bit = bool(run.get("use_4bit", False))
-    loaded = load_base(model, pick_device(use_4bit=use_4bit), use_4bit=use_4bit)
+    quantize = run.get("quantize", "none") if quantize == "auto" else quantize
+    loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:
         check_base(adapter, model, base_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
@@ -167,7 +175,7 @@ def _complete(
 def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
-    model, tokenizer = load_rlm_model(config.adapter, config.model, config.base)
+    model, tokenizer = load_rlm_model(config.adapter, config.model, config.base, config.quantize)
     params = SamplingParams(config.max_new_tokens, config.temperature, config.top_p)
 
     def ask(question: str) -> None:

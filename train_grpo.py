@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rlm import machine, models, terminal
-from rlm.config import UsageError, run_main, to_dict
+from rlm.config import UsageError, run_main
 from rlm.data import Problem, load_problems
 from rlm.evaluation import evaluate
 from rlm.grpo import (
@@ -50,12 +50,10 @@ from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, longest_prompts, render_prompt
 from rlm.report import LearningTally, announce, log_step, run_summary, step_metrics, summary_card
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
-from rlm.runs import RunDirectory, check_writable
+from rlm.runs import check_writable, open_run
 from rlm.sampling import SamplingParams, prompt_seed
 from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
-
-GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
 
 
 class GRPOTrainer:
@@ -88,8 +86,8 @@ class GRPOTrainer:
             raise UsageError(
                 f"--batch-size {config.batch_size}: fewer than {self.team.size} processes"
             )
-        device = device or machine.pick_device(use_4bit=config.use_4bit)
-        base = models.load_base(model_name, device, use_4bit=config.use_4bit)
+        device = device or machine.pick_device()
+        base = models.load_base(model_name, device, quantize=config.quantize, attn=config.attn)
         if config.sft_adapter:
             self.policy = models.load_adapter(base, config.sft_adapter, trainable=True)
         else:
@@ -111,10 +109,13 @@ class GRPOTrainer:
         Raises:
             UsageError: the run directory holds another run, or --resume finds nothing to resume.
         """
-        config, team, started = self.config, self.team, time.monotonic()
-        run = self.run = RunDirectory(config.run_dir, resume=config.resume, writes=team.leads)
-        first_step = self.state.restore(run) if config.resume else 0
-        run.write_config(to_dict(config))
+        with open_run(self.config, self.team) as self.run:
+            return self._loop(problems, eval_problems)
+
+    def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:
+        """The loop. A signal that asks to stop is obeyed at the end of a step, when it is saved."""
+        config, team, run, started = self.config, self.team, self.run, time.monotonic()
+        first_step = self.state.begin(run, config, problems, eval_problems, team)
         algorithm = ALGORITHMS[config.algorithm]
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
@@ -124,6 +125,7 @@ class GRPOTrainer:
         self.plan = team.agree(plan)
         terminal.line(f"memory: {self.plan}")
         start = self._evaluate(eval_problems, 0) if first_step == 0 else None
+        run.leave_if(team.agree(run.interrupted))
         for step in range(first_step, config.steps):
             clock = [time.monotonic()]
             # 1. sample: P problems, G completions of each
@@ -158,7 +160,8 @@ class GRPOTrainer:
                 max_new_tokens=config.max_new_tokens,
                 keep_all=config.kl_weight > 0,
             )
-            learned = self._learn(rollouts, config.learning_rate_at(step))
+            learned = self._learn(rollouts, self.state.rate_scale * config.learning_rate_at(step))
+            self.state.go_back_if_lost(run, step)
             clock.append(time.monotonic())
 
             metrics = {"step": step} | step_metrics(groups, rewards, clock)
@@ -166,17 +169,19 @@ class GRPOTrainer:
             if step == 0 and start is not None:
                 metrics["eval/start_accuracy"] = start
             done = step + 1
-            out_of_time = team.agree(time.monotonic() - started >= 60 * time_limit)
+            out_of_time = time.monotonic() - started >= 60 * time_limit
+            out_of_time, interrupted = team.agree((out_of_time, run.interrupted))
             last = done == config.steps or out_of_time
             if last or (config.eval_every and done % config.eval_every == 0):
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
                     metrics["eval/accuracy"] = accuracy
             log_step(run, config, metrics, chosen, texts, rewards, advantages)
-            if last or (config.save_every and done % config.save_every == 0):
+            if last or interrupted or (config.save_every and done % config.save_every == 0):
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
                 break
+            run.leave_if(interrupted)
         return self._finish(len(eval_problems), time.monotonic() - started)
 
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
@@ -237,11 +242,7 @@ class GRPOTrainer:
         else:
             terminal.line(f"gradient norm is {norm.item()}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
-        if self.state.count_update(skipped=not norm.isfinite()) >= GIVE_UP_AFTER:
-            raise UsageError(
-                f"{GIVE_UP_AFTER} updates in a row had no finite gradient; lower --learning-rate "
-                "and go on from the last checkpoint with --resume"
-            )
+        self.state.count_update(skipped=not norm.isfinite())
         return norm.item()
 
     def _evaluate(self, problems: Sequence[Problem], step: int) -> float | None:
@@ -266,8 +267,7 @@ class GRPOTrainer:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.use_best()
         rows, config = self.team.agree(self.run.metrics()), self.config
-        results = (self.state, len(rows), validated_on, seconds)
-        summary = run_summary(config, self.model_name, *results)
+        summary = run_summary(config, self.model_name, self.state, len(rows), validated_on, seconds)
         if self.team.leads:
             models.save_adapter(
                 self.policy, self.tokenizer, config.output, summary, keep_previous=True

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from rlm.config import flag
 from rlm.prompts import FORMATS
+from rlm.quantize import QUANTIZATIONS, chosen_quantization
+from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
 ALGORITHM_NAMES = ("grpo", "drgrpo")
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 
 
 @dataclass
@@ -22,7 +25,9 @@ class GRPOConfig:
     max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)")
     sft_adapter: Path | None = flag(Path("weights/sft_lora"), "adapter to start from, or none")
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
-    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit")
+    attn: str = flag("sdpa", "attention of the learning pass", choices=ATTENTIONS)
 
     algorithm: str = flag("grpo", "advantage and aggregation", choices=ALGORITHM_NAMES)
     steps: int = flag(20, "rounds of sampling and learning")
@@ -57,6 +62,9 @@ class GRPOConfig:
     sample_every: int = flag(5, "steps between printed samples (0: none)")
     max_minutes: float | None = flag(None, "stop at the step after this many minutes, and export")
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
+    accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
+    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
+    use_wandb: bool = flag(False, "the same as --tracker wandb")
     seed: int = flag(0, "of problems and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
     output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
@@ -97,6 +105,14 @@ class GRPOConfig:
             raise ValueError("--max-samples must be at least 1")
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError("--max-minutes must be above 0")
+        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
+        self.use_4bit = self.quantize == "4bit"
+        if self.attn == "flash_attention_2":
+            raise ValueError(
+                "--attn flash_attention_2: completions share their prompt through a mask that it "
+                "does not take; sdpa does (train_sft.py has no such mask)"
+            )
+        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
         if self.output.resolve() == (self.sft_adapter or Path()).resolve():
             raise ValueError("--output would overwrite --sft-adapter; name another directory")
 

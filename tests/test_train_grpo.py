@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over(model_dir, tmp_path, capsys):
     tensors.write_bytes(content)
     train(model_dir, a_config(tmp_path, steps=4, resume=True))
     out = capsys.readouterr().out
-    assert "step_000003 is damaged" in out
+    assert "step_000003 is damaged and set aside: state.safetensors has changed" in out
     assert "before step 3" in out
     assert [row["step"] for row in rows(config)] == [0, 1, 2, 3]
 
@@ -195,7 +195,7 @@ def test_a_run_leaves_these_files(model_dir, tmp_path):
     _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert {file.name for file in config.run_dir.iterdir()} == {
         "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "curves.png",
-        "checkpoints",
+        "checkpoints", ".lock",
     }  # fmt: skip
     checkpoints = sorted((config.run_dir / "checkpoints").iterdir())
     assert [c.name for c in checkpoints] == ["step_000004", "step_000005"]
@@ -228,8 +228,8 @@ def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypa
     )
     trainer, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert (summary["step"], summary["accuracy"]) == (2, 0.75)
-    assert all(torch.equal(t, kept[1][name]) for name, t in trainer.adapter.items())
-    assert not all(torch.equal(kept[2][name], kept[1][name]) for name in kept[1])
+    assert all(torch.equal(t, kept[2][name]) for name, t in trainer.adapter.items())
+    assert not all(torch.equal(kept[3][name], kept[2][name]) for name in kept[2])
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
