@@ -1,6 +1,8 @@
 # make demo    train a 135M model on this machine and see it learn (about 25 minutes on two cores)
 # make test    everything but the slow tests (under 5 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about XX minutes)
+# make test-load      the server under load for a minute
+# make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make lint    style
 # make clean   remove what was made, but not weights/
 
@@ -10,7 +12,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow test-faults lint clean
+.PHONY: install demo test test-slow test-faults test-browser test-load lint clean
 
 install: $(STAMP)
 
@@ -29,14 +31,22 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
+# Two processes, one torch thread each: on the tiny models of the tests a second thread gains nothing.
 test: $(STAMP)
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
 
 test-faults: $(STAMP)
-	$(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_checkpoints.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_checkpoints.py
+
+test-load: $(STAMP)
+	$(PYTHON) -m pytest -m load
+
+test-browser: $(STAMP)
+	$(PYTHON) -m pip install --quiet --editable '.[dev,browser]'
+	$(PYTHON) -m pytest -m browser
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

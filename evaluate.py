@@ -7,6 +7,7 @@ taken from the run.json of the last adapter.
     python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
     python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
     python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
+    python evaluate.py --audit-reward                    # does the verifier miss right answers?
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from rlm import terminal
+from rlm.audit import audit_run
 from rlm.config import UsageError, explicit, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
 from rlm.plots import accuracy_bars
 from rlm.prompts import FORMATS
-from rlm.quantize import QUANTIZATIONS
+from rlm.quantize import QUANTIZATIONS, trained_on
 
 GRADINGS = {"strict": True, "lenient": False}
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -53,6 +55,8 @@ class EvaluateConfig:
     quantize: str = flag(
         "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
     )
+    audit_reward: bool = flag(False, "instead: how graders differ on a run's samples")
+    run_dir: Path = flag(Path("runs/grpo"), "that run")
     seed: int = flag(0, "of problems, examples and sampling")
     output: Path = flag(Path("runs/evaluation"), "where figures, picture and failures go")
 
@@ -100,7 +104,7 @@ def fill_in(config: EvaluateConfig, run: dict) -> EvaluateConfig:
         model=model,
         dataset=config.dataset or run.get("dataset") or "word-problems",
         reasoning_format=config.reasoning_format or tags,
-        quantize=run.get("quantize", "none") if config.quantize == "auto" else config.quantize,
+        quantize=trained_on(run) if config.quantize == "auto" else config.quantize,
     )
 
 
@@ -273,6 +277,9 @@ def report(
 
 
 def main(config: EvaluateConfig) -> int:
+    if config.audit_reward:
+        every = "max_samples" not in explicit(config)
+        return audit_run(config.run_dir, config.output, None if every else config.max_samples)
     from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.models import base_hash, check_base, load_adapter, load_base, load_tokenizer, read_run
 

@@ -3,6 +3,8 @@
     python inference.py "Tom has 12 apples and buys 7 more. How many apples does Tom have now?"
     python inference.py                # a prompt loop
     python inference.py --base "…"     # the same model without the adapter, for comparison
+    python inference.py --n 8 "…"      # eight answers, which vote
+    python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
     python inference.py --json "…"     # one JSON object, for programs
 
 From Python:
@@ -18,14 +20,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.answers import grade, split_completion
 from rlm.config import UsageError, flag, run_main
 from rlm.prompts import FORMATS, Format, render_prompt
-from rlm.quantize import QUANTIZATIONS
+from rlm.quantize import QUANTIZATIONS, trained_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from rlm.sampling import SamplingParams
 
 ADAPTER = Path("weights/final_rlm_lora")
+SEATS = 16  # answers drawn at the same time
 
 
 @dataclass
@@ -46,15 +49,21 @@ class InferenceConfig:
     )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion")
-    temperature: float = flag(0.0, "0 takes the most likely token")
+    budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)")
+    n: int = flag(1, "answers to draw; above 1 they vote")
+    temperature: float | None = flag(None, "0 takes the most likely token (none: 0; 0.7 if n > 1)")
     top_p: float = flag(1.0, "smallest set of tokens whose mass reaches this")
     seed: int = flag(0, "of sampling, where temperature is above 0")
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError("--max-new-tokens must be at least 1")
-        if self.temperature < 0:
+        if min(self.max_new_tokens, self.n) < 1:
+            raise ValueError("--max-new-tokens and --n must be at least 1")
+        if self.budget is not None and self.budget < 0:
+            raise ValueError("--budget must be 0 or more")
+        if self.temperature is not None and self.temperature < 0:
             raise ValueError("--temperature must be 0 or more")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError("--n above 1 needs a temperature above 0: all answers would be one")
         if not 0 < self.top_p <= 1:
             raise ValueError("--top-p must be above 0 and at most 1")
         if self.json and self.question is None:
@@ -100,14 +109,14 @@ def load_rlm_model(
     model = model or run.get("base_model")
     if model is None:
         raise UsageError(f"{adapter} does not say what it was trained on; name it with --model")
-    quantize = run.get("quantize", "none") if quantize == "auto" else quantize
+    quantize = trained_on(run) if quantize == "auto" else quantize
     loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:
         check_base(adapter, model, base_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
     loaded.rlm_format = adapter_format(run)
-    loaded.rlm_sampler = Sampler(loaded, tokenizer, seats=1)
+    loaded.rlm_sampler = Sampler(loaded, tokenizer, seats=SEATS)
     return loaded, tokenizer
 
 
@@ -129,7 +138,7 @@ def generate_reasoning(
     from rlm.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens, temperature)
-    return _complete(prompt, model, tokenizer, params, seed, lambda text: None)["response"]
+    return _complete(prompt, model, tokenizer, params, seed)["response"]
 
 
 def _complete(
@@ -138,36 +147,48 @@ def _complete(
     tokenizer: PreTrainedTokenizerBase,
     params: SamplingParams,
     seed: int,
-    show: Callable[[str], None],
+    n: int = 1,
+    budget: int | None = None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> dict[str, object]:
-    """Answer a question; `show` is given each new piece of text as it is drawn."""
-    from rlm.sampling import Request, Sampler
+    """Answer a question; `show` is given each new piece of the first answer as it is drawn."""
+    from rlm.sampling import Request, Sampler, prompt_seed
+    from rlm.serving import answering
+    from rlm.serving.thinking import Thinking
 
     format = getattr(model, "rlm_format", FORMATS["deepseek"])
     prompt = render_prompt(tokenizer, question, format)
-    started, ids, shown, reason = time.monotonic(), [], "", None
-    sampler = getattr(model, "rlm_sampler", None) or Sampler(model, tokenizer, seats=1)
-    for token in sampler.stream([Request(prompt, params, seed)]):
-        ids.append(token.id)
-        reason = token.finish_reason
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet
-            show(text[len(shown) :])
-            shown = text
-    response = tokenizer.decode(ids, skip_special_tokens=True)
-    tags = {"reasoning_tag": format.reasoning_tag, "answer_tag": format.answer_tag}
-    reasoning, answer = split_completion(response, format.reasoning_tag)
-    # The gold does not matter here: the verdict also carries the answer as it was found.
-    found = grade(response, "0", strict=False, **tags).answer
+    started, shown = time.monotonic(), 0
+    sampler = getattr(model, "rlm_sampler", None) or Sampler(model, tokenizer, seats=SEATS)
+    thinking = Thinking(
+        tokenizer,
+        format,
+        sampler.stop_ids,
+        n=n,
+        max_new_tokens=params.max_new_tokens,
+        budget=budget,
+        stop=params.stop,
+    )
+    for token in sampler.stream([Request(prompt, params, prompt_seed(seed), n, thinking)]):
+        thinking.take(token)
+        if token.row == 0:
+            text = thinking.rows[0].text
+            show(text[shown:])
+            shown = len(text)
+    samples = answering.finished_samples(thinking, tokenizer, format)
+    votes = answering.count_votes(samples)
+    best = answering.shown_sample(samples, votes)
     return {
         "question": question,
-        "response": response,
-        "reasoning": reasoning.strip() if reasoning else None,
-        "answer": answer.strip(),
-        "final_answer": found,
-        "finish_reason": reason,
+        "response": best.response,
+        "reasoning": best.reasoning,
+        "answer": best.answer,
+        "final_answer": best.final_answer,
+        "finish_reason": best.finish_reason,
+        "thinking": best.thinking.model_dump(),
+        "vote": answering.vote_report(votes).model_dump() if n > 1 else None,
         "prompt_tokens": len(prompt),
-        "completion_tokens": len(ids),
+        "completion_tokens": sum(sample.completion_tokens for sample in samples),
         "seconds": round(time.monotonic() - started, 3),
     }
 
@@ -176,28 +197,26 @@ def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
     model, tokenizer = load_rlm_model(config.adapter, config.model, config.base, config.quantize)
-    params = SamplingParams(config.max_new_tokens, config.temperature, config.top_p)
+    usual = 0.7 if config.n > 1 else 0.0
+    temperature = usual if config.temperature is None else config.temperature
+    params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
+    answer = partial(
+        _complete,
+        model=model,
+        tokenizer=tokenizer,
+        params=params,
+        seed=config.seed,
+        n=config.n,
+        budget=config.budget,
+    )
 
     def ask(question: str) -> None:
         if not question.strip():
             raise UsageError("the question is empty")
         if config.json:
-            result = _complete(question, model, tokenizer, params, config.seed, lambda text: None)
-            sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
-            return
-
-        def show(text: str) -> None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-        result = _complete(question, model, tokenizer, params, config.seed, show)
-        rate = result["completion_tokens"] / result["seconds"]
-        who = "base" if config.base else str(config.adapter)
-        cut = ", cut off at --max-new-tokens" if result["finish_reason"] == "length" else ""
-        terminal.line(
-            f"\n\nanswer: {result['final_answer'] or 'none found'}  "
-            f"({who}, {result['completion_tokens']} tokens, {rate:.0f} tokens/s{cut})"
-        )
+            sys.stdout.write(json.dumps(answer(question), ensure_ascii=False) + "\n")
+        else:
+            _print(answer(question, show=_write), config)
 
     if config.question is not None:
         ask(config.question)
@@ -211,6 +230,30 @@ def main(config: InferenceConfig) -> int:
         if not question.strip():
             return 0
         ask(question)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _print(result: dict, config: InferenceConfig) -> None:
+    """What stands below the streamed text: the votes, the answer, what it took."""
+    terminal.line("")
+    if vote := result["vote"]:
+        if result["final_answer"] is not None:
+            terminal.line(f"\nthe likeliest of the winners:\n{result['response']}")
+        terminal.bars(vote["counts"], vote["n"])
+    rate = result["completion_tokens"] / result["seconds"]
+    who = "base" if config.base else str(config.adapter)
+    status = result["thinking"]["status"]
+    notes = "" if status == "closed" else f", reasoning {status}"
+    if result["finish_reason"] == "length":
+        notes += ", cut off at --max-new-tokens"
+    terminal.line(
+        f"\nanswer: {result['final_answer'] or 'none found'}  "
+        f"({who}, {result['completion_tokens']} tokens, {rate:.0f} tokens/s{notes})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This is not TRL's trainer. Stage 2: GRPO by hand; the whole loop is in `GRPOTrainer.train`.
+"""This is not TRL's trainer. Stage 2: GRPO by hand; the whole loop is in `GRPOTrainer._loop`.
 
 Sample a group of completions for each problem, verify each final answer 0/1, compare inside the
 group, update the LoRA adapter. What textbook GRPO has and this leaves out, and why:
@@ -13,6 +13,8 @@ group, update the LoRA adapter. What textbook GRPO has and this leaves out, and 
 
     python train_grpo.py                                   # picks model and data by what is here
     python train_grpo.py --dataset gsm8k --sft-adapter weights/sft_lora --use-4bit
+    python train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --preset reasoning_small
+    python train_grpo.py --doctor                          # why is my reward flat?
     python train_grpo.py --resume                          # go on where a run stopped
 """
 
@@ -27,29 +29,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlm import machine, models, terminal
-from rlm.config import UsageError, run_main
-from rlm.data import Problem, load_problems
+from rlm import doctor, machine, models, report, start, terminal
+from rlm.config import run_main
+from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.grpo import (
-    ALGORITHMS,
+    Group,
     Rollout,
+    draw_problems,
     group_advantages,
+    has_signal,
     importance_weights,
     make_rollouts,
+    overlong_penalties,
     policy_loss,
-    problems_for_step,
+    reward_tensor,
     share_rollouts,
     split,
     token_logprobs,
 )
-from rlm.grpo_config import GPU_DEFAULTS, GRPOConfig
-from rlm.memory import plan_memory
+from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
 from rlm.parallel import Team
 from rlm.plots import learning_curves
-from rlm.prompts import FORMATS, longest_prompts, render_prompt
-from rlm.report import LearningTally, announce, log_step, run_summary, step_metrics, summary_card
-from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer
+from rlm.prompts import FORMATS, render_problem
+from rlm.report import LearningTally, mean_metrics, step_metrics, timed
+from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward
 from rlm.runs import check_writable, open_run
 from rlm.sampling import SamplingParams, prompt_seed
 from rlm.sampling.remote import make_sampler
@@ -57,7 +61,7 @@ from rlm.state import TrainedAdapter, TrainingState
 
 
 class GRPOTrainer:
-    """Trains a LoRA adapter with GRPO; `train` is the loop."""
+    """Trains a LoRA adapter with GRPO: `train` opens the run, `_loop` is the loop."""
 
     def __init__(
         self,
@@ -72,29 +76,14 @@ class GRPOTrainer:
             reward_fn: a RewardFunction or a plain function (`rlm.rewards`); by default 1 for a
                 completion in the strict format with the right number, else 0.
         """
-        self.config = config = config or GRPOConfig(sft_adapter=None)
-        self.model_name = model_name
-        self.format = FORMATS[config.reasoning_format]
-        self.scorer = as_scorer(reward_fn or CorrectnessReward(self.format))
-        self.tokenizer = models.load_tokenizer(model_name)
-        self.base_hash = models.base_hash(model_name)
-        if config.sft_adapter:
-            models.check_adapter(config.sft_adapter, "run: python train_sft.py")
-            models.check_base(config.sft_adapter, model_name, self.base_hash)
         self.team = Team.join()
-        if config.batch_size < self.team.size:
-            raise UsageError(
-                f"--batch-size {config.batch_size}: fewer than {self.team.size} processes"
-            )
-        device = device or machine.pick_device()
-        base = models.load_base(model_name, device, quantize=config.quantize, attn=config.attn)
-        if config.sft_adapter:
-            self.policy = models.load_adapter(base, config.sft_adapter, trainable=True)
-        else:
-            torch.manual_seed(config.seed)  # of the new adapter's matrices
-            self.policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
-        models.use_lean_lora(self.policy)
-        models.use_checkpointing(self.policy, config.checkpointing)
+        self.tokenizer = models.load_tokenizer(model_name)
+        self.model_name, self.base_hash = model_name, models.base_hash(model_name)
+        config = start.fit(config or GRPOConfig(), model_name, self.base_hash, self.team.size)
+        self.config, self.format = config, FORMATS[config.reasoning_format]
+        reward = reward_fn or CorrectnessReward()
+        self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
+        self.policy = start.load_policy(config, model_name, device)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.masters  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.team.rank)
@@ -107,67 +96,78 @@ class GRPOTrainer:
         """Run the loop, export the best adapter, and return the run's summary.
 
         Raises:
-            UsageError: the run directory holds another run, or --resume finds nothing to resume.
+            UsageError: another process trains there, or --resume finds nothing that it could
+                resume as it was.
+            Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        with open_run(self.config, self.team) as self.run:
+        with open_run(self.config, self.team) as self.run:  # signals wait for the end of a step
             return self._loop(problems, eval_problems)
 
     def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:
-        """The loop. A signal that asks to stop is obeyed at the end of a step, when it is saved."""
         config, team, run, started = self.config, self.team, self.run, time.monotonic()
-        first_step = self.state.begin(run, config, problems, eval_problems, team)
-        algorithm = ALGORITHMS[config.algorithm]
+        choices, size = config.choices, config.group_size
+        overlong = (config.overlong_buffer, config.overlong_penalty)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
-        prompts = longest_prompts(self.tokenizer, [*problems, *eval_problems], self.format)
-        masters, evaluated = list(self.adapter.values()), len(eval_problems)
-        plan = plan_memory(self.policy, masters, self.sampler, config, prompts, evaluated)
-        self.plan = team.agree(plan)
-        terminal.line(f"memory: {self.plan}")
-        start = self._evaluate(eval_problems, 0) if first_step == 0 else None
+        render = partial(render_problem, self.tokenizer, format=self.format)
+        problems = start.within(problems, render, config.max_prompt_length)
+        first_step = self.state.begin(run, config, problems, eval_problems, team)
+        self.plan = team.agree(start.plan(self, [*problems, *eval_problems], len(eval_problems)))
+        before = self._evaluate(eval_problems, 0) if first_step == 0 else None
         run.leave_if(team.agree(run.interrupted))
         for step in range(first_step, config.steps):
-            clock = [time.monotonic()]
-            # 1. sample: P problems, G completions of each
-            chosen = team.share(problems_for_step(problems, step, config.batch_size, config.seed))
-            prompts = [render_prompt(self.tokenizer, p.question, self.format) for p in chosen]
-            seeds = [prompt_seed(config.seed, step, problem.id) for problem in chosen]
-            with terminal.progress("sampling", len(prompts) * config.group_size) as advance:
-                groups = self.sampler.sample(prompts, config.group_size, params, seeds, advance)
+            seconds: dict[str, float] = {}
+            tried: list[Group] = []
+            figures: list[tuple[int, dict[str, float]]] = []
+            for refill in range(config.sampling_rounds):  # one, but for dynamic sampling
+                drawn = draw_problems(problems, tried, step, config.batch_size, config.seed)
+                if not drawn:
+                    break
+                chosen = team.share(drawn)
+                with timed(seconds, "sample"):  # 1. sample: G completions of each problem
+                    prompts = [render(problem) for problem in chosen]
+                    seeds = [prompt_seed(config.seed, step, refill, p.id) for p in chosen]
+                    with terminal.progress("sampling", len(chosen) * size) as advance:
+                        groups = self.sampler.sample(prompts, size, params, seeds, advance)
+                with timed(seconds, "score"):  # 2. score: one call for all of them
+                    texts = [[decode(c.token_ids) for c in group] for group in groups]
+                    truncated = [[c.truncated for c in group] for group in groups]
+                    scores = self.scorer(chosen, texts, truncated)
+                figures.append((len(chosen), scores.metrics))
+                # From here on every process knows the whole step; alone, nothing happens.
+                scored = zip(chosen, prompts, groups, texts, scores.rewards, strict=True)
+                tried += [Group(*parts) for parts in team.gather(list(scored))]
             self.sampler.release()  # its memory is the learning pass's, its weights soon stale
-            clock.append(time.monotonic())
-
-            # 2. score: one call for the whole step
-            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-            texts = [[decode(c.token_ids) for c in group] for group in groups]
-            scores = self.scorer(chosen, texts)
-            rewards = [[math.nan if r is None else r for r in row] for row in scores.rewards]
-            clock.append(time.monotonic())
-            # From here on every process knows the whole step; alone, nothing happens.
-            sampled = team.gather(list(zip(chosen, prompts, groups, texts, rewards, strict=True)))
-            chosen, prompts, groups, texts, rewards = map(list, zip(*sampled, strict=True))
-            rewards = torch.tensor(rewards)  # (P, G)
 
             # 3. compare: inside each group
-            advantages = group_advantages(rewards, scale_by_std=algorithm.scale_by_std)  # (P, G)
+            completions = [group.completions for group in tried]
+            rewards = reward_tensor(tried)  # (P, G), as the verifier gave them
+            penalties = overlong_penalties(completions, config.max_new_tokens, *overlong)  # (P, G)
+            advantages = group_advantages(rewards + penalties, scale_by_std=choices.scale_by_std)
+            kept = has_signal(rewards) | (not choices.dynamic_sampling)  # (P,)
+            advantages[~kept] = 0.0  # a group that was replaced: not even for its lengths
 
             # 4. learn: rows whose loss is exactly zero are not computed
             rollouts = make_rollouts(
-                prompts,
-                groups,
+                [group.prompt for group in tried],
+                completions,
                 advantages,
-                aggregation=algorithm.aggregation,
-                max_new_tokens=config.max_new_tokens,
+                kept=kept.tolist(),
+                aggregation=choices.aggregation,
+                constant=config.fixed_length_normalizer,
                 keep_all=config.kl_weight > 0,
+                mask_truncated=config.mask_truncated,
             )
-            learned = self._learn(rollouts, self.state.rate_scale * config.learning_rate_at(step))
+            with timed(seconds, "learn"):
+                rate = self.state.rate_scale * config.learning_rate_at(step)
+                learned = self._learn(rollouts, rate)
             self.state.go_back_if_lost(run, step)
-            clock.append(time.monotonic())
 
-            metrics = {"step": step} | step_metrics(groups, rewards, clock)
-            metrics |= team.mean(scores.metrics) | learned
-            if step == 0 and start is not None:
-                metrics["eval/start_accuracy"] = start
+            metrics = {"step": step} | step_metrics(completions, rewards, penalties, kept, seconds)
+            metrics |= mean_metrics(team.gather([figures])) | learned
+            if step == 0 and before is not None:
+                metrics["eval/start_accuracy"] = before
             done = step + 1
             out_of_time = time.monotonic() - started >= 60 * time_limit
             out_of_time, interrupted = team.agree((out_of_time, run.interrupted))
@@ -176,7 +176,7 @@ class GRPOTrainer:
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
                     metrics["eval/accuracy"] = accuracy
-            log_step(run, config, metrics, chosen, texts, rewards, advantages)
+            report.log_step(run, config, metrics, tried, advantages)
             if last or interrupted or (config.save_every and done % config.save_every == 0):
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
@@ -186,7 +186,7 @@ class GRPOTrainer:
 
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
         """`updates_per_batch` passes over the rollouts, one optimizer update each."""
-        config, tally = self.config, LearningTally()
+        config, choices, tally = self.config, self.config.choices, LearningTally()
         old: dict[int, Tensor] = {}  # rollout → (T,), before the first update
         reference: dict[int, Tensor] = {}  # likewise, by the start adapter
         for group in self.optimizer.param_groups:
@@ -218,16 +218,18 @@ class GRPOTrainer:
                     micro.advantages,
                     micro.weights,
                     micro.completion_mask,
-                    clip_eps_low=config.clip_eps_low,
-                    clip_eps_high=config.clip_eps_high,
+                    **choices.of_loss,
                     importance=importance,
                     ref_logprobs=ref,
                     kl_weight=config.kl_weight,
+                    kl_estimator=config.kl_estimator,
                 )
                 loss.backward()
                 self.trained.collect()
                 tally.add(update, micro, logprobs.detach(), entropy, sums)
             tally.grad_norm = self._update()
+            if not math.isfinite(tally.grad_norm):
+                break  # the weights are as before, another pass would give the same
         machine.give_back_memory()  # the sampler's turn
         learned = LearningTally.joined(self.team.gather([tally])).metrics()
         return {"optim/lr": rate, "optim/skipped": self.state.skipped_total, **learned}
@@ -267,7 +269,8 @@ class GRPOTrainer:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.use_best()
         rows, config = self.team.agree(self.run.metrics()), self.config
-        summary = run_summary(config, self.model_name, self.state, len(rows), validated_on, seconds)
+        results = (self.state, len(rows), validated_on, seconds)
+        summary = report.run_summary(config, self.model_name, *results)
         if self.team.leads:
             models.save_adapter(
                 self.policy, self.tokenizer, config.output, summary, keep_previous=True
@@ -279,22 +282,17 @@ class GRPOTrainer:
 
 def main(config: GRPOConfig) -> int:
     machine.prepare_process()
-    if config.sft_adapter:
-        models.check_adapter(config.sft_adapter, "run: python train_sft.py")
-    start_run = models.read_run(config.sft_adapter) if config.sft_adapter else None
-    config = machine.fill_in(config, GPU_DEFAULTS, start_run)
-    problems = load_problems(
-        config.dataset, "train", max_samples=config.max_samples, seed=config.seed
-    )
-    validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+    reward, config = load_reward(config.reward), start.settle(config)
+    problems, validation = start.load_data(config)
     check_writable("--output", config.output.parent)
-    trainer = GRPOTrainer(config.model, config)
-    announce(config, trainer.adapter, trainer.sampler, len(problems), len(validation))
-    summary = trainer.train(problems, validation)
-    summary_card(config, summary)
+    trainer = GRPOTrainer(config.model, config, reward)
+    if config.doctor:
+        return doctor.examine(trainer, problems)
+    report.announce(trainer, len(problems), len(validation))
+    report.summary_card(config, trainer.train(problems, validation))
     return 0
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    run_main(main, GRPOConfig, description=__doc__)
+    run_main(main, GRPOConfig, description=__doc__, presets=PRESETS, epilog=algorithms_help())

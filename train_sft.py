@@ -20,7 +20,7 @@ from rlm import terminal
 from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.grpo_config import ATTENTIONS
-from rlm.prompts import FORMATS, Format, render_completion, render_prompt
+from rlm.prompts import FORMATS, Format, render_completion, render_problem
 from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
@@ -45,12 +45,12 @@ class SFTConfig:
     lora_alpha: int = flag(32, "scale of the adapter, over its rank")
     lora_dropout: float = flag(0.0, "dropout inside the adapter")
     quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit")
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
     attn: str = flag("sdpa", "attention", choices=ATTENTIONS)
     eval_samples: int = flag(50, "validation problems whose loss is measured at the end (0: none)")
     max_minutes: float | None = flag(None, "stop at the step after this many minutes, and save")
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb")
+    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
     seed: int = flag(0, "seed of data order and adapter")
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
     run_dir: Path = flag(Path("runs/sft"), "where the log goes")
@@ -85,7 +85,7 @@ GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 def to_example(tokenizer, problem: Problem, format: Format) -> dict[str, list[int]]:
     """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORED before."""
-    prompt = render_prompt(tokenizer, problem.question, format)
+    prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
@@ -125,7 +125,14 @@ def main(config: SFTConfig) -> int:
     from transformers import TrainerCallback
 
     from rlm.machine import fill_in, peak_memory_gb, pick_device, prepare_process
-    from rlm.models import base_hash, load_base, load_tokenizer, new_adapter, save_adapter
+    from rlm.models import (
+        base_hash,
+        load_base,
+        load_tokenizer,
+        new_adapter,
+        save_adapter,
+        use_lean_lora,
+    )
     from rlm.runs import RunDirectory, check_writable
     from rlm.tracking import open_tracker
 
@@ -167,6 +174,8 @@ def main(config: SFTConfig) -> int:
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
     )
+    if config.lora_dropout == 0:
+        use_lean_lora(policy)
     steps = config.epochs * -(-len(kept) // config.batch_size)
     terminal.facts(
         "Stage 1: supervised fine-tuning",

@@ -65,7 +65,7 @@ def reward_function(kind: str, group_size: int) -> Reward:
     in a group without. So the share of groups with signal is the same in both arms.
     """
     if kind == "strict":
-        correct = CorrectnessReward(FORMAT)
+        correct = CorrectnessReward()
 
         def strict(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
             return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]

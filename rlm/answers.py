@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
+from rlm.text_answers import READERS
+
 REASONS: tuple[str, ...] = (
     "correct",  # one number, equal to the gold
     "wrong",  # one number, another one
@@ -38,6 +40,7 @@ REASONS: tuple[str, ...] = (
     "repeated_answer",  # strict: more than one opening or closing answer tag
     "not_a_number",  # an answer that is no plain number: words, 3 + 4, x > 5, 9^9, 1/0
     "several_numbers",  # an answer that claims more than one number
+    "not_a_choice",  # multiple choice: an answer that is not one letter
 )
 
 _MAX_NUMBER = 200  # characters of a number with its decoration
@@ -60,7 +63,7 @@ class Verdict:
 class _Claim:
     """What a text claims its answer to be: a value, or why there is none."""
 
-    value: Fraction | None
+    value: Fraction | str | None  # str: of an answer that is no number
     text: str
     reason: str = ""
 
@@ -281,6 +284,28 @@ def _boxes(text: str) -> list[str]:
     return [text[start:end] for start, end in spans]
 
 
+def _read_other(region: str, kind: str) -> _Claim:
+    """What a region says where the answer is a choice or a text."""
+    value = READERS[kind](region)
+    reason = "" if value is not None else "not_a_choice" if kind == "choice" else "no_answer"
+    return _Claim(value, region.strip(), reason)
+
+
+def _find_other(text: str, answer_tag: str, kind: str) -> _Claim:
+    """As `_find`, for a choice or a text: tag, last box, "answer is", last line."""
+    end = text.rfind(f"</{answer_tag}>")
+    start = text.rfind(f"<{answer_tag}>", 0, max(end, 0))
+    if start >= 0:
+        return _read_other(_MARKUP.sub(" ", text[start + len(answer_tag) + 2 : end]), kind)
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    if boxes := _boxes(text):
+        return _read_other(re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", boxes[-1]), kind)
+    if said := _ANSWER_IS.findall(text):
+        return _read_other(said[-1], kind)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _read_other(lines[-1] if lines else "", kind)
+
+
 def _last_number(text: str) -> _Claim:
     """The last number of a text, unless it ends a bare list of numbers."""
     claims, before = _claims(text)
@@ -332,7 +357,7 @@ def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str
     return completion[start:end], completion[end + len(closing) :]
 
 
-def _strict(completion: str, reasoning_tag: str, answer_tag: str) -> _Claim:
+def _strict(completion: str, reasoning_tag: str, answer_tag: str, kind: str) -> _Claim:
     rest, outside, blocks = completion, "", list[str]()
     for tag, name in (reasoning_tag, "reasoning"), (answer_tag, "answer"):
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -352,6 +377,8 @@ def _strict(completion: str, reasoning_tag: str, answer_tag: str) -> _Claim:
         blocks.append(inside.strip())
     if outside.strip() or rest.strip():
         return _Claim(None, blocks[1], "text_outside")
+    if kind != "number":
+        return _read_other(blocks[1], kind)
     if (value := parse_number(blocks[1])) is None:
         return _Claim(None, blocks[1], _read(blocks[1]).reason or "not_a_number")
     return _Claim(value, blocks[1])
@@ -362,19 +389,29 @@ def grade(
     gold: str,
     *,
     strict: bool,
+    kind: str = "number",
     reasoning_tag: str = "think",
     answer_tag: str = "answer",
 ) -> Verdict:
-    """Is the final answer of a completion the gold number?"""
-    target = parse_number(gold)
+    """Is the final answer of a completion the gold one?
+
+    Args:
+        kind: of `rlm.text_answers.ANSWER_TYPES`: a number, a letter, or a short text.
+    """
+    target = parse_number(gold) if kind == "number" else READERS[kind](gold)
     if target is None:
         return Verdict(False, "gold_unreadable", None)
     if strict:
-        claim = _strict(completion, reasoning_tag, answer_tag)
+        claim = _strict(completion, reasoning_tag, answer_tag, kind)
     else:
         opened = completion.rfind(f"<{reasoning_tag}>") > completion.rfind(f"</{reasoning_tag}>")
         text = split_completion(completion, reasoning_tag)[1]
-        claim = _Claim(None, "", "unclosed_reasoning") if opened else _find(text, answer_tag)
+        if opened:
+            claim = _Claim(None, "", "unclosed_reasoning")
+        elif kind == "number":
+            claim = _find(text, answer_tag)
+        else:
+            claim = _find_other(text, answer_tag, kind)
     correct = claim.value == target
     reason = claim.reason or ("correct" if correct else "wrong")
     return Verdict(correct, reason, claim.text[:_MAX_NUMBER].strip() or None)

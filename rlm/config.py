@@ -49,8 +49,13 @@ def flag(
     aliases: Sequence[str] = (),
     positional: bool = False,
     group: str | None = None,
+    spells: str | None = None,
 ) -> Any:
-    """A dataclass field, and what the command line needs to know about it."""
+    """A dataclass field, and what the command line needs to know about it.
+
+    Args:
+        spells: the field of which this is another spelling; see `layered`.
+    """
     metadata = dict(locals())  # the arguments above, as `_Option` takes them
     if isinstance(default, list | dict | set):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -63,34 +68,67 @@ def parse(
     *,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     description: str | None = None,
+    epilog: str | None = None,
 ) -> T:
     """Build a `cls` from `argv` (default: sys.argv[1:]); a user's mistake raises UsageError."""
-    kinds, epilog = get_type_hints(cls), None
+    kinds = get_type_hints(cls)
     options = fields = [
         _Option(field.name, kinds[field.name], **{"default": field.default, **field.metadata})
         for field in dataclasses.fields(cls)
     ]
     if presets:
         options = [_Option("preset", str, help="start from it", choices=list(presets)), *fields]
-        epilog = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
+        listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
+        epilog = f"{epilog}\n\n{listed}" if epilog else listed
     file = _Option("config", Path, help="YAML file of options; the command line beats it")
     typed = _read_argv([file, *options], argv, description=description, epilog=epilog)
 
     values = _layer(options, _read_yaml(typed.pop("config")) if "config" in typed else [])
-    values |= _layer(options, [("", *item) for item in typed.items()], True)
+    values = layered(cls, values, _layer(options, [("", *i) for i in typed.items()], True))
+    set_by_user = values.keys() - {"preset"}
     if presets and (name := values.pop("preset", None)):
-        values = _layer(fields, [(f"preset {name}", *i) for i in presets[name].items()]) | values
+        rows = [(f"preset {name}", *item) for item in presets[name].items()]
+        values = layered(cls, _layer(fields, rows), values)
     try:
         config = cls(**values)
     except ValueError as error:  # a contradiction that __post_init__ found
         raise UsageError(str(error)) from error
     object.__setattr__(config, "_explicit", frozenset(values))  # works on frozen classes too
+    mark_preset(config, values.keys() - set_by_user)
     return config
+
+
+def layered(cls: type, low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of two layers. What the higher one says of a field in either of its spellings,
+    the lower one does not contradict in the other."""
+    for field in dataclasses.fields(cls):
+        pair = {field.name, field.metadata.get("spells")} - {None}
+        if len(pair) == 2 and pair & high.keys():
+            low = {name: value for name, value in low.items() if name not in pair}
+    return {**low, **high}
 
 
 def explicit(config: Any) -> frozenset[str]:
     """The fields that a preset, the YAML file or the command line set, even to their default."""
     return getattr(config, "_explicit", frozenset())
+
+
+def mark_preset(config: Any, fields: Iterable[str]) -> None:
+    """Remember which of a config's values are a preset's and nobody's own wish."""
+    object.__setattr__(config, "_preset", frozenset(fields))
+
+
+def set_by_preset(config: Any) -> frozenset[str]:
+    """The fields that have their value from a preset."""
+    return getattr(config, "_preset", frozenset())
+
+
+def changed(config: T, **values: Any) -> T:
+    """A copy with other values. What `__post_init__` had filled in is filled in anew."""
+    new = dataclasses.replace(config, **dict.fromkeys(getattr(config, "_filled_in", ())) | values)
+    object.__setattr__(new, "_explicit", explicit(config))
+    mark_preset(new, set_by_preset(config) - values.keys())
+    return new
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -174,6 +212,7 @@ class _Option:
     aliases: Sequence[str] = ()
     positional: bool = False
     group: str | None = None
+    spells: str | None = None
 
     def __post_init__(self) -> None:
         self.keys = [self.name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)]

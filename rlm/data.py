@@ -30,6 +30,7 @@ from typing import Any
 from rlm import word_problems
 from rlm.answers import gold_from_gsm8k, parse_number
 from rlm.config import UsageError
+from rlm.text_answers import ANSWER_TYPES, READERS
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 # No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
-TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution"}
+TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
+TAKEN_FIELDS |= {"reasoning_format", "is_truncated"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 
@@ -70,13 +72,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its gold answer, a number as text that `rlm.answers.parse_number` reads."""
+    """A question and its gold answer: a number as text that `rlm.answers.parse_number` reads, or
+    what `answer_type` says (`rlm.text_answers`).
+    """
 
     id: str  # unique in its data set; seeds what is sampled for the problem
     question: str
     answer: str
     solution: str = ""  # worked, in words; "" where the data set has none
     columns: Mapping[str, str | int | float] = field(default_factory=dict, hash=False)  # to rewards
+    answer_type: str = "number"
 
 
 def load_problems(
@@ -279,14 +284,21 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
 def _parse_row(row: Row, default_id: str) -> Problem:
     """A row of GSM8K, AIME or a user's file; data/README.md has the fields."""
     answer, solution = _text(row, *ANSWER_FIELDS), ""
-    if "####" in answer:
+    kind = _text(row, "answer_type", default="number")
+    if kind not in ANSWER_TYPES:
+        raise ValueError(f"answer_type {kind!r} is none of {', '.join(ANSWER_TYPES)}")
+    if kind != "number":
+        if READERS[kind](answer) is None:
+            raise ValueError(f"the gold {answer[:40]!r} is no {kind}")
+    elif "####" in answer:
         solution, answer = gold_from_gsm8k(answer)
     elif parse_number(answer) is None:
         raise ValueError(f"the gold {answer[:40]!r} is not a number")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
     scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
-    return Problem(_text(row, "id", default=default_id), question, answer, solution, columns)
+    name = _text(row, "id", default=default_id)
+    return Problem(name, question, answer, solution, columns, answer_type=kind)
 
 
 def _parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlm.answers import Verdict, grade, parse_number
-from rlm.prompts import Format, render_prompt
+from rlm.prompts import Format, render_problem
+from rlm.text_answers import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -227,13 +228,16 @@ def _mean(scores: Sequence[float]) -> dict[str, float]:
 
 
 def _majority_score(verdicts: Sequence[Verdict]) -> float:
-    votes = [
-        parse_number(v.answer) if v.answer and v.reason in ("correct", "wrong") else None
-        for v in verdicts
-    ]
+    votes = [_vote(v.answer) if v.reason in ("correct", "wrong") else None for v in verdicts]
     right = {vote for vote, v in zip(votes, verdicts, strict=True) if v.correct}
     winners = majority(votes)
     return mean_at_k([winner in right for winner in winners]) if winners else 0.0
+
+
+def _vote(answer: str | None) -> Hashable | None:
+    """Equal answers are one vote: as numbers, or as texts where they are none."""
+    number = parse_number(answer or "")
+    return read_text(answer or "") if number is None else number
 
 
 def evaluate(
@@ -270,7 +274,7 @@ def evaluate(
     if {question for question, _ in examples} & {problem.question for problem in problems}:
         raise ValueError("an example is one of the problems: the prompt would hold its answer")
     groups = sampler.sample(
-        [render_prompt(tokenizer, p.question, format, examples=examples) for p in problems],
+        [render_problem(tokenizer, problem, format, examples=examples) for problem in problems],
         k,
         SamplingParams(max_new_tokens, temperature),
         [prompt_seed(seed, problem.id) for problem in problems],
@@ -284,6 +288,7 @@ def evaluate(
                 text,
                 problem.answer,
                 strict=strict,
+                kind=problem.answer_type,
                 reasoning_tag=format.reasoning_tag,
                 answer_tag=format.answer_tag,
             )

@@ -6,9 +6,11 @@ sequences, S padded length of those, M completion tokens, T padded completion le
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TypeVar
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from rlm.algorithms import soft_overlong
+from rlm.data import Problem
 from rlm.models import decoder_and_head
 from rlm.parallel import Team
 from rlm.sampling.params import Completion
@@ -31,24 +35,32 @@ LOGITS_CHUNK = 128
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """What tells the members of the family apart. `formula` is what --help and the docs print."""
+class Group:
+    """The rollouts of one problem, sampled and scored."""
 
-    scale_by_std: bool
-    aggregation: str  # "sequence", "constant" or "token": see `row_weights`
-    formula: str
+    problem: Problem
+    prompt: Sequence[int]
+    completions: Sequence[Completion]  # G
+    texts: Sequence[str]
+    rewards: Sequence[float | None]  # None: no verdict
 
 
-ALGORITHMS = {
-    # DeepSeekMath, arXiv 2402.03300
-    "grpo": Algorithm(
-        True, "sequence", "A = (r - mean)/(std + 1e-4); mean over rollouts of the mean over tokens"
-    ),
-    # Dr. GRPO, arXiv 2503.20783
-    "drgrpo": Algorithm(
-        False, "constant", "A = r - mean; sum over tokens / (rollouts · max_new_tokens)"
-    ),
-}
+def reward_tensor(groups: Sequence[Group]) -> Tensor:
+    """(P, G), NaN where there is no verdict."""
+    return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
+
+
+def draw_problems(
+    problems: Sequence[Problem], tried: Sequence[Group], step: int, count: int, seed: int
+) -> list[Problem]:
+    """What a step samples next: `count` problems, then one for each group that taught nothing.
+
+    Empty when every place is filled, or no other problem is left.
+    """
+    if not tried:
+        return problems_for_step(problems, step, count, seed)
+    missing = count - int(has_signal(reward_tensor(tried)).sum())
+    return refill_problems(problems, step, missing, seed, [group.problem for group in tried])
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
@@ -65,6 +77,21 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
             orders[epoch] = shuffle.sample(range(len(problems)), len(problems))
         chosen.append(problems[orders[epoch][index]])
     return chosen
+
+
+def refill_problems(
+    problems: Sequence[T], step: int, count: int, seed: int, tried: Sequence[T]
+) -> list[T]:
+    """Other problems in place of those that taught nothing (dynamic sampling).
+
+    A pure function, like `problems_for_step`; fewer than `count` where the data run out.
+
+    Args:
+        tried: what the step has drawn already.
+    """
+    fresh = [problem for problem in problems if problem not in tried]
+    rng = random.Random(f"{seed} {step} {len(tried)}")
+    return rng.sample(fresh, min(count, len(fresh)))
 
 
 def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
@@ -98,6 +125,19 @@ def has_signal(rewards: Tensor) -> Tensor:
     return high - low > 1e-8
 
 
+def overlong_penalties(
+    groups: Sequence[Sequence[Completion]], max_new_tokens: int, buffer: int, penalty: float
+) -> Tensor:
+    """What is added to each rollout's reward for its length: (P, G), all 0 where buffer is 0."""
+    limits = {"max_new_tokens": max_new_tokens, "buffer": buffer, "penalty": penalty}
+    return torch.tensor(
+        [
+            [soft_overlong(len(c.token_ids), c.truncated, **limits) for c in group]
+            for group in groups
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A completion on its way into the loss. `weight` is what one of its tokens counts."""
@@ -110,15 +150,16 @@ class Rollout:
     sampler_logprobs: Sequence[float] = ()
 
 
-def row_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:
+def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
     """What one token of each rollout counts in the loss of the step.
 
     The denominator is the whole step's, so the gradient does not depend on how the rollouts are
     cut into micro-batches:
         sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
-        constant  1 / (N · max_new_tokens) Dr. GRPO: every token counts the same, always
+        constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
         token     1 / Σ |o_i|              DAPO: every token counts the same within the step
     Rollouts that are left out of the batch (no signal) must be in `lengths`: they are samples.
+    One whose tokens are masked has length 0: it is a sample without tokens.
 
     >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
     ([0.25, 0.125], [0.0625, 0.0625])
@@ -127,7 +168,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -
     if aggregation == "sequence":
         return [1 / (samples * max(length, 1)) for length in lengths]
     if aggregation == "constant":
-        return [1 / (samples * max_new_tokens)] * samples
+        return [1 / (samples * constant)] * samples
     if aggregation == "token":
         return [1 / max(sum(lengths), 1)] * samples
     raise ValueError(f"unknown aggregation {aggregation!r}")
@@ -139,20 +180,31 @@ def make_rollouts(
     advantages: Tensor,
     *,
     aggregation: str,
-    max_new_tokens: int,
+    constant: int | None,
+    kept: Sequence[bool] | None = None,
     keep_all: bool = False,
+    mask_truncated: bool = False,
 ) -> list[Rollout]:
     """The rollouts of a step that the loss needs, with the weights that the whole step gives them.
 
     A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
     still counts in the denominator, so the update equals the textbook's at a fraction of the
-    price. `keep_all` keeps it for the sake of another loss term (KL).
+    price. `keep_all` keeps it for the sake of another loss term (KL). `mask_truncated` takes the
+    tokens of completions without an end token out of every loss term and denominator of tokens;
+    as samples, and in the group's mean and std, they stay (as in TRL).
 
     Args:
         advantages: (P, G).
+        constant: the length by which "constant" aggregation divides.
+        kept: which groups take part at all; one that was replaced counts nowhere (none: all do).
     """
+    if kept is not None:
+        prompts, groups = (list(compress(part, kept)) for part in (prompts, groups))
+        advantages = advantages[torch.tensor(kept, dtype=torch.bool)]
     flat = [completion for group in groups for completion in group]
-    weights = row_weights([len(c.token_ids) for c in flat], aggregation, max_new_tokens)
+    masked = [mask_truncated and completion.truncated for completion in flat]
+    lengths = [0 if out else len(c.token_ids) for c, out in zip(flat, masked, strict=True)]
+    weights = row_weights(lengths, aggregation, constant)
     rows = zip(flat, advantages.flatten().tolist(), weights, strict=True)
     return [
         Rollout(
@@ -164,7 +216,7 @@ def make_rollouts(
             completion.logprobs,
         )
         for i, (completion, advantage, weight) in enumerate(rows)
-        if keep_all or advantage != 0
+        if (keep_all or advantage != 0) and not masked[i]
     ]
 
 
@@ -365,8 +417,8 @@ class LossSums:
     """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
 
     policy: float
-    kl: float  # Σ weight · k3
-    k3: float  # Σ k3
+    kl: float  # Σ weight · estimate: as the loss adds it up
+    kl_total: float  # Σ estimate
     clipped_low: float
     clipped_high: float
     tokens: int
@@ -381,6 +433,24 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor
     return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
 
 
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """KL(policy ‖ reference) of each token from the one that was drawn (Schulman 2020): (n, T).
+
+    With d = ref_logprobs - logprobs:
+        k1  -d               unbiased, but its gradient is noise around 0: it pulls nowhere
+        k2  d² / 2           biased value; on-policy its gradient is that of KL(policy ‖ reference)
+        k3  exp(d) - d - 1   unbiased and never negative; DeepSeekMath's, and the default
+    """
+    difference = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        return difference.exp() - difference - 1
+    raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -390,17 +460,23 @@ def policy_loss(
     *,
     clip_eps_low: float,
     clip_eps_high: float,
+    ratio: str = "token",
+    objective: str = "ppo",
     importance: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     kl_weight: float = 0.0,
+    kl_estimator: str = "k3",
 ) -> tuple[Tensor, LossSums]:
-    """PPO's clipped objective, minimised: Σᵢ wᵢ Σₜ -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) + KL.
+    """Σᵢ wᵢ Σₜ lᵢₜ + KL, to be minimised; what tells algorithms apart comes in as choices.
 
-    ρ = exp(logprobs - old_logprobs). With old = logprobs.detach() the value is -A and the
-    gradient -A ∇logprob: REINFORCE with a group baseline. The minimum is taken for both signs of
-    A (Schulman et al., arXiv 1707.06347).
-    KL is the k3 estimator exp(d) - d - 1, d = ref_logprobs - logprobs (Schulman 2020), as in
-    DeepSeekMath. TRL's default multiplies it by ρ; this is the classic one.
+    objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = exp(logprobs - old_logprobs).
+    With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a
+    group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
+    objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
+    loses its gradient (CISPO, arXiv 2506.13585).
+    ratio "sequence": ρ is one number a completion, the exponential of the mean over its tokens
+    (GSPO, arXiv 2507.18071).
+    TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
 
     Args:
         logprobs, old_logprobs, ref_logprobs, completion_mask: (n, T).
@@ -411,25 +487,30 @@ def policy_loss(
     mask = completion_mask.to(logprobs.dtype)
     scale = weights[:, None] * mask
     advantage = advantages[:, None]
-    ratio = (logprobs - old_logprobs).exp()
-    clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    per_token = -torch.minimum(ratio * advantage, clipped * advantage)  # (n, T)
+    log_ratio = logprobs - old_logprobs
+    if ratio == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    moved = log_ratio.exp()  # (n, T), or (n, 1)
+    clipped = moved.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    if objective == "weighted":
+        per_token = -clipped.detach() * advantage * logprobs
+    else:
+        per_token = -torch.minimum(moved * advantage, clipped * advantage)
     if importance is not None:
         per_token = per_token * importance
     policy = (per_token * scale).sum()
     loss = policy
-    kl = k3 = torch.zeros(())
+    kl = kl_total = torch.zeros(())
     if ref_logprobs is not None:
-        difference = ref_logprobs - logprobs
-        estimate = difference.exp() - difference - 1
-        kl, k3 = (estimate * scale).sum(), (estimate * mask).sum()
+        estimate = kl_estimate(logprobs, ref_logprobs, kl_estimator)
+        kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
-    low = (ratio < 1 - clip_eps_low) & (advantage < 0)
-    high = (ratio > 1 + clip_eps_high) & (advantage > 0)
+    low = (moved < 1 - clip_eps_low) & (advantage < 0)
+    high = (moved > 1 + clip_eps_high) & (advantage > 0)
     return loss, LossSums(
         policy=policy.item(),
         kl=kl.item(),
-        k3=k3.item(),
+        kl_total=kl_total.item(),
         clipped_low=(low * mask).sum().item(),
         clipped_high=(high * mask).sum().item(),
         tokens=int(mask.sum()),

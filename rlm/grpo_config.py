@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from rlm.config import flag
+from rlm.algorithms import ALGORITHMS, Algorithm
+from rlm.config import flag, layered, mark_preset
 from rlm.prompts import FORMATS
 from rlm.quantize import QUANTIZATIONS, chosen_quantization
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
-ALGORITHM_NAMES = ("grpo", "drgrpo")
+logger = logging.getLogger(__name__)
+
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # taken if it is there
+
+# What `--preset NAME` and `from_preset` set. A flag on the command line or in YAML beats it.
+PRESETS: dict[str, dict[str, object]] = {
+    "grpo": {"algorithm": "grpo"},
+    "drgrpo": {"algorithm": "drgrpo"},
+    "dapo": {"algorithm": "dapo"},
+    "reasoning_small": {  # models of 0.5 to 3 billion parameters
+        "algorithm": "drgrpo",
+        "group_size": 8,
+        "batch_size": 4,
+        "train_batch_size": 2,
+        "max_new_tokens": 512,
+        "learning_rate": 5e-6,
+        "use_lora": True,
+        "use_4bit": True,
+    },
+    "reasoning_large": {  # of 7 billion and more
+        "algorithm": "dapo",
+        "group_size": 16,
+        "batch_size": 8,
+        "train_batch_size": 4,
+        "max_new_tokens": 2048,
+        "learning_rate": 1e-6,
+        "use_lora": True,
+        "use_4bit": True,
+    },
+}
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 
 
@@ -23,18 +56,37 @@ class GRPOConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "gsm8k, word-problems[:LEVELS], or FILE.jsonl")
     max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)")
-    sft_adapter: Path | None = flag(Path("weights/sft_lora"), "adapter to start from, or none")
+    max_prompt_length: int | None = flag(None, "leave out problems with longer prompts, in tokens")
+    sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
+    reward_timeout: float = flag(60.0, "seconds that one call of a reward may take")
     quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit")
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
     attn: str = flag("sdpa", "attention of the learning pass", choices=ATTENTIONS)
+    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
 
-    algorithm: str = flag("grpo", "advantage and aggregation", choices=ALGORITHM_NAMES)
-    steps: int = flag(20, "rounds of sampling and learning")
+    algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
+    use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")
+    token_level_loss: bool | None = flag(None, "mean over all tokens of the step")
+    fixed_length_normalizer: int | None = flag(None, "sum over tokens / (rollouts x this)")
+    clip_eps_low: float | None = flag(None, "the ratio is clipped at 1 - this")
+    clip_eps_high: float | None = flag(None, "and at 1 + this")
+    dynamic_sampling: bool | None = flag(None, "replace groups without a difference")
+    max_refill_rounds: int = flag(3, "times a step may sample replacements")
+    overlong_buffer: int | None = flag(None, "last tokens over which the reward falls (0: none)")
+    overlong_penalty: float = flag(-1.0, "by how much, at the limit and for truncated ones")
+    mask_truncated: bool = flag(False, "leave completions without an end token out of the loss")
+    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
+    kl_estimator: str = flag("k3", "its estimate", choices=KL_ESTIMATORS)
+
+    steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"])
     batch_size: int = flag(20, "problems in a step")
     group_size: int = flag(8, "completions of each problem")
     max_new_tokens: int = flag(96, "longest completion")
     temperature: float = flag(1.0, "of sampling and scoring alike")
+    top_p: float = flag(1.0, "1: another value would not be the distribution that is scored")
+    top_k: int = flag(0, "0, likewise")
     seats: int = flag(128, "completions decoded at the same time")
     sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
     sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
@@ -49,11 +101,10 @@ class GRPOConfig:
     train_batch_size: int | None = flag(None, "completions in a micro-batch (none: by tokens)")
     train_batch_tokens: int | None = flag(None, "padded tokens in a micro-batch (none: by memory)")
     checkpointing: bool = flag(False, "compute activations twice rather than keep them")
-    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
-    clip_eps_high: float = flag(0.2, "and at 1 + this")
-    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
+    use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])
     lora_r: int = flag(16, "rank, where no adapter is given to start from")
     lora_alpha: int = flag(32, "scale, likewise")
+    lora_dropout: float = flag(0.0, "0: dropped units would not be the policy that sampled")
 
     eval_every: int = flag(10, "steps between greedy evaluations (0: only first and last)")
     eval_samples: int = flag(100, "validation problems, always the same")
@@ -64,22 +115,123 @@ class GRPOConfig:
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb")
+    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
     seed: int = flag(0, "of problems and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
     output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
 
     def __post_init__(self) -> None:
+        self._check_names()
+        self._fill_in()
+        self._check_numbers()
+        self._check_contradictions()
+        if self.group_size < min(8, type(self).group_size):  # a recipe may have its own default
+            _warn_once(
+                f"warning: --group-size {self.group_size}: fewer than 8 completions make a noisy "
+                "baseline, and groups without a difference likely"
+            )
+
+    @classmethod
+    def from_preset(cls, name: str, **options: object) -> GRPOConfig:
+        """The preset's values, and over them `options`.
+
+        Raises:
+            ValueError: there is no such preset; the message names those that are.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
+        values = layered(cls, PRESETS[name], options)
+        config = cls(**values)
+        mark_preset(config, values.keys() - options.keys())
+        return config
+
+    @property
+    def aggregation(self) -> str:
+        """As `rlm.grpo.row_weights` names it."""
+        if self.token_level_loss:
+            return "token"
+        return "constant" if self.fixed_length_normalizer else "sequence"
+
+    @property
+    def choices(self) -> Algorithm:
+        """The algorithm as it is with these options."""
+        return replace(
+            ALGORITHMS[self.algorithm],
+            scale_by_std=self.use_std_normalization,
+            aggregation=self.aggregation,
+            clip_eps_low=self.clip_eps_low,
+            clip_eps_high=self.clip_eps_high,
+            dynamic_sampling=self.dynamic_sampling,
+            overlong_share=self.overlong_buffer / self.max_new_tokens,
+        )
+
+    @property
+    def formula(self) -> str:
+        """What is minimised, in a line, with these options."""
+        constant = self.fixed_length_normalizer
+        return self.choices.formula(str(constant) if constant else "max_new_tokens")
+
+    @property
+    def sampling_rounds(self) -> int:
+        """How often a step may sample."""
+        return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
+
+    def _check_names(self) -> None:
+        known = {
+            "algorithm": ALGORITHMS,
+            "reasoning_format": FORMATS,
+            "kl_estimator": KL_ESTIMATORS,
+            "sampler": SAMPLER_NAMES,
+            "lr_schedule": ("constant", "linear", "cosine"),
+            "quantize": QUANTIZATIONS,
+            "attn": ATTENTIONS,
+            "tracker": TRACKER_NAMES,
+        }
+        for name, names in known.items():
+            if getattr(self, name) not in names:
+                given = getattr(self, name)
+                raise ValueError(f"{_flag(name)}: unknown {given!r}; there are {', '.join(names)}")
+
+    def _fill_in(self) -> None:
+        """What the algorithm decides and no option does, and an option by its other spelling."""
+        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
+        self.use_4bit = self.quantize == "4bit"
+        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
+        algorithm = ALGORITHMS[self.algorithm]
+        token_level = self.fixed_length_normalizer is None and algorithm.aggregation == "token"
+        by_constant = not self.token_level_loss and algorithm.aggregation == "constant"
+        values = {
+            "use_std_normalization": algorithm.scale_by_std,
+            "token_level_loss": token_level,
+            "fixed_length_normalizer": self.max_new_tokens if by_constant else None,
+            "clip_eps_low": algorithm.clip_eps_low,
+            "clip_eps_high": algorithm.clip_eps_high,
+            "dynamic_sampling": algorithm.dynamic_sampling,
+            "overlong_buffer": int(algorithm.overlong_share * self.max_new_tokens),
+        }
+        self._filled_in = [name for name in values if getattr(self, name) is None]
+        for name in self._filled_in:
+            setattr(self, name, values[name])
+
+    def _check_numbers(self) -> None:
         at_least_1 = (
             "steps batch_size max_new_tokens seats updates_per_batch lora_r lora_alpha "
-            "eval_samples keep_checkpoints"
+            "eval_samples keep_checkpoints max_samples max_prompt_length train_batch_size "
+            "train_batch_tokens fixed_length_normalizer"
         )
         for name in at_least_1.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("eval_every", "save_every", "sample_every", "warmup_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} must be at least 1")
+        at_least_0 = (
+            "eval_every save_every sample_every warmup_steps learning_rate kl_weight "
+            "weight_decay clip_eps_high max_refill_rounds overlong_buffer"
+        )
+        for name in at_least_0.split():
             if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be 0 or more")
+                raise ValueError(f"{_flag(name)} must be 0 or more")
+        for name in ("max_grad_norm", "reward_timeout", "max_minutes"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{_flag(name)} must be above 0")
         if self.group_size < 2:
             raise ValueError(
                 "--group-size must be at least 2: a completion is compared inside its group"
@@ -88,31 +240,47 @@ class GRPOConfig:
             raise ValueError(
                 "--temperature must be above 0: equal completions have nothing to compare"
             )
-        if self.learning_rate < 0 or self.kl_weight < 0 or self.weight_decay < 0:
-            raise ValueError("--learning-rate, --kl-weight and --weight-decay must be 0 or more")
-        if not 0 <= self.clip_eps_low < 1 or self.clip_eps_high < 0:
-            raise ValueError("--clip-eps-low must be in [0, 1), --clip-eps-high 0 or more")
-        if self.max_grad_norm <= 0:
-            raise ValueError("--max-grad-norm must be above 0")
+        if not 0 <= self.clip_eps_low <= 1:
+            raise ValueError("--clip-eps-low must be in [0, 1]; 1 is no lower bound")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("--min-lr-ratio must be between 0 and 1")
-        for name in ("train_batch_size", "train_batch_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.overlong_penalty > 0:
+            raise ValueError("--overlong-penalty must be 0 or less: it is added to the reward")
+
+    def _check_contradictions(self) -> None:
+        if self.top_p != 1 or self.top_k != 0:
+            raise ValueError(
+                "--top-p must be 1 and --top-k 0 in training: tokens would be drawn from a "
+                "distribution cut short, and scored under the whole one"
+            )
+        if self.lora_dropout != 0:
+            raise ValueError(
+                "--lora-dropout must be 0 in training: the policy that is updated would not be "
+                "the one that sampled, and no ratio would begin at 1"
+            )
+        if not self.use_lora:
+            raise ValueError(
+                "--no-use-lora: the base is never written here, training changes an adapter"
+            )
+        if self.token_level_loss and self.fixed_length_normalizer:
+            raise ValueError(
+                "--token-level-loss divides by the step's tokens, --fixed-length-normalizer by a "
+                "constant; give one of them"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
+                f"{self.max_new_tokens}: every completion would be punished"
+            )
         if (self.sampler == "vllm") != (self.sampler_url is not None):
             raise ValueError("--sampler vllm and --sampler-url go together")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError("--max-samples must be at least 1")
-        if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ValueError("--max-minutes must be above 0")
-        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
-        self.use_4bit = self.quantize == "4bit"
         if self.attn == "flash_attention_2":
             raise ValueError(
                 "--attn flash_attention_2: completions share their prompt through a mask that it "
                 "does not take; sdpa does (train_sft.py has no such mask)"
             )
-        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
+        if self.doctor and self.resume:
+            raise ValueError("--doctor looks at the start of a run; leave out --resume")
         if self.output.resolve() == (self.sft_adapter or Path()).resolve():
             raise ValueError("--output would overwrite --sft-adapter; name another directory")
 
@@ -135,3 +303,18 @@ GPU_DEFAULTS = {
     "steps": 200,
     "learning_rate": 2e-5,
 }
+
+
+def algorithms_help() -> str:
+    """The table of ALGORITHMS, for --help."""
+    lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
+    return "\n".join(["algorithms:", *lines])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

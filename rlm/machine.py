@@ -9,7 +9,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,8 @@ import psutil
 import torch
 
 from rlm import terminal
-from rlm.config import explicit
+from rlm.config import changed, explicit
+from rlm.quantize import trained_on
 
 C = TypeVar("C")  # a script's config, with model, dataset and quantize
 
@@ -87,7 +88,7 @@ def fill_in(
         return config
     if start_run:
         names = (str(start_run["base_model"]), str(start_run["dataset"]))
-        packed = str(start_run.get("quantize", "none"))
+        packed = trained_on(start_run)
         setup = Setup(*names, packed, "the start adapter's are taken")
     else:
         setup = default_setup()
@@ -98,7 +99,7 @@ def fill_in(
     chosen = {name: value for name, value in chosen.items() if name not in typed}
     named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
     terminal.line(f"chosen: {named} ({setup.reason})")
-    return replace(config, **chosen)
+    return changed(config, **chosen)
 
 
 def hub_reachable() -> bool:

@@ -126,7 +126,7 @@ def plan_memory(
     if plan.peak - plan.loaded > available:
         terminal.line(
             "warning: this may not fit into memory; --checkpointing, --seats, --max-new-tokens "
-            "and --use-4bit bring it down"
+            "and --quantize bring it down"
         )
     return plan
 

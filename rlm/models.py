@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import save
 from transformers import (
     AutoConfig,
@@ -249,23 +250,28 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
         )
 
 
-def load_adapter(model: PreTrainedModel, path: Path, *, trainable: bool) -> PeftModel:
-    """The base with the adapter of a directory on it, in eval mode (no dropout).
+def load_adapter(
+    model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
+) -> PeftModel:
+    """The base with the adapter of a directory on it (beside those it has), in eval mode.
 
     Raises:
         UsageError: the files cannot be read, the tensors belong to another base, or one of their
             values is not finite.
     """
+    options = {"is_trainable": trainable, "use_safetensors": True}
     try:
-        policy = PeftModel.from_pretrained(
-            model, path, is_trainable=trainable, use_safetensors=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(model, PeftModel):
+            policy = model
+            policy.load_adapter(path, name, **options)
+        else:
+            policy = PeftModel.from_pretrained(model, path, name, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
-    for name, tensor in active_adapters(policy).items():
-        if not tensor.isfinite().all():
-            raise UsageError(f"adapter {path}: {name} holds values that are not finite")
+    for key, tensor in policy.named_parameters():
+        if name in key.split(".") and not tensor.isfinite().all():
+            raise UsageError(f"adapter {path}: {key} holds values that are not finite")
     return policy.eval()
 
 

@@ -8,7 +8,7 @@ gradients are added up once per update.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -59,14 +59,6 @@ class Team:
         parts: list[list[T]] = [[] for _ in range(self.size)]
         dist.all_gather_object(parts, list(shares))
         return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
-
-    def mean(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The mean over the processes; a name that one lacks counts as 0 there."""
-        parts = self.gather([dict(metrics)])
-        return {
-            name: sum(part.get(name, 0.0) for part in parts) / self.size
-            for name in dict.fromkeys(name for part in parts for name in part)
-        }
 
     def agree(self, value: T) -> T:
         """What the leading process says: clocks and disks differ."""

@@ -31,9 +31,14 @@ class Format:
 
     @property
     def system_prompt(self) -> str:
+        return self.ask_for("number")
+
+    def ask_for(self, answer_type: str) -> str:
+        """The system prompt for one of `rlm.text_answers.ANSWER_TYPES`."""
+        what = {"number": "final number", "choice": "letter of your choice", "text": "final answer"}
         return (
-            f"Reason inside <{self.reasoning_tag}></{self.reasoning_tag}>, "
-            f"then give the final number inside <{self.answer_tag}></{self.answer_tag}>."
+            f"Reason inside <{self.reasoning_tag}></{self.reasoning_tag}>, then give the "
+            f"{what[answer_type]} inside <{self.answer_tag}></{self.answer_tag}>."
         )
 
     def completion(self, reasoning: str, answer: str) -> str:
@@ -124,6 +129,20 @@ def render_prompt(
     return ids
 
 
+def render_problem(
+    tokenizer: PreTrainedTokenizerBase,
+    problem: Problem,
+    format: Format,
+    *,
+    examples: Sequence[tuple[str, str]] = (),
+) -> list[int]:
+    """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
+    system = format.ask_for(problem.answer_type)
+    return render_prompt(
+        tokenizer, problem.question, format, examples=examples, system_prompt=system
+    )
+
+
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that the template writes after an assistant message; the tokenizer's EOS else.
 
@@ -161,7 +180,7 @@ def longest_prompts(
 ) -> list[list[int]]:
     """The prompts of the problems with the longest questions, as token ids."""
     longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
-    return [render_prompt(tokenizer, problem.question, format) for problem in longest]
+    return [render_problem(tokenizer, problem, format) for problem in longest]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:

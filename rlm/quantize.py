@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,15 @@ def chosen_quantization(quantize: str, use_4bit: bool) -> str:
     if use_4bit and quantize == "8bit":
         raise ValueError("--use-4bit and --quantize 8bit contradict each other")
     return "4bit" if use_4bit else quantize
+
+
+def trained_on(run: Mapping[str, object]) -> str:
+    """How the base was packed in the run that made an adapter (its run.json).
+
+    >>> trained_on({"quantize": "8bit"}), trained_on({"use_4bit": True}), trained_on({})
+    ('8bit', '4bit', 'none')
+    """
+    return str(run.get("quantize") or ("4bit" if run.get("use_4bit") else "none"))
 
 
 def import_bitsandbytes() -> None:

@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 
 from rlm import terminal
 from rlm.config import to_dict
-from rlm.data import Problem
-from rlm.grpo import ALGORITHMS, LossSums, MicroBatch, has_signal
+from rlm.grpo import Group, LossSums, MicroBatch, has_signal
 from rlm.grpo_config import GRPOConfig
 from rlm.health import new_warnings
 from rlm.machine import peak_memory_gb, pick_device
 from rlm.runs import RunDirectory, git_commit
-from rlm.sampling import Completion, Sampler
-from rlm.sampling.remote import RemoteSampler
+from rlm.sampling import Completion
 from rlm.state import TrainingState
 
 
-def announce(
-    config: GRPOConfig,
-    adapter: Mapping[str, Tensor],
-    sampler: Sampler | RemoteSampler,
-    problems: int,
-    validation: int,
-) -> None:
-    """What will happen, before it does."""
+def announce(trainer: Any, problems: int, validation: int) -> None:
+    """What a `train_grpo.GRPOTrainer` will do, before it does."""
+    config = trainer.config
+    trainable = sum(tensor.numel() for tensor in trainer.adapter.values())
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
     terminal.facts(
         "Stage 2: GRPO",
         {
-            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
+            "model": f"{trainer.model_name} + {config.sft_adapter or 'a new adapter'}",
             "device": pick_device(),
             "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
-            "trainable": f"{sum(tensor.numel() for tensor in adapter.values()):,} parameters",
-            "sampler": sampler.path,
-            "algorithm": f"{config.algorithm}: {ALGORITHMS[config.algorithm].formula}",
+            "trainable": f"{trainable:,} parameters",
+            "sampler": trainer.sampler.path,
+            "algorithm": f"{config.algorithm}: {config.formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
-            "run": config.run_dir,
+            "options": ", ".join(f"{k} {v}" for k, v in changed_options(config).items()),
+            "run": f"{config.run_dir} (all options: config.json)",
         },
     )
+
+
+def changed_options(config: GRPOConfig) -> dict[str, object]:
+    """Options that are not the dataclass's defaults, with what the algorithm filled in."""
+    return {
+        option.name: getattr(config, option.name)
+        for option in fields(config)
+        if getattr(config, option.name) != option.default
+    }
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
@@ -92,21 +97,49 @@ def run_summary(
     }
 
 
-def step_metrics(
-    groups: Sequence[Sequence[Completion]], rewards: Tensor, clock: Sequence[float]
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add what is inside to `seconds[phase]`."""
+    began = time.monotonic()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+def mean_metrics(
+    processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
 ) -> dict[str, float]:
-    """What was sampled and how long it took.
+    """Means over all calls of a reward in all processes, each with how many groups it was of.
+
+    >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
+    {'a': 0.75, 'b': 1.0}
+    """
+    parts = [(count, metrics) for calls in processes for count, metrics in calls if count]
+    total = sum(count for count, _ in parts)
+    names = dict.fromkeys(name for _, metrics in parts for name in metrics)
+    return {name: sum(n * m.get(name, 0.0) for n, m in parts) / total for name in names}
+
+
+def step_metrics(
+    groups: Sequence[Sequence[Completion]],
+    rewards: Tensor,
+    penalties: Tensor,
+    kept: Tensor,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """What was sampled and how long it took. Every rollout counts, also of groups that were
+    dropped: else dynamic sampling would flatter the reward.
 
     Args:
-        rewards: (P, G), NaN where there was no verdict.
-        clock: when sampling began, when it ended, when scoring ended, when learning ended.
+        rewards: (P, G), as the verifier gave them, NaN where there was no verdict.
+        penalties: (P, G), what was added for length.
+        kept: (P,) of bool, the groups that were learned from; dynamic sampling drops the others.
+        seconds: of "sample", "score", "learn".
     """
     completions = [completion for group in groups for completion in group]
     lengths = [len(completion.token_ids) for completion in completions]
     judged = rewards[~rewards.isnan()]
     zero_signal = int((~has_signal(rewards)).sum())
-    sample, score, learn = (b - a for a, b in pairwise(clock))
-    return {
+    metrics = {
         "reward/mean": judged.mean().item() if len(judged) else 0.0,
         "reward/std": judged.std().item() if len(judged) > 1 else 0.0,
         "reward/no_verdict": int(rewards.isnan().sum()),
@@ -115,11 +148,16 @@ def step_metrics(
         "completion/length_mean": sum(lengths) / len(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated_rate": sum(c.truncated for c in completions) / len(completions),
-        "time/sample": sample,
-        "time/score": score,
-        "time/learn": learn,
-        "tokens/per_second": sum(lengths) / sample,
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        "tokens/per_second": sum(lengths) / seconds["sample"],
     }
+    if penalties.any():
+        metrics["reward/overlong"] = penalties.mean().item()
+    if not kept.all():
+        used = rewards[kept]
+        metrics["sampling/dropped_groups"] = int((~kept).sum())
+        metrics["reward/kept_mean"] = used.nanmean().item() if len(used) else 0.0
+    return metrics
 
 
 @dataclass
@@ -170,7 +208,7 @@ class LearningTally:
         clipped = sum(part.clipped_low + part.clipped_high for part in self.sums)
         return {
             "loss/policy": sum(part.policy for part in self.sums),
-            "loss/kl": sum(part.k3 for part in self.sums) / self.tokens,
+            "loss/kl": sum(part.kl_total for part in self.sums) / self.tokens,
             "policy/entropy": self.entropy / self.tokens,
             "policy/clip_fraction": clipped / self.tokens,
             "optim/grad_norm": self.grad_norm,
@@ -189,6 +227,8 @@ def step_line(metrics: Mapping[str, float], steps: int) -> str:
         f"length {metrics['completion/length_mean']:.0f}",
         f"truncated {metrics['completion/truncated_rate']:.0%}",
     ]
+    if "sampling/dropped_groups" in metrics:
+        parts.append(f"dropped {metrics['sampling/dropped_groups']} groups")
     if "policy/entropy" in metrics:
         parts.append(f"entropy {metrics['policy/entropy']:.3f}")
         parts.append(f"grad {metrics['optim/grad_norm']:.2f}")
@@ -209,36 +249,36 @@ def log_step(
     run: RunDirectory,
     config: GRPOConfig,
     metrics: Mapping[str, float],
-    problems: Sequence[Problem],
-    texts: Sequence[Sequence[str]],
-    rewards: Tensor,
+    groups: Sequence[Group],
     advantages: Tensor,
 ) -> None:
     """One line on the terminal, one in metrics.jsonl, every completion in samples.jsonl.
 
     Args:
-        rewards, advantages: (P, G).
+        advantages: (P, G).
     """
     run.log(metrics)
     terminal.line(step_line(metrics, config.steps))
     if run.writes:
         for warning in new_warnings(run.metrics()):
             terminal.line(f"warning: {warning}")
-    rows = zip(problems, texts, rewards.tolist(), advantages.tolist(), strict=True)
     run.log_samples(
         [
             {
                 "step": metrics["step"],
-                "problem": problem.id,
-                "question": problem.question,
-                "answer": problem.answer,
-                "completions": group,
-                "rewards": [None if math.isnan(reward) else reward for reward in row],
-                "advantages": signal,
+                "problem": group.problem.id,
+                "question": group.problem.question,
+                "answer": group.problem.answer,
+                "answer_type": group.problem.answer_type,
+                "completions": group.texts,
+                "rewards": group.rewards,
+                "advantages": row,
             }
-            for problem, group, row, signal in rows
+            for group, row in zip(groups, advantages.tolist(), strict=True)
         ]
     )
     if config.sample_every and metrics["step"] % config.sample_every == 0:
-        verdict = f"reward {rewards[0, 0].item():g}, gold {problems[0].answer}"
-        terminal.sample(problems[0].question, texts[0][0], verdict)
+        first = groups[0]
+        reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
+        verdict = f"reward {reward}, gold {first.problem.answer}"
+        terminal.sample(first.problem.question, first.texts[0], verdict)

@@ -26,6 +26,7 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
+    *("max_prompt_length", "use_4bit"),  # the data's hash and --quantize say it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("seats", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
     *("checkpointing", "attn", "tracker", "use_wandb"),
@@ -92,6 +93,7 @@ class TrainingState:
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     skipped_in_a_row: int = 0
     last_finite: int = 0  # the last step that began with weights that gave a finite gradient
+    updated: bool = False  # whether the step that runs has changed the weights
     rate_scale: float = 1.0  # of the learning rate; halved by `go_back`
     origin: dict[str, object] = field(default_factory=dict)  # config and data of the run
 
@@ -142,6 +144,7 @@ class TrainingState:
         """Count an update whose gradient was not finite, or that they came to an end."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.updated |= not skipped
 
     def go_back_if_lost(self, run: RunDirectory, step: int) -> None:
         """After GIVE_UP_AFTER skipped updates: the last good weights, and half the learning rate.
@@ -156,8 +159,8 @@ class TrainingState:
         Raises:
             UsageError: there is none, or this has happened before.
         """
-        if self.skipped_in_a_row == 0:
-            self.last_finite = step
+        if self.updated:  # a step without a difference in any group says nothing of its weights
+            self.last_finite, self.updated = step, False
         if self.skipped_in_a_row < GIVE_UP_AFTER:
             return
         loaded = run.checkpoints.load(at_most=self.last_finite, set_aside=False)

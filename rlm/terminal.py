@@ -61,6 +61,12 @@ def sample(question: str, completion: str, verdict: str) -> None:
     console.print(Panel(body, title=f"sample: {verdict}", title_align="left", width=88))
 
 
+def bars(counts: Mapping[str, int], total: int) -> None:
+    """A bar for each answer, the longest for all of `total`."""
+    for answer, count in counts.items():
+        line(f"  {answer:>12.12} {'█' * round(24 * count / total)} {count} of {total}")
+
+
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar that disappears when done; gives the function that moves it on by one."""

@@ -415,6 +415,7 @@ def test_lenient(text: str, expected: str) -> None:
 def test_every_reason_is_reachable() -> None:
     seen = {strict for _, strict, _ in FORMATS} | {r for _, r in ANSWERS}
     seen.add(reason("<think>x</think><answer>18</answer>", "A", strict=True))
+    seen.add(grade("<answer>Bad</answer>", "B", strict=False, kind="choice").reason)
     assert seen == set(REASONS)
     assert len(REASONS) == len(set(REASONS))
 

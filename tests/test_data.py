@@ -98,6 +98,23 @@ def test_a_gsm8k_answer_is_taken_apart(write):
     assert problem.solution == "Six."
 
 
+def test_golds_that_are_no_numbers(write):
+    choice = {"question": "Which?", "answer": "(b)", "answer_type": "choice", "topic": "x"}
+    (problem,) = load_jsonl(write(choice))
+    assert (problem.answer, problem.answer_type) == ("(b)", "choice")
+    assert problem.columns == {"topic": "x"}
+    (problem,) = load_jsonl(write({"question": "Where?", "answer": "Paris", "answer_type": "text"}))
+    assert (problem.answer, problem.answer_type) == ("Paris", "text")
+    assert load_jsonl(write(GOOD))[0].answer_type == "number"
+    for row, why in [
+        (choice | {"answer": "B or C"}, "no choice"),
+        (choice | {"answer_type": "essay"}, "number, choice, text"),
+        (choice | {"answer_type": "number"}, "not a number"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            load_jsonl(write(row))
+
+
 def test_names_that_a_reward_call_uses_are_no_columns(write):
     taken = dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
     assert load_jsonl(write({**GOOD, **taken, "kind": "x"}))[0].columns == {"kind": "x"}

@@ -7,14 +7,21 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from rlm.algorithms import ALGORITHMS, soft_overlong
+from rlm.data import Problem
 from rlm.grpo import (
+    Group,
     Rollout,
     attention_mask,
+    draw_problems,
     group_advantages,
     has_signal,
     importance_weights,
+    kl_estimate,
     make_rollouts,
+    overlong_penalties,
     policy_loss,
+    problems_for_step,
     row_weights,
     split,
     token_logprobs,
@@ -87,7 +94,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5])
 
 
-def golden_loss(aggregation, *, high=0.2, kl_weight=0.0):
+def golden_loss(aggregation, *, low=0.2, high=0.2, kl_weight=0.0, importance=None, **choices):
     logprobs = NEW.clone().requires_grad_(True)
     loss, sums = policy_loss(
         logprobs,
@@ -95,10 +102,12 @@ def golden_loss(aggregation, *, high=0.2, kl_weight=0.0):
         ADVANTAGES,
         torch.tensor(row_weights([4, 2, 3], aggregation, 8)),
         MASK,
-        clip_eps_low=0.2,
+        clip_eps_low=low,
         clip_eps_high=high,
+        importance=importance,
         ref_logprobs=REF if kl_weight else None,
         kl_weight=kl_weight,
+        **choices,
     )
     loss.backward()
     return loss.item(), logprobs.grad, sums
@@ -130,8 +139,159 @@ def test_loss_and_gradient_are_trls(aggregation, options, loss, row_0, row_1):
     assert sums.clipped_high / 9 == pytest.approx(0.111111, abs=1e-6)
 
 
+GSPO = {"ratio": "sequence"}
+CISPO = {"objective": "weighted", "low": 1.0}  # TRL's bound is the ratio itself: 1 + ours
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "options", "loss", "row_0", "row_1"),
+    [
+        ("sequence", GSPO | {"low": 3e-4, "high": 4e-4}, 0.036717, [0.0] * 4, [0.10178, 0.10178]),
+        ("sequence", GSPO, 0.005475, [-0.08982] * 4, [0.10178, 0.10178]),
+        (
+            "token",
+            CISPO | {"high": 4.0},
+            0.259901,
+            [-0.12280, -0.08231, -0.18319, -0.11111],
+            [0.05027, 0.09160],
+        ),
+        (
+            "token",
+            CISPO,
+            0.191765,
+            [-0.12280, -0.08231, -0.13333, -0.11111],
+            [0.05027, 0.06667],
+        ),
+        (
+            "sequence",
+            {"importance": torch.full((3, 4), 0.5)},
+            0.025311,
+            [-0.04605, -0.03087, 0, -0.04167],
+            [0.03770, 0.06870],
+        ),
+    ],
+)
+def test_the_other_members_of_the_family_are_trls(aggregation, options, loss, row_0, row_1):
+    value, gradient, _ = golden_loss(aggregation, **options)
+    assert value == pytest.approx(loss, abs=2e-6)
+    assert gradient[0].tolist() == pytest.approx(row_0, abs=1e-5)
+    assert gradient[1, :2].tolist() == pytest.approx(row_1, abs=1e-5)
+    assert gradient[~MASK].abs().max() == 0
+
+
+def test_every_algorithm_is_its_papers_choices():
+    """A row of the table that changes must be meant."""
+    table = {
+        name: (a.scale_by_std, a.aggregation, a.clip_eps_low, a.clip_eps_high, a.ratio, a.objective)
+        for name, a in ALGORITHMS.items()
+    }
+    assert table == {
+        "grpo": (True, "sequence", 0.2, 0.2, "token", "ppo"),
+        "drgrpo": (False, "constant", 0.2, 0.2, "token", "ppo"),
+        "dapo": (True, "token", 0.2, 0.28, "token", "ppo"),
+        "gspo": (True, "sequence", 3e-4, 4e-4, "sequence", "ppo"),
+        "cispo": (True, "token", 1.0, 4.0, "token", "weighted"),
+    }
+    only_dapo = [a.dynamic_sampling and a.overlong_share == 0.2 for a in ALGORITHMS.values()]
+    assert only_dapo == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values"),
+    [
+        ("k1", [0.2, -0.5, 0.0]),
+        ("k2", [0.02, 0.125, 0.0]),
+        ("k3", [0.0187308, 0.1487212, 0.0]),
+    ],
+)
+def test_kl_estimators(estimator, values):
+    logprobs, ref = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.2, -1.5, -0.5]])
+    assert kl_estimate(logprobs, ref, estimator)[0].tolist() == pytest.approx(values, abs=1e-6)
+
+
+def test_kl_gradients_are_what_the_docs_say():
+    """Over all tokens of a distribution: k1 pulls nowhere, k2 as KL(policy, reference) does."""
+    logits = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
+    ref = torch.tensor([0.1, 0.5, -0.2]).log_softmax(0)
+    policy = logits.log_softmax(0)
+    exact = (policy.exp() * (policy - ref)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+
+    def expectation(estimator):
+        estimate = kl_estimate(policy[None], ref[None], estimator)[0]
+        (found,) = torch.autograd.grad((policy.detach().exp() * estimate).sum(), logits,
+                                       retain_graph=True)  # fmt: skip
+        return found
+
+    assert expectation("k1").abs().max() < 1e-6
+    assert torch.allclose(expectation("k2"), expected, atol=1e-6)
+    value = (policy.exp() * kl_estimate(policy[None], ref[None], "k3")[0]).sum()
+    assert value.item() == pytest.approx(exact.item(), abs=1e-6)  # unbiased
+
+
+def test_soft_overlong_penalty_is_dapos():
+    lengths = {15: 0, 16: -0.2, 17: -0.4, 18: -0.6, 19: -0.8, 20: -1, 21: -1}
+    options = {"max_new_tokens": 20, "buffer": 5}
+    got = {n: soft_overlong(n, False, **options) for n in lengths}
+    assert got == pytest.approx(lengths)
+    assert soft_overlong(3, True, **options) == -1  # no end token, whatever its length
+    assert soft_overlong(20, True, max_new_tokens=20, buffer=0) == 0
+    ended, cut = Completion([1] * 18, [], "stop"), Completion([1] * 20, [], "length")
+    assert overlong_penalties([[ended, cut]], 20, 5, -2.0).tolist() == [pytest.approx([-1.2, -2.0])]
+
+
+def test_masked_completions_leave_the_loss_but_stay_samples():
+    """As in TRL: N counts them, the token denominator does not."""
+    group = [Completion([1, 2], [], "stop"), Completion([3, 4, 5, 6], [], "length")]
+    advantages = torch.tensor([[0.5, -0.5]])
+    weights = {}
+    for aggregation in ("sequence", "constant", "token"):
+        (kept,) = make_rollouts(
+            [[9]], [group], advantages, aggregation=aggregation, constant=8, mask_truncated=True,
+            keep_all=True,
+        )  # fmt: skip
+        assert list(kept.completion) == [1, 2]
+        weights[aggregation] = kept.weight
+    assert weights == {"sequence": 1 / 4, "constant": 1 / 16, "token": 1 / 2}
+
+
+def test_replaced_groups_count_nowhere():
+    groups = [[Completion([1, 2], []), Completion([3], [])]] * 2
+    rollouts = make_rollouts(
+        [[8], [9]],
+        groups,
+        torch.tensor([[0.0, 0.0], [1.0, -1.0]]),
+        aggregation="token",
+        constant=None,
+        kept=[False, True],
+    )
+    assert [(r.problem, list(r.prompt), r.weight) for r in rollouts] == [(0, [9], 1 / 3)] * 2
+
+
+def test_what_a_step_draws_next():
+    problems = [Problem(str(i), "?", "1") for i in range(7)]
+
+    def group(problem, *rewards):
+        return Group(problem, [], [], [], rewards)
+
+    first = draw_problems(problems, [], step=1, count=4, seed=0)
+    assert first == problems_for_step(problems, 1, 4, 0)
+    rewards = [(1.0, 0.0), (1.0, 1.0), (0.0, None), (0.0, 1.0)]
+    tried = [group(p, *r) for p, r in zip(first, rewards, strict=True)]
+    more = draw_problems(problems, tried, 1, 4, 0)
+    assert len(more) == 2  # the second and third taught nothing
+    assert not set(more) & set(first)
+    assert more == draw_problems(problems, tried, 1, 4, 0)  # a pure function
+    assert {tuple(draw_problems(problems, tried, step, 4, 0)) for step in range(9)} > {tuple(more)}
+    all_tried = tried + [group(p, 0.0, 0.0) for p in problems if p not in first]
+    assert draw_problems(problems, all_tried, 1, 4, 0) == []  # the data are exhausted
+    assert draw_problems(problems, tried[:1] * 4, 1, 4, 0) == []  # every place is filled
+
+
 def test_kl_metric_is_trls():
-    assert golden_loss("sequence", kl_weight=0.04)[2].k3 / 9 == pytest.approx(0.025389, abs=1e-6)
+    assert golden_loss("sequence", kl_weight=0.04)[2].kl_total / 9 == pytest.approx(
+        0.025389, abs=1e-6
+    )
 
 
 def test_kl_pulls_toward_the_reference():
@@ -276,7 +436,7 @@ def test_leaving_out_groups_without_signal_keeps_the_gradient(policy, aggregatio
     ]
     rewards = torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]])
     advantages = group_advantages(rewards, scale_by_std=True)
-    options = {"aggregation": aggregation, "max_new_tokens": 8}
+    options = {"aggregation": aggregation, "constant": 8}
     full = make_rollouts(prompts, groups, advantages, **options, keep_all=True)
     fewer = make_rollouts(prompts, groups, advantages, **options)
     assert (len(full), len(fewer)) == (12, 6)
@@ -287,7 +447,7 @@ def test_leaving_out_groups_without_signal_keeps_the_gradient(policy, aggregatio
 def test_all_equal_rewards_leave_nothing_to_compute():
     advantages = group_advantages(torch.ones(1, 2), scale_by_std=True)
     group = [Completion([1, 2], []), Completion([3], [])]
-    assert make_rollouts([[5]], [group], advantages, aggregation="token", max_new_tokens=4) == []
+    assert make_rollouts([[5]], [group], advantages, aggregation="token", constant=4) == []
 
 
 def test_prompt_tokens_are_no_targets_and_the_end_token_is():

@@ -13,6 +13,7 @@ from rlm.prompts import (
     encode_text,
     end_of_turn_id,
     render_completion,
+    render_problem,
     render_prompt,
     stop_token_ids,
 )
@@ -201,3 +202,12 @@ def test_a_tokenizer_that_eats_tags_is_refused(tokenizer, monkeypatch):
 
 def test_text_keeps_its_special_tokens_as_text(tokenizer):
     assert max(encode_text(tokenizer, "a<|im_end|>b")) < 256
+
+
+def test_the_system_prompt_asks_for_the_kind_of_answer(tokenizer):
+    number, choice = Problem("a", "Why?", "5"), Problem("b", "Why?", "B", answer_type="choice")
+    assert render_problem(tokenizer, number, DEEPSEEK) == render_prompt(tokenizer, "Why?", DEEPSEEK)
+    assert "final number" in DEEPSEEK.system_prompt
+    asked = tokenizer.decode(render_problem(tokenizer, choice, DEEPSEEK))
+    assert "letter of your choice inside <answer>" in asked
+    assert "number" not in asked

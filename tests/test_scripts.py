@@ -196,6 +196,10 @@ MISTAKES = [
     (train_grpo, ["--sampler", "vllm", "--sft-adapter", "none"], "go together"),
     (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "go together"),
     (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
+    (train_grpo, ["--top-p", "0.95"], "distribution"),
+    (train_grpo, ["--lora-dropout", "0.1"], "ratio"),
+    (train_grpo, ["--reward", "nowhere.py:f"], "FILE.py:NAME"),
+    (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
     (evaluate, ["--temperature", "0"], "above 0"),
     (inference, ["hi", "--adapter", "nowhere"], "python train_sft.py"),
@@ -223,7 +227,7 @@ def test_a_mistake_is_one_line(
 CONFIGS = [train_sft.SFTConfig, train_grpo.GRPOConfig, evaluate.EvaluateConfig]
 CONFIGS += [inference.InferenceConfig]
 # Flags for which a negative number means something.
-SIGNED = {"seed"}
+SIGNED = {"seed", "overlong_penalty"}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
+from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
 from rlm.data import Problem
 from rlm.grpo import problems_for_step
@@ -19,6 +20,7 @@ from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.memory import activation_bytes
 from rlm.models import load_base, new_adapter, save_adapter
+from rlm.rewards import RewardFunction
 from rlm.runs import RunDirectory
 from train_grpo import GRPOTrainer
 
@@ -101,7 +103,7 @@ def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
     assert abs(sum(likes[-20:]) - sum(likes[:20])) / 20 < 0.3
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "drgrpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
     torch.manual_seed(0)
     config = a_config(tmp_path, steps=4, algorithm=algorithm)
@@ -131,20 +133,26 @@ def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
     assert max(row["policy/clip_fraction"] for row in rows(config)) > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"updates_per_batch": 2}, {"kl_weight": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"updates_per_batch": 2, "algorithm": "gspo"},
+        {"kl_weight": 0.1},
+        {"algorithm": "dapo", "group_size": 2},
+    ],
+    ids=["grpo", "gspo", "kl", "dapo"],
+)
 def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, options):
     options |= {"steps": 6, "lr_schedule": "cosine", "eval_every": 2}
     whole = a_config(tmp_path, "whole", **options)
     train(model_dir, whole, evaluate_on=PROBLEMS[:4])
 
     parts = a_config(tmp_path, "parts", **options)
-    calls = 0
 
     def killed(completions, **_):
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # in the middle of the fourth step
-            raise KeyboardInterrupt
+        if (parts.run_dir / "metrics.jsonl").exists() and len(rows(parts)) == 3:
+            raise KeyboardInterrupt  # in the middle of the fourth step
         return likes_letters(completions)
 
     with pytest.raises(KeyboardInterrupt):
@@ -283,6 +291,122 @@ def test_a_reward_without_a_verdict_leaves_the_loss(model_dir, tmp_path):
     assert rows(config)[0]["reward/no_verdict"] == 4
 
 
+# --- dynamic sampling, lengths ------------------------------------------------------------------
+
+
+def never_for_most(prompts, completions, **_):
+    """Only problems below 12 can teach anything."""
+    likes = likes_letters(completions)
+    return [r if int(p.split()[0]) < 12 else 0.0 for p, r in zip(prompts, likes, strict=True)]
+
+
+def logged_groups(config):
+    return [json.loads(line) for line in (config.run_dir / "samples.jsonl").open()]
+
+
+def test_groups_without_a_difference_are_replaced(model_dir, tmp_path):
+    config = a_config(tmp_path, steps=2, algorithm="dapo", batch_size=6, max_refill_rounds=3)
+    _, summary = train(model_dir, config, never_for_most)
+    groups = logged_groups(config)
+    for row in rows(config):
+        mine = [group for group in groups if group["step"] == row["step"]]
+        signal = [len(set(group["rewards"])) > 1 for group in mine]
+        assert len(mine) > 6  # refilled
+        assert len({group["problem"] for group in mine}) == len(mine)  # with other problems
+        assert sum(signal) <= 6
+        assert row["sampling/dropped_groups"] == len(mine) - sum(signal)
+        # What was dropped is told, and the reward is that of all, not of what was kept.
+        every = [reward for group in mine for reward in group["rewards"]]
+        kept = [r for group, s in zip(mine, signal, strict=True) if s for r in group["rewards"]]
+        assert row["reward/mean"] == pytest.approx(sum(every) / len(every))
+        assert row["reward/kept_mean"] == pytest.approx(sum(kept) / len(kept))
+        assert row["reward/kept_mean"] > row["reward/mean"]
+        for group, teaches in zip(mine, signal, strict=True):
+            assert any(group["advantages"]) == teaches
+    assert summary["steps_run"] == 2
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_an_exhausted_pool_is_no_error(model_dir, tmp_path, rounds):
+    config = a_config(tmp_path, steps=1, algorithm="dapo", batch_size=25, max_refill_rounds=rounds)
+    train(model_dir, config, lambda completions: [1.0] * len(completions))
+    (row,) = rows(config)
+    assert row["sampling/dropped_groups"] == (40 if rounds else 25)
+    assert row["reward/mean"] == 1.0
+    assert "loss/policy" not in row  # nothing to learn from: no update
+
+
+def train_with_ends(model_dir, config, reward):
+    """A third of all tokens end a completion, so that lengths differ."""
+    torch.manual_seed(config.seed)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=reward, device=CPU)
+    trainer.sampler.stop_ids = frozenset(range(80))
+    trainer.train(PROBLEMS)
+    return trainer
+
+
+def test_the_overlong_penalty_reaches_the_advantages_and_not_the_reward(model_dir, tmp_path):
+    """Equal verdicts, different lengths: the longer ones are worse, the verdict stays 1."""
+    config = a_config(tmp_path, steps=2, group_size=8, overlong_buffer=6)
+    train_with_ends(model_dir, config, lambda completions: [1.0] * len(completions))
+    assert all(row["reward/mean"] == 1.0 for row in rows(config))
+    assert all(-1 <= row["reward/overlong"] < 0 for row in rows(config))
+    assert any(any(group["advantages"]) for group in logged_groups(config))
+    # DAPO drops groups by their verdicts, so there the lengths alone teach nothing.
+    dapo = a_config(tmp_path, "dapo", steps=1, overlong_buffer=6, dynamic_sampling=True)
+    train_with_ends(model_dir, dapo, lambda completions: [1.0] * len(completions))
+    assert not any(any(group["advantages"]) for group in logged_groups(dapo))
+
+
+def odd_texts(completions):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+
+def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path):
+    options = {"steps": 1, "group_size": 8, "max_new_tokens": 3}
+    adapters = {}
+    for name, masks in (("masked", True), ("all", False)):
+        config = a_config(tmp_path, name, mask_truncated=masks, **options)
+        adapters[name] = train_with_ends(model_dir, config, odd_texts).adapter
+        (row,) = rows(config)
+        assert 0 < row["completion/truncated_rate"] < 1
+    assert any(not torch.equal(t, adapters["all"][name]) for name, t in adapters["masked"].items())
+
+
+def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
+    config = a_config(tmp_path, steps=1, max_prompt_length=10)
+    with pytest.raises(UsageError, match="every prompt is longer"):
+        train(model_dir, config)
+    long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
+    config = a_config(tmp_path, "some", steps=1, batch_size=8, max_prompt_length=300)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    trainer.train([*long, *PROBLEMS[:8]])
+    assert "3 of 11 problems left out" in capsys.readouterr().out
+    assert not any("long" in group["problem"] for group in logged_groups(config))
+
+
+def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tmp_path, capsys):
+    class Sometimes(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            return 1 / bool(LETTERS & set(completion))
+
+    config = a_config(tmp_path, steps=2)
+    train(model_dir, config, Sometimes())
+    assert len(rows(config)) == 2
+    for row in rows(config):
+        assert row["reward/failed"] * 16 == pytest.approx(row["reward/no_verdict"])
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_preset_with_4_bit_says_what_it_does_without_a_gpu(model_dir, tmp_path, capsys):
+    paths = {"run_dir": tmp_path / "run", "output": tmp_path / "out", "sft_adapter": None}
+    config = GRPOConfig.from_preset("reasoning_small", **paths)
+    trainer = GRPOTrainer(str(model_dir), config)
+    assert (trainer.config.use_4bit, trainer.config.quantize) == (False, "none")
+    assert trainer.config.group_size == 8
+    assert "4-bit base is for CUDA GPUs" in capsys.readouterr().out
+
+
 def test_problems_of_a_step_are_a_pure_function():
     problems = list(range(10))
     epoch = [p for step in range(5) for p in problems_for_step(problems, step, 2, seed=0)]
@@ -404,9 +528,8 @@ sys.path[:0] = [{root!r}, {tests!r}]
 import test_train_grpo as t
 from pathlib import Path
 torch.set_num_threads(1)
-config = t.a_config(Path({folder!r}), {name!r}, **{options!r})
-reward = t.no_signal_for_odd_problems if {uneven!r} else t.likes_letters
-t.train({model!r}, config, reward, evaluate_on=t.PROBLEMS[:5])
+for kind in t.REWARDS:
+    t.train_shared({model!r}, Path({folder!r}), "two_" + kind, kind)
 """
 
 
@@ -416,35 +539,48 @@ def no_signal_for_odd_problems(prompts, completions, **_):
     return [r if int(p.split()[0]) % 2 == 0 else 0.0 for p, r in zip(prompts, likes, strict=True)]
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_two_processes_learn_what_one_does(model_dir, tmp_path, uneven):
-    root, tests = Path(__file__).parent.parent, Path(__file__).parent
+REWARDS = {
+    "even": lambda completions, **_: likes_letters(completions),
+    "uneven": no_signal_for_odd_problems,
+}
+
+
+def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
+    """Uneven: one process has no signal, so with dynamic sampling both must agree to refill."""
     options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
-    for name, launch in (("one", []), ("two", ["--nproc_per_node=2"])):
-        script = tmp_path / f"{name}.py"
-        script.write_text(
-            WORKER.format(
-                root=str(root),
-                tests=str(tests),
-                folder=str(tmp_path),
-                name=name,
-                options=options,
-                uneven=uneven,
-                model=str(model_dir),
-            )
-        )
-        module = ["-m", "torch.distributed.run", "--standalone", *launch] if launch else []
-        command = [sys.executable, *module, str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("2 processes share this run") == (name == "two")
+    options |= {"algorithm": "dapo"} if kind == "uneven" else {}
+    config = a_config(folder, name, **options)
+    train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[:5])
+
+
+@pytest.fixture(scope="module")
+def two_processes(model_dir, tmp_path_factory) -> Path:
+    """The folder in which two processes have trained with each reward, "two_even", "two_uneven"."""
+    folder = tmp_path_factory.mktemp("two")
+    script = folder / "two.py"
+    root, tests = Path(__file__).parent.parent, Path(__file__).parent
+    script.write_text(
+        WORKER.format(root=str(root), tests=str(tests), folder=str(folder), model=str(model_dir))
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launch, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes share this run") == len(REWARDS)
+    return folder
+
+
+@pytest.mark.parametrize("kind", list(REWARDS))
+def test_two_processes_learn_what_one_does(model_dir, two_processes, kind, capsys):
+    train_shared(model_dir, two_processes, f"one_{kind}", kind)
+    assert "processes share this run" not in capsys.readouterr().out
+    folder, names = two_processes, (f"one_{kind}", f"two_{kind}")
     one, two = (
-        load_file(tmp_path / f"{name}_adapter" / "adapter_model.safetensors")
-        for name in ("one", "two")
+        load_file(folder / f"{name}_adapter" / "adapter_model.safetensors") for name in names
     )
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-5), name
-    one, two = (without_clock(rows(a_config(tmp_path, name))) for name in ("one", "two"))
+    one, two = (without_clock(rows(a_config(folder, name))) for name in names)
     assert len(one) == len(two) == 3  # one process writes
     for left, right in zip(one, two, strict=True):
         assert left.keys() == right.keys()

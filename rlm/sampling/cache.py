@@ -10,6 +10,8 @@ D head width, T tokens.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,6 +50,19 @@ def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return 2 * heads * head_width(config) * dtype.itemsize
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because what is masked is still multiplied: 0 · NaN would be NaN.
+
+    On a CPU the system maps a page when it is first written, so positions that no completion
+    reaches take no memory. (torch.zeros writes all of them.)
+    """
+    size = math.prod(shape)
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype, count=size).view(shape)
+
+
 class Cache:
     """Preallocated storage, and the attention over it."""
 
@@ -62,8 +77,7 @@ class Cache:
         )
 
         def store(*shape: int) -> Tensor:
-            # Zeros, because what is masked is still multiplied: 0 · NaN would be NaN.
-            return torch.zeros(2, layers, *shape, width, dtype=dtype, device=device)
+            return _zeros((2, layers, *shape, width), dtype, device)
 
         self._prefix = store(heads, room.prefix_tokens)  # (2, L, H, T, D): keys, values
         self._prompts = store(room.slots, heads, room.prompt_tokens)

@@ -285,6 +285,11 @@ class Sampler:
             row.finished = row.prompt.handle == handle
         self._leave()
 
+    def clear(self) -> None:
+        """Forget every request and the room: after a step that failed, say."""
+        self._unread, self._waiting, self._seated = deque(), deque(), []
+        self._cache = None
+
     @torch.inference_mode()
     def step(self) -> list[Token]:
         """One token for every row that has a seat, after free seats have been given away."""
@@ -313,6 +318,10 @@ class Sampler:
             )
             for i, *pair in zip(members, tokens.tolist(), logprobs.tolist(), strict=True):
                 drawn[i] = tuple(pair)
+        # All of them first: if a request's own function raises, nothing has been taken yet.
+        steered = [self._steer(row, token) for row, (token, _) in zip(rows, drawn, strict=True)]
+        for row, tokens in zip(rows, steered, strict=True):
+            row.forced.extend(tokens)
         events = [self._take(row, *pair) for row, pair in zip(rows, drawn, strict=True)]
         self._leave()
         return events
@@ -356,17 +365,19 @@ class Sampler:
         hidden = self._weights.hidden(ids, positions, attend)  # (N, 1, hidden)
         return self._weights.head(hidden[:, 0])
 
+    def _steer(self, row: _Row, token: int) -> Sequence[int]:
+        """What the request puts in the place of a drawn token, if anything."""
+        steer = row.prompt.request.steer
+        return () if row.forced or not steer else steer(row.row, row.ids, token) or ()
+
     def _take(self, row: _Row, token: int, logprob: float) -> Token:
-        """Append a drawn token (or what the request puts in its place), and see if it ends."""
-        request = row.prompt.request
-        if not row.forced and request.steer:
-            row.forced.extend(request.steer(row.row, row.ids, token) or ())
+        """Append the next token: what was forced, else what was drawn. See if it ends."""
         if row.forced:
             token, logprob = row.forced.popleft(), math.nan
         row.ids.append(token)
         row.last = token
         stopped = token in self.stop_ids or self._hits_stop_text(row)
-        row.finished = stopped or len(row.ids) == request.params.max_new_tokens
+        row.finished = stopped or len(row.ids) == row.prompt.request.params.max_new_tokens
         reason = ("stop" if stopped else "length") if row.finished else None
         return Token(row.prompt.handle, row.row, token, logprob, reason)
 

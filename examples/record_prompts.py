@@ -1,0 +1,85 @@
+"""Ask a running server the questions of prompts.json and write down what it answered.
+
+    python server.py &
+    python examples/record_prompts.py
+
+Each question gets its curl line and the answer of this run; `model` says who answered. The key, if
+the server wants one, is taken from RLM_API_KEY. Nothing is written unless all were answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # rlm, when the package is not installed
+
+from rlm import terminal  # noqa: E402
+from rlm.config import UsageError, flag, run_main  # noqa: E402
+
+# Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
+KEPT = (
+    *("response", "final_answer", "finish_reason", "thinking", "vote", "confidence", "verifier"),
+    *("usage", "seed", "warnings"),
+)
+
+
+@dataclass
+class RecordConfig:
+    url: str = flag("http://127.0.0.1:8000", "the running server")
+    file: Path = flag(ROOT / "examples/prompts.json", "the questions; answers are written into it")
+
+
+def main(config: RecordConfig) -> int:
+    book = json.loads(config.file.read_text(encoding="utf-8"))
+    key = os.environ.get("RLM_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx2.Client(base_url=config.url, headers=headers, timeout=300) as client:
+        book["model"] = ask(client, "GET", "/phase1/info")["model"]
+        for entry in book["prompts"]:
+            answer = ask(client, "POST", "/phase1/reasoning", entry["request"])
+            entry["curl"] = curl(config.url, entry["request"], keyed=bool(key))
+            entry["answer"] = {name: answer[name] for name in KEPT}
+            terminal.line(f"{entry['name']}: {answer['final_answer'] or 'no answer'}")
+    scratch = config.file.with_suffix(".tmp")
+    scratch.write_text(json.dumps(book, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(scratch, config.file)
+    return 0
+
+
+def ask(client: httpx2.Client, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    """The server's JSON.
+
+    Raises:
+        UsageError: no server, or it refused.
+    """
+    try:
+        response = client.request(method, path, json=body)
+    except httpx2.TransportError as error:
+        raise UsageError(
+            f"no answer from {client.base_url}: {error}; run: python server.py"
+        ) from error
+    if response.status_code != 200:
+        hint = "; set RLM_API_KEY" if response.status_code == 401 else ""
+        raise UsageError(f"{path} answered {response.status_code}{hint}: {response.text:.300}")
+    return response.json()
+
+
+def curl(url: str, body: dict[str, Any], *, keyed: bool) -> str:
+    """One line that asks the same from a shell; the key stays in its variable."""
+    key = ' -H "Authorization: Bearer $RLM_API_KEY"' if keyed else ""
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    endpoint = shlex.quote(url.rstrip("/") + "/phase1/reasoning")
+    return f"curl -sS {endpoint} -H 'Content-Type: application/json'{key} -d {data}"
+
+
+if __name__ == "__main__":
+    run_main(main, RecordConfig, description=__doc__)

@@ -1,0 +1,151 @@
+"""Who may come in, under which name of the machine, and how often."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from rlm.config import UsageError
+
+Headers = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower case
+
+MIN_KEY_LENGTH = 16
+NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+
+
+def new_key() -> str:
+    return secrets.token_urlsafe(32)
+
+
+class Keys:
+    """The API keys, as SHA-256 hashes. Without any the server is open (loopback only).
+
+    Wrong keys are answered slowly (security.py) but nobody is locked out, since behind a tunnel
+    all clients look alike. What makes guessing hopeless is the length, so short keys are refused.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        """Raises UsageError for a key that is short or that a header can not carry."""
+        keys = list(keys)
+        for key in keys:
+            if not (key.isascii() and key.isprintable()) or " " in key:
+                raise UsageError("an API key is made of ASCII letters, digits and signs, no spaces")
+            if len(key) < MIN_KEY_LENGTH:
+                raise UsageError(
+                    f"an API key has {MIN_KEY_LENGTH} characters or more; make one: {NEW_KEY_HINT}"
+                )
+        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def none(cls) -> Keys:
+        return cls([])
+
+    @property
+    def required(self) -> bool:
+        return bool(self._hashes)
+
+    def allows(self, headers: Headers) -> str | None:
+        """The id of the key that was sent ("key-1", in the order given), "open", or None: denied.
+
+        An id for logs and limits is a number and not a piece of the hash: a hash of a guessable
+        key gives it away. X-API-Key goes before Authorization, which a proxy with a password of
+        its own may need for itself; two of either are denied.
+        """
+        if not self._hashes:
+            return "open"
+        sent = hashlib.sha256(_credential(headers)).digest()
+        matches = [hmac.compare_digest(sent, known) for known in self._hashes]  # no early exit
+        return f"key-{matches.index(True) + 1}" if any(matches) else None
+
+
+def _credential(headers: Headers) -> bytes:
+    """The key that was sent, or nothing, which no hash belongs to."""
+    found: dict[bytes, list[bytes]] = {b"x-api-key": [], b"authorization": []}
+    for name, value in headers:
+        if name in found:
+            found[name].append(value)
+    own, shared = found.values()
+    if len(own) > 1 or len(shared) > 1:
+        return b""
+    if own:
+        return own[0]
+    scheme, _, key = shared[0].partition(b" ") if shared else (b"", b"", b"")
+    return key if scheme.lower() == b"bearer" else b""
+
+
+def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
+    """The keys in RLM_API_KEY and in `key_file` (one a line); none of both: no keys.
+
+    An *empty* key is a mistake that must not open the server: UsageError.
+    """
+    keys = []
+    if "RLM_API_KEY" in env:
+        keys.append(env["RLM_API_KEY"].strip())
+        if not keys[0]:
+            raise UsageError(f"RLM_API_KEY is empty; unset it, or make a key: {NEW_KEY_HINT}")
+    if key_file is not None:
+        try:
+            lines = key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{key_file}: cannot read the API keys: {error}") from error
+        in_file = [line.strip() for line in lines if line.strip()]
+        if not in_file:
+            raise UsageError(f"{key_file} holds no API key; make one: {NEW_KEY_HINT}")
+        keys += in_file
+    return Keys(keys)
+
+
+class AllowedHosts(set[str]):
+    """Host names, in lower case and without a port, that requests may be addressed to.
+
+    A page of a stranger can let its own name point to 127.0.0.1 and then talk to this server as
+    if it were its own (DNS rebinding). It can not choose the name in the Host header, though.
+    """
+
+    def __init__(self, names: Iterable[str] = (), *, numeric: bool = False) -> None:
+        """numeric: allow every IP address, which no rebinding leads to; for a bind to 0.0.0.0."""
+        super().__init__(names)
+        self.numeric = numeric
+
+    def allows(self, headers: Headers) -> bool:
+        values = [value for name, value in headers if name == b"host"]
+        match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
+        if match is None:
+            return False
+        host = match[1].decode("ascii").lower().strip("[]")
+        return host in self or (self.numeric and _is_address(host))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Bucket:
+    """A token bucket: `per_minute` at once, and refilled at that rate."""
+
+    def __init__(self, per_minute: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._size = self._left = float(per_minute)
+        self._now = now
+        self._then = now()
+
+    def take(self) -> int:
+        """0 if one was left, or else the whole seconds until there is."""
+        now = self._now()
+        self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
+        self._then = now
+        if self._left > 1 - 1e-9:
+            self._left -= 1
+            return 0
+        return math.ceil((1 - self._left) * 60 / self._size - 1e-6)

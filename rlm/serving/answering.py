@@ -1,0 +1,128 @@
+"""From finished completions to what is returned: one home for both protocols and inference.py."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlm.answers import grade
+from rlm.prompts import Format
+from rlm.serving.schema import (
+    Confidence,
+    Sample,
+    Step,
+    ThinkingReport,
+    Usage,
+    Verified,
+    VoteReport,
+)
+from rlm.serving.thinking import Row, Thinking
+from rlm.serving.votes import Vote, vote
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Ends of sentences, for reasoning that is one long line. A point inside a number ends nothing.
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
+
+
+def finished_samples(
+    thinking: Thinking,
+    tokenizer: PreTrainedTokenizerBase,
+    format: Format,
+    only: Sequence[int] | None = None,
+) -> list[Sample]:
+    """The completions of a request, read and graded for format (there is no gold here)."""
+    rows = thinking.rows if only is None else [thinking.rows[i] for i in only]
+    return [_sample(row, thinking.budget, tokenizer, format) for row in rows]
+
+
+def _sample(
+    row: Row, budget: int | None, tokenizer: PreTrainedTokenizerBase, format: Format
+) -> Sample:
+    text = tokenizer.decode(row.ids, skip_special_tokens=True)
+    if row.splitter.phase == "done":  # the stop text and what was drawn with it are not returned
+        text = row.splitter.cut(text)
+    tags = {"reasoning_tag": format.reasoning_tag, "answer_tag": format.answer_tag}
+    # Only whether a number is there matters: a gold that it is compared with has to be given.
+    strict, lenient = (grade(text, "0", strict=strict, **tags) for strict in (True, False))
+    kept = strict.reason in ("correct", "wrong")
+    found = lenient.answer if lenient.reason in ("correct", "wrong") else None
+    return Sample(
+        response=text,
+        reasoning=row.reasoning if row.splitter.opened else None,
+        answer=row.answer,
+        final_answer=strict.answer if kept else found,
+        finish_reason=row.finish_reason,
+        thinking=ThinkingReport(status=row.status, tokens=row.reasoning_tokens, budget=budget),
+        format="strict" if kept else strict.reason,
+        completion_tokens=len(row.ids),
+        mean_logprob=math.fsum(row.logprobs) / len(row.logprobs) if row.logprobs else None,
+    )
+
+
+def count_votes(samples: Sequence[Sample]) -> Vote:
+    """Only answers in the strict format vote."""
+    return vote([s.final_answer if s.format == "strict" else None for s in samples])
+
+
+def vote_report(result: Vote) -> VoteReport:
+    return VoteReport(
+        n=result.n,
+        valid=result.valid,
+        winner=result.winner,
+        agreement=result.agreement,
+        counts=result.counts,
+    )
+
+
+def shown_sample(samples: Sequence[Sample], result: Vote) -> Sample:
+    """Of the samples that voted for the winner the likeliest; the likeliest of all if none did."""
+    candidates = [samples[i] for i in result.members] or list(samples)
+    return max(candidates, key=lambda s: -math.inf if s.mean_logprob is None else s.mean_logprob)
+
+
+def confidence(samples: Sequence[Sample], result: Vote) -> Confidence | None:
+    """The winner's share of the votes, or of one sample how likely its tokens were on average.
+
+    Neither is calibrated: it orders answers, it is no probability of being right.
+    """
+    if len(samples) > 1:
+        return Confidence(value=result.agreement, method="vote_share")
+    if samples[0].mean_logprob is None:
+        return None
+    return Confidence(value=math.exp(samples[0].mean_logprob), method="mean_token_probability")
+
+
+def trace(sample: Sample) -> list[Step]:
+    """The reasoning's lines (or sentences, if it is one line), then the answer, from step 0."""
+    reasoning = sample.reasoning or ""
+    lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
+    if len(lines) == 1:
+        lines = _SENTENCE_END.split(lines[0])
+    parts = [*lines, sample.answer] if sample.answer else lines
+    return [Step(step=i, content=content) for i, content in enumerate(parts)]
+
+
+def verify(sample: Sample, expected: str, format: Format) -> Verified:
+    tags = {"reasoning_tag": format.reasoning_tag, "answer_tag": format.answer_tag}
+    strict = grade(sample.response, expected, strict=True, **tags)
+    lenient = grade(sample.response, expected, strict=False, **tags)
+    return Verified(
+        expected=expected,
+        correct=strict.correct,
+        correct_lenient=lenient.correct,
+        reason=strict.reason,
+    )
+
+
+def usage(prompt_tokens: int, samples: Sequence[Sample]) -> Usage:
+    completion = sum(sample.completion_tokens for sample in samples)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion,
+        reasoning_tokens=sum(sample.thinking.tokens for sample in samples),
+        total_tokens=prompt_tokens + completion,
+    )

@@ -1,0 +1,377 @@
+"""The HTTP application: routes, one shape of error, streaming, and what a disconnect does.
+
+Nothing loads at import, and nothing before the application starts up: then the engine's thread
+loads the model while `/health` answers and `/ready` says 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from rlm.serving import docs, openai, phase1
+from rlm.serving.errors import Problem, invalid
+from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, ReasoningResponse
+from rlm.serving.service import TEMPERATURE_OF_SEVERAL, Running, Service
+from rlm.serving.strict_json import parse, require_json
+
+PING_SECONDS = 15.0  # a comment on a silent stream, so that proxies keep it open
+WATCH_SECONDS = 0.5  # between looks at the engine
+PAGE = files("rlm.serving").joinpath("page.html")
+
+
+def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
+    """The application without its walls: `rlm.serving.security.secure` puts them around it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        watch = asyncio.create_task(_watch(service))
+        yield
+        watch.cancel()
+        await asyncio.to_thread(service.engine.stop)
+
+    app = FastAPI(
+        title="Reasoning model",
+        version="1",
+        description="A language model that shows its reasoning before it answers.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.include_router(_state_routes(service))
+    app.include_router(_phase1_routes(service, needs_key))
+    app.include_router(_openai_routes(service))
+    app.include_router(_page_routes(app))
+    app.add_exception_handler(Problem, lambda request, error: error.response(_id(request)))
+    app.add_exception_handler(
+        RequestValidationError,
+        lambda request, error: invalid(error.errors()).response(_id(request)),
+    )
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
+    app.add_exception_handler(Exception, _bug)
+    docs.complete_schema(app)
+    return app
+
+
+# --- routes ---------------------------------------------------------------------------------
+
+
+def _state_routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["state"])
+
+    @router.get("/health", summary="Whether the process answers")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready", summary="Whether it takes requests now")
+    async def ready() -> dict[str, str]:
+        if problem := service.not_ready():
+            raise problem
+        return {"status": "ready"}
+
+    @router.get("/metrics", summary="Counters in Prometheus' text format", response_class=Response)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def _phase1_routes(service: Service, needs_key: bool) -> APIRouter:
+    router = APIRouter(prefix="/phase1", tags=["reasoning"], route_class=StrictRoute)
+
+    @router.post(
+        "/reasoning",
+        summary="Answer a question, with the reasoning",
+        response_model=ReasoningResponse,
+        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    )
+    async def reasoning(body: ReasoningRequest, request: Request) -> Response:
+        running = await service.accept(phase1.to_ask(body))
+        if body.stream:
+            events = phase1.events(service, running, body, _id(request))
+            return EventStream(service, "phase1", running, events)
+        await _until_done(service, "phase1", running, request)
+        report = phase1.report(service, running, body, _id(request))
+        return Response(report.model_dump_json(), media_type="application/json")
+
+    @router.post("/reasoning/{id}/answer", status_code=202, summary="Stop thinking and answer now")
+    async def answer_now(id: str) -> dict[str, str]:
+        service.answer_now(id)
+        return {"id": id, "status": "closing"}
+
+    @router.get("/info", summary="What is served, and its limits")
+    async def info() -> dict[str, Any]:
+        return _info(service, needs_key)
+
+    return router
+
+
+def _openai_routes(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
+
+    @router.post(
+        "/chat/completions",
+        summary="OpenAI's protocol",
+        response_model=dict[str, Any],
+        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    )
+    async def chat(body: openai.ChatRequest, request: Request) -> Response:
+        running = await service.accept(openai.to_ask(body))
+        if body.stream:
+            chunks = openai.chunks(service, running, body, _id(request))
+            return EventStream(service, "openai", running, chunks)
+        await _until_done(service, "openai", running, request)
+        return JSONResponse(openai.completion(service, running))
+
+    @router.get("/models", summary="Adapters, as OpenAI lists models")
+    async def models() -> dict[str, Any]:
+        return openai.models(service)
+
+    return router
+
+
+def _page_routes(app: FastAPI) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    page = PAGE.read_text(encoding="utf-8")
+    policy = _content_policy(page)
+
+    @router.get("/")
+    async def index() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    @router.get("/docs")
+    async def documentation() -> Response:
+        text = docs.page(app.openapi())
+        return HTMLResponse(text, headers={"Content-Security-Policy": _content_policy(text)})
+
+    return router
+
+
+def _info(service: Service, needs_key: bool) -> dict[str, Any]:
+    catalog, limits = service.catalog, service.limits
+    default = catalog.offered[catalog.default]
+    return {
+        "model": {
+            "base": catalog.model,
+            "base_hash": catalog.base_hash,
+            "adapter": default.name,
+            "adapter_sha256": default.sha256,
+            "stage": default.stage,
+        },
+        "adapters": list(catalog.offered),
+        "default_adapter": catalog.default,
+        "limits": {
+            "prompt_chars": PROMPT_CHARS,
+            "prompt_tokens": limits.prompt_tokens,
+            "max_new_tokens": limits.new_tokens,
+            "n": MOST_SAMPLES,
+            "stop": 4,
+            "requests_in_queue": limits.requests,
+            "tokens_in_queue": limits.tokens,
+            "deadline_s": limits.seconds,
+        },
+        "defaults": {
+            "max_new_tokens": limits.new_tokens,
+            "temperature_one": 0.0,
+            "temperature_many": TEMPERATURE_OF_SEVERAL,
+        },
+        "running": {"requests": service.requests, "tokens": service.tokens},
+        "public_url": service.public_url,
+        "needs_key": needs_key,
+    }
+
+
+def _content_policy(page: str) -> str:
+    """Only the page's own style and script, by their hashes; no other origin for anything."""
+
+    def hashes(tag: str) -> str:
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [hashlib.sha256(text.encode()).digest() for text in found]
+        return " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests) or "'none'"
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+class StrictRequest(Request):
+    """A request whose JSON was read by our parser."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_value"):
+            require_json(self.scope["headers"])
+            self._value = parse(await self.body())
+        return self._value
+
+
+class StrictRoute(APIRoute):
+    """Reads the body before FastAPI would, so that its mistakes are answered in our shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            request = StrictRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                await request.json()
+            return await handle(request)
+
+        return strict
+
+
+def _id(request: Request) -> str:
+    return request.scope.get("state", {}).get("request_id", "")
+
+
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
+    response = Problem(error.status_code, code, str(error.detail)).response(_id(request))
+    response.headers.update(error.headers or {})  # Allow, of a 405
+    return response
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log (the server raises it again), not to the client."""
+    return Problem(500, "internal", "a fault of the server").response(_id(request))
+
+
+# --- waiting and streaming ------------------------------------------------------------------
+
+
+class ClientGone(Exception):
+    """There is nobody to answer."""
+
+
+async def _until_done(service: Service, api: str, running: Running, request: Request) -> None:
+    """Wait for a request to finish; leave it as soon as its client has gone.
+
+    Raises:
+        Problem: it failed, or its time is over.
+        ClientGone: nobody waits for the answer.
+    """
+    done = asyncio.create_task(running.finish())
+    gone = asyncio.create_task(_disconnect(request.receive))
+    try:
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait((done, gone), timeout=service.limits.seconds, return_when=first)
+        if gone.done() and not done.done():
+            raise ClientGone
+        if not done.done():
+            running.news.put_nowait(_deadline(service))
+        await done
+    finally:
+        done.cancel()
+        gone.cancel()
+        _leave(service, api, running)
+
+
+class EventStream(Response):
+    """Server-sent events of a running request. Its end, however it comes, frees the seat."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, service: Service, api: str, running: Running, events: AsyncIterator[bytes]
+    ) -> None:
+        self.background = None
+        self.status_code = 200
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._service, self._api, self._running = service, api, running
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = asyncio.create_task(self._stream(send))
+        gone = asyncio.create_task(_disconnect(receive))
+        try:
+            await asyncio.wait((stream, gone), return_when=asyncio.FIRST_COMPLETED)
+            if stream.done():
+                stream.result()
+        finally:
+            gone.cancel()
+            stream.cancel()
+            await asyncio.wait((stream, gone))
+            _leave(self._service, self._api, self._running)
+
+    async def _stream(self, send: Send) -> None:
+        async def body(content: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": content, "more_body": more})
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._service.limits.seconds
+        pending: asyncio.Future | None = None
+        try:
+            while True:
+                pending = pending or asyncio.ensure_future(anext(self._events, None))
+                wait = max(0.0, min(PING_SECONDS, deadline - clock()))
+                await asyncio.wait((pending,), timeout=wait)
+                if pending.done():
+                    content, pending = pending.result(), None
+                    if content is None:
+                        break
+                    await body(content)
+                elif clock() >= deadline:
+                    deadline = math.inf
+                    self._running.news.put_nowait(_deadline(self._service))  # ends the events
+                else:
+                    await body(b": still here\n\n")
+            await body(b"", more=False)
+        finally:
+            if pending is not None:
+                pending.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _deadline(service: Service) -> Problem:
+    return Problem(504, "deadline", f"not finished within {service.limits.seconds:g} seconds")
+
+
+def _leave(service: Service, api: str, running: Running) -> None:
+    service.release(running)
+    job, metrics = running.job, service.metrics
+    metrics.finished.labels(api, running.outcome).inc()
+    if running.outcome == "finished":
+        metrics.total.observe(time.monotonic() - job.created)
+        metrics.first_token.observe(job.first_token - job.created)
+        for row in job.thinking.rows:
+            metrics.thinking.labels(row.status).inc()
+
+
+async def _watch(service: Service) -> None:
+    """End the waiting of all when the engine hangs or has died for good."""
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        if service.engine.state != "loading" and not service.engine.alive:
+            detail = "the engine does not answer"
+            service.fail_all(Problem(503, "engine_down", detail, retry_after=10))

@@ -1,0 +1,93 @@
+"""Which adapters a server offers: those of one folder, looked at once, at the start.
+
+A request chooses by name from this fixed list, so no name can become a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlm.config import UsageError
+from rlm.machine import EMBEDDED_MODEL
+from rlm.models import ADAPTER_FILES, base_hash, check_adapter, check_base, read_run
+from rlm.prompts import FORMATS, Format
+from rlm.quantize import trained_on
+
+BASE = "base"  # the name of no adapter
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CAN_EXECUTE = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
+
+
+@dataclass(frozen=True)
+class Offered:
+    """An adapter by name; BASE has no path."""
+
+    name: str
+    path: Path | None
+    sha256: str | None  # of its tensors
+    stage: str  # base | sft | grpo | unknown
+    format: Format
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """What a server offers, and the base that all of it stands on."""
+
+    model: str  # as --model takes it
+    base_hash: str
+    quantize: str  # of rlm.quantize.QUANTIZATIONS
+    offered: dict[str, Offered]
+    default: str
+
+
+def find_adapters(
+    adapter: Path | None, folder: Path | None, model: str | None, quantize: str = "auto"
+) -> Catalog:
+    """The adapter served by default (None: the base alone), and its neighbours in a folder.
+
+    Args:
+        quantize: how the base is packed; auto: as it was when the first adapter was trained.
+
+    Raises:
+        UsageError: one of them is missing, could execute code, or belongs to another base.
+    """
+    paths = [] if adapter is None else [adapter]
+    if folder is not None:
+        if not folder.is_dir():
+            raise UsageError(f"--adapters {folder}: no such directory")
+        here = sorted(path for path in folder.iterdir() if (path / ADAPTER_FILES[0]).is_file())
+        paths += [path for path in here if adapter is None or path.resolve() != adapter.resolve()]
+    for path in paths:
+        check_adapter(path, "run: python train_sft.py && python train_grpo.py")
+        _check_files(path, folder)
+    runs = [read_run(path) for path in paths]
+    model = model or next((run["base_model"] for run in runs if "base_model" in run), None)
+    if model is None and paths:
+        raise UsageError(f"{paths[0]} does not say what it was trained on; name it with --model")
+    model = model or EMBEDDED_MODEL
+    model_hash = base_hash(model)
+    offered = {BASE: Offered(BASE, None, None, "base", FORMATS["deepseek"])}
+    for path, run in zip(paths, runs, strict=True):
+        check_base(path, model, model_hash)
+        if path.name in offered:
+            raise UsageError(f"{path}: another adapter already has the name {path.name}")
+        with (path / ADAPTER_FILES[1]).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        format = FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
+        offered[path.name] = Offered(path.name, path, digest, run.get("stage", "unknown"), format)
+    if quantize == "auto":
+        quantize = trained_on(runs[0]) if runs else "none"
+    return Catalog(model, model_hash, quantize, offered, paths[0].name if adapter else BASE)
+
+
+def _check_files(path: Path, folder: Path | None) -> None:
+    if not _NAME.fullmatch(path.name):
+        raise UsageError(f"{path}: an adapter's name is made of letters, digits and . _ -")
+    if folder is not None and path.parent == folder and path.resolve().parent != folder.resolve():
+        raise UsageError(f"{path} is a link that leads out of {folder}")
+    unsafe = [file.name for file in path.iterdir() if file.suffix in _CAN_EXECUTE]
+    if unsafe:
+        raise UsageError(f"{path} holds {unsafe[0]}, which could execute code: only safetensors")

@@ -1,0 +1,117 @@
+"""Every refusal has one shape: RFC 9457's problem details and OpenAI's `error`, in one body.
+
+Nothing that a client sent is repeated in it: an echo is how a log, a page or a later reader gets
+fooled, and how a lone surrogate turns an error into a crash.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any, Literal, get_args
+
+from starlette.responses import JSONResponse, Response
+
+Code = Literal[
+    "malformed_json",
+    "unsupported_media_type",
+    "validation",
+    "bad_request",
+    "unauthorized",
+    "bad_host",
+    "not_found",
+    "adapter_not_found",
+    "method_not_allowed",
+    "request_timeout",
+    "body_too_large",
+    "headers_too_large",
+    "rate_limited",
+    "queue_full",
+    "draining",
+    "loading",
+    "engine_down",
+    "deadline",
+    "internal",
+]
+CODES = frozenset(get_args(Code))
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+class Problem(Exception):
+    """A request that gets no answer, and the response that says so.
+
+    `status` is the HTTP status, `code` one of CODES (for programs), `detail` a sentence (for
+    people), `param` the field at fault, `errors` a list of {"loc": [...], "msg": "..."},
+    `retry_after` whole seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: Code,
+        detail: str,
+        *,
+        param: str | None = None,
+        errors: list[dict[str, Any]] | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        if code not in CODES:
+            raise ValueError(f"{code!r} is not one of the codes that clients know")
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.param = param
+        self.errors = errors
+        self.retry_after = retry_after
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        body: dict[str, Any] = {
+            "type": "about:blank",  # RFC 9457 4.2.1: the title is the status, `code` says more
+            "title": HTTPStatus(self.status).phrase,
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "request_id": request_id,
+            "error": {
+                "message": self.detail,
+                "type": _TYPES.get(self.status, default),
+                "param": self.param,
+                "code": self.code,
+            },
+        }
+        if self.errors is not None:
+            body["errors"] = self.errors
+        return body
+
+    def response(self, request_id: str) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = 'Bearer realm="rlm"'
+        if self.code == "bad_request":  # where it ends is not sure: what follows is not to be read
+            headers["Connection"] = "close"
+        if self.status in (500, 504):  # the openai client would pay for the same failure again
+            headers["X-Should-Retry"] = "false"
+        return JSONResponse(
+            self.body(request_id), self.status, headers, media_type="application/problem+json"
+        )
+
+
+def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:
+    """The 422 for pydantic's `errors()` (at least one): places and messages, no values.
+
+    The place may be a field name that the client made up: it is kept if it looks like a name.
+    """
+    kept = [{"loc": list(map(_place, error["loc"])), "msg": error["msg"]} for error in errors]
+    param = ".".join(str(part) for part in kept[0]["loc"] if part != "body")
+    detail = f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"]
+    return Problem(422, "validation", detail, param=param or None, errors=kept)
+
+
+def _place(part: int | str) -> int | str:
+    return part if isinstance(part, int) or _FIELD.fullmatch(part) else "?"

@@ -1,0 +1,117 @@
+"""Time limits that uvicorn lacks: for sending a request, and for taking the answer.
+
+uvicorn 0.54 waits without end for the rest of a header or a body, and for a client that stops
+reading. A few hundred such connections are enough to keep everybody else out, so each gets a
+deadline here. This leans on H11Protocol, which is not a public class: uvicorn is pinned, and the
+tests with slow clients say when it moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import uuid
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rlm.serving import logs
+from rlm.serving.errors import Problem
+
+
+class SlowGuard(H11Protocol):
+    """One connection. The deadlines are for the whole header or body, not for each byte."""
+
+    header_seconds = 10.0
+    body_seconds = 15.0  # longer than security.py's, which can still answer with a 408
+    write_seconds = 30.0  # without the client taking anything, while the buffers are full
+    max_connections = 500
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waits_for: str | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            # asyncio forgets this for a listening socket that it is handed; without it, the pieces
+            # of an answer wait up to 40 ms for the client's acknowledgement of the last one.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self.connections) > self.max_connections:
+            self._cut("too many connections")
+        else:
+            self._wait_for("headers")
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._wait_for("body")
+        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._wait_for("headers")
+        else:  # between two requests uvicorn's keep-alive limit holds
+            self._wait_for(None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_seconds, self._cut, "slow reader")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer:
+            self._write_timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_for(None)
+        if self._write_timer:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is no HTTP: the body that all errors have, and the end."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # half an answer is out
+            self._cut("bad request")
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = Problem(400, "bad_request", "this is not valid HTTP").body(uuid.uuid4().hex)
+        headers = [("content-type", "application/problem+json"), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=json.dumps(body).encode()),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def _wait_for(self, what: str | None) -> None:
+        """The deadline starts when the wait does; more of the same does not move it."""
+        if what == self._waits_for:
+            return
+        self._waits_for = what
+        if self._read_timer:
+            self._read_timer.cancel()
+            self._read_timer = None
+        if what:
+            seconds = self.header_seconds if what == "headers" else self.body_seconds
+            self._read_timer = self.loop.call_later(seconds, self._cut, f"slow {what}")
+
+    def _cut(self, reason: str) -> None:
+        logs.log("connection_cut", reason=reason)
+        self.transport.abort()
+
+
+# What uvicorn has to be told. X-Forwarded-For counts for nothing: a client writes what it likes.
+UVICORN: dict[str, Any] = {
+    "http": SlowGuard,
+    "ws": "none",
+    "access_log": False,
+    "log_config": None,
+    "server_header": False,
+    "proxy_headers": False,
+}

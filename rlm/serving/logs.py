@@ -1,0 +1,75 @@
+"""One JSON object a line: whatever a client sends, it can not make a second line of its own.
+
+Keys and prompts are never logged. Of an exception the type and the place are, not the message:
+messages like to quote what they choked on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from traceback import extract_tb
+from typing import Any, TextIO
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+MAX_TEXT = 300  # characters of one value
+_logger = logging.getLogger("rlm.serving")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._~/{}-]")
+
+
+def configure(stream: TextIO) -> None:
+    """All log lines of the process go to `stream`, those of libraries too."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_JsonLine())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in ("rlm.serving", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def log(event: str, **fields: object) -> None:
+    """Write `event` and its fields; the id of the request being served is added by itself."""
+    _logger.info(event, extra={"fields": fields})
+
+
+def log_error(event: str, error: BaseException, **fields: object) -> None:
+    _logger.error(event, extra={"fields": fields}, exc_info=error)
+
+
+def safe_path(path: str) -> str:
+    """A path that no route knows: 100 harmless characters, and no part that could be a key."""
+    parts = path[:1000].split("/")
+    return _UNSAFE.sub("?", "/".join("*" if len(part) > 15 else part for part in parts))[:100]
+
+
+class _JsonLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        now = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": now, "level": record.levelname.lower()}
+        if record.name == _logger.name:
+            line["event"] = record.msg
+        else:
+            message = record.getMessage().partition("\n")[0]  # asyncio adds exceptions below
+            line |= {"event": "log", "logger": record.name, "message": _plain(message)}
+        line["request_id"] = request_id.get()
+        line |= {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            line["error"] = type(error).__name__
+            frames = extract_tb(error.__traceback__)[-8:]
+            line["at"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        return json.dumps({k: v for k, v in line.items() if v is not None}, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bool | int | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)[:MAX_TEXT]

@@ -1,0 +1,37 @@
+"""Counters for Prometheus. Labels come from fixed lists, never from what a client sent."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rlm.serving.engine import Engine
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+
+
+class Metrics:
+    """One registry for each server, so that two in one process do not count together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"rlm_{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(f"rlm_{name}", help, buckets=SECONDS, registry=registry)
+
+        self.finished = counter("requests", "Requests by protocol and outcome", "api", "outcome")
+        self.rejected = counter("rejected", "Requests refused for lack of room", "reason")
+        self.thinking = counter("thinking", "Completions by how their reasoning ended", "status")
+        self.first_token = histogram("first_token_seconds", "From acceptance to the first token")
+        self.total = histogram("request_seconds", "From acceptance to the last token")
+        for name, help, value in (
+            ("tokens_drawn", "Tokens drawn since the start", lambda: engine.tokens_drawn),
+            ("rows_running", "Completions in the batch or waiting", lambda: engine.seats_taken),
+            ("engine_alive", "1 while the engine answers", lambda: engine.alive),
+        ):
+            Gauge(f"rlm_{name}", help, registry=registry).set_function(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,213 @@
+"""`/v1`: the part of OpenAI's protocol that a reasoning model needs, for clients that exist.
+
+A field that we do not have is accepted only with the value that changes nothing: a client that
+asks for more learns that it does not get it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlm.serving import answering
+from rlm.serving.errors import Problem
+from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, Stop, Strict
+from rlm.serving.service import Ask, Running, Service
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str = Field(max_length=PROMPT_CHARS)
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, Field(max_length=PROMPT_CHARS)] | list[TextPart]
+    name: None = None
+    # What an earlier answer carried; the model is not shown its old reasoning.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(Strict):
+    """`POST /v1/chat/completions`. `model` is an adapter's name, or base."""
+
+    model: str = Field(min_length=1, max_length=128)
+    messages: list[Message] = Field(min_length=1, max_length=64)
+    max_tokens: int | None = Field(None, ge=1, le=1_000_000)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
+    user: Annotated[str, Field(max_length=256)] | None = None  # says who asks: changes nothing
+    # Only what changes nothing:
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: TextFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None  # there are none to call
+    store: Literal[False] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _turns(self) -> ChatRequest:
+        roles = [m.role for m in self.messages if m.role not in ("system", "developer")]
+        leading = len(self.messages) - len(roles)
+        if any(m.role in ("system", "developer") for m in self.messages[leading:]):
+            raise ValueError("system messages stand at the beginning")
+        if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+            raise ValueError("user and assistant take turns, and the user has the last word")
+        if not self.messages[-1].text.strip():
+            raise ValueError("the last message is empty")
+        if self.max_tokens and self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are the same: give one")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream")
+        return self
+
+
+def to_ask(request: ChatRequest) -> Ask:
+    system = [m.text for m in request.messages if m.role in ("system", "developer")]
+    turns = [m.text for m in request.messages if m.role in ("user", "assistant")]
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return Ask(
+        question=turns[-1],
+        n=request.n or 1,
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        thinking_budget=request.thinking_budget,
+        temperature=request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=request.seed or 0,
+        stop=stop,
+        adapter=request.model,
+        examples=list(zip(turns[:-1:2], turns[1:-1:2], strict=True)),
+        system="\n".join(system),
+    )
+
+
+def completion(service: Service, running: Running) -> dict[str, Any]:
+    samples = answering.finished_samples(
+        running.job.thinking, service.tokenizer, running.offered.format
+    )
+    choices = [
+        {
+            "index": i,
+            "message": {
+                "role": "assistant",
+                "content": sample.answer,
+                "reasoning_content": sample.reasoning,
+                "reasoning": sample.reasoning,
+                "refusal": None,
+            },
+            "logprobs": None,
+            "finish_reason": sample.finish_reason,
+        }
+        for i, sample in enumerate(samples)
+    ]
+    usage = _usage(answering.usage(len(running.job.prompt), samples))
+    return _head(running, "chat.completion") | {"choices": choices, "usage": usage}
+
+
+async def chunks(
+    service: Service, running: Running, request: ChatRequest, request_id: str
+) -> AsyncIterator[bytes]:
+    """The same in pieces, `[DONE]` last."""
+    with_usage = request.stream_options is not None and request.stream_options.include_usage
+
+    def chunk(row: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return _data(
+            _head(running, "chat.completion.chunk")
+            | {"choices": [choice]}
+            | ({"usage": None} if with_usage else {})
+        )
+
+    rows = running.job.n
+    for row in range(rows):
+        yield chunk(row, {"role": "assistant", "content": ""})
+    try:
+        async for news in running:
+            for row, reasoning, answer in news:
+                if reasoning:
+                    yield chunk(row, {"reasoning_content": reasoning, "reasoning": reasoning})
+                if answer:
+                    yield chunk(row, {"content": answer})
+    except Problem as problem:
+        yield _data(problem.body(request_id))
+        return
+    samples = answering.finished_samples(
+        running.job.thinking, service.tokenizer, running.offered.format
+    )
+    for row, sample in enumerate(samples):
+        yield chunk(row, {}, sample.finish_reason)
+    if with_usage:
+        usage = _usage(answering.usage(len(running.job.prompt), samples))
+        yield _data(_head(running, "chat.completion.chunk") | {"choices": [], "usage": usage})
+    yield b"data: [DONE]\n\n"
+
+
+def models(service: Service) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": [
+            {"id": name, "object": "model", "created": 0, "owned_by": "rlm"}
+            for name in service.catalog.offered
+        ],
+    }
+
+
+def _head(running: Running, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{running.id.removeprefix('rsn_')}",
+        "object": kind,
+        "created": running.created,
+        "model": running.offered.name,
+        "system_fingerprint": running.offered.sha256 and running.offered.sha256[:16],
+    }
+
+
+def _usage(usage: answering.Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _data(body: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,142 @@
+"""What a request may say. Everything else is refused, nothing is ignored or converted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+PROMPT_CHARS = 8000
+MOST_SAMPLES = 16
+STOP_CHARS = 64
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARS)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _says_something(text: str) -> str:
+    """Zero-width characters and spaces alone are no question."""
+    if not any(char.isprintable() and not char.isspace() for char in text):
+        raise ValueError("is empty")
+    return text
+
+
+class ReasoningRequest(Strict):
+    """A question, and how to answer it. Only `prompt` is needed."""
+
+    prompt: str = Field(min_length=1, max_length=PROMPT_CHARS, description="the question")
+    n: int = Field(1, ge=1, le=MOST_SAMPLES, description="answers to draw; above 1 they vote")
+    max_new_tokens: int | None = Field(
+        None, ge=1, le=1_000_000, description="longest completion (none: the server's limit)"
+    )
+    thinking_budget: int | None = Field(
+        None, ge=0, le=1_000_000, description="most tokens of reasoning (none: as many as fit)"
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 takes the most likely token (none: 0, or 0.7 if n > 1)"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass")
+    seed: int = Field(0, ge=0, lt=2**63, description="of sampling: equal seeds, equal answers")
+    stop: list[Stop] = Field([], max_length=4, description="texts that end the answer")
+    adapter: str | None = Field(
+        None, min_length=1, max_length=128, description="one of /phase1/info, or base for none"
+    )
+    stream: bool = Field(False, description="answer in server-sent events")
+    return_samples: bool = Field(False, description="return every sample, not the winner alone")
+    expected_answer: str | None = Field(
+        None, min_length=1, max_length=200, description="the right answer, to be verified against"
+    )
+
+    _prompt = field_validator("prompt")(_says_something)
+
+
+class Step(Strict):
+    step: int
+    content: str
+
+
+class ThinkingReport(Strict):
+    status: Literal["closed", "forced", "unclosed", "absent"]
+    tokens: int
+    budget: int | None
+
+
+class Sample(Strict):
+    """One completion."""
+
+    response: str
+    reasoning: str | None
+    answer: str
+    final_answer: str | None
+    finish_reason: Literal["stop", "length"]
+    thinking: ThinkingReport
+    format: str  # "strict", or the reason why not
+    completion_tokens: int
+    mean_logprob: float | None
+
+
+class VoteReport(Strict):
+    n: int
+    valid: int
+    winner: str | None
+    agreement: float
+    counts: dict[str, int]
+
+
+class Confidence(Strict):
+    value: float
+    method: Literal["vote_share", "mean_token_probability"]
+    calibrated: Literal[False] = False
+
+
+class Verified(Strict):
+    expected: str
+    correct: bool  # graded as in training: format and number
+    correct_lenient: bool  # the number alone
+    reason: str
+
+
+class Usage(Strict):
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    total_tokens: int
+
+
+class Timings(Strict):
+    first_token_ms: float
+    total_ms: float
+    tokens_per_second: float
+
+
+class ModelReport(Strict):
+    base: str
+    adapter: str
+    adapter_sha256: str | None
+
+
+class ReasoningResponse(Strict):
+    id: str
+    object: Literal["phase1.reasoning"] = "phase1.reasoning"
+    created: int
+    request_id: str
+    response: str = Field(description="the whole text, reasoning visible")
+    reasoning: str | None
+    answer: str
+    final_answer: str | None
+    trace: list[Step] = Field(description="the reasoning in steps, then the answer")
+    details: dict[str, Any] = Field(description="stage, format verdict, token counts")
+    finish_reason: Literal["stop", "length"]
+    thinking: ThinkingReport
+    vote: VoteReport | None
+    confidence: Confidence | None
+    verifier: Verified | None
+    samples: list[Sample] | None
+    usage: Usage
+    timings: Timings
+    seed: int
+    model: ModelReport
+    warnings: list[str]

@@ -1,0 +1,99 @@
+"""JSON as RFC 8259 has it, and no more: what Python's parser lets through is refused here.
+
+`json.loads` takes NaN, the last of two equal names, half a surrogate pair, UTF-16 and numbers that
+become infinity. Each of them has crashed or fooled a server somewhere behind the parser.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from rlm.serving.errors import Problem
+
+MAX_DEPTH = 32
+# A string up to its closing quote, or to the end of the text: always a match, so linear.
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_UNFIT = re.compile("[\x00\ud800-\udfff]")  # paired surrogates are one character by now
+_MEDIA_TYPE = re.compile(rb'application/json(?: *; *charset="?utf-8"?)?', re.IGNORECASE)
+
+
+def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises a 415 unless one Content-Type among `headers` (as ASGI has them) says JSON."""
+    types = [value.strip() for name, value in headers if name.lower() == b"content-type"]
+    if len(types) != 1 or not _MEDIA_TYPE.fullmatch(types[0]):
+        raise Problem(415, "unsupported_media_type", "send Content-Type: application/json")
+
+
+def parse(body: bytes) -> Any:
+    """The value in `body` (UTF-8, no byte order mark); raises a 400 that repeats none of it."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError:
+        _refuse("the body is not UTF-8")
+    if text.startswith("\ufeff"):
+        _refuse("the body starts with a byte order mark")
+    _check_depth(text)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=lambda _: _refuse("NaN and Infinity are not JSON"),
+            parse_int=_integer,
+            parse_float=_float,
+        )
+    except json.JSONDecodeError as error:
+        _refuse(f"not JSON: line {error.lineno}, column {error.colno}")
+    _check_strings(value)
+    return value
+
+
+def _refuse(detail: str) -> NoReturn:
+    raise Problem(400, "malformed_json", detail) from None
+
+
+def _check_depth(text: str) -> None:
+    """Before the parser, which recurses."""
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        if match[0] in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                _refuse(f"nested deeper than {MAX_DEPTH}")
+        elif match[0] in "]}":
+            depth -= 1
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        _refuse("a name appears twice in one object")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+        _refuse("an integer does not fit in 64 bits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        _refuse("a number is too large")
+    return value
+
+
+def _check_strings(value: Any) -> None:
+    if isinstance(value, str) and _UNFIT.search(value):
+        _refuse("a string holds NUL or half of a surrogate pair")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_strings(name)
+            _check_strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_strings(item)

@@ -1,0 +1,189 @@
+"""A public URL through ngrok, by way of pyngrok: opened with a time limit, watched, closed.
+
+The server goes on without it, so everything that can fail here fails as one TunnelError line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pyngrok import conf, ngrok
+from pyngrok import process as agents
+from pyngrok.exception import PyngrokError, PyngrokNgrokError
+
+from rlm.serving import logs
+from rlm.serving.access import AllowedHosts
+
+POLL_SECONDS = 0.5
+
+# The agent's own web page would keep requests, keys and prompts included, for every local user.
+_AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: false\n"
+
+
+class TunnelError(Exception):
+    """Why there is no public URL, and what to do: one line."""
+
+
+@dataclass(frozen=True)
+class TunnelSettings:
+    url: str | None = None  # a domain reserved at ngrok; None: ngrok picks one
+    requests_per_minute: int = 60  # per client address, counted where the address is true
+    open_seconds: float = 20.0
+
+
+class Tunnel:
+    """An open tunnel. `public_url` becomes None when the agent dies or the tunnel is closed."""
+
+    def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
+        self.public_url: str | None = public_url
+        self._config = config
+        # pyngrok's public function would start another agent if this one is dead by now.
+        record = agents._current_processes[config.ngrok_path]
+        self.agent_url = record.api_url  # the agent's own page and API, on this machine
+        self._agent = record.proc
+        self._hosts = hosts
+        self._host = urlsplit(public_url).hostname or ""
+        self._added = self._host not in hosts  # only what was added is taken away again
+        hosts.add(self._host)
+        self._watcher = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def open(cls, port: int, settings: TunnelSettings, hosts: AllowedHosts) -> Tunnel:
+        """A tunnel to 127.0.0.1:`port`, whose host is in `hosts` while it is up; or TunnelError.
+
+        The token is NGROK_AUTHTOKEN of the environment, which the agent reads for itself: on a
+        command line every user of the machine could read it.
+        """
+        logging.getLogger("pyngrok").propagate = False  # it repeats what the agent says, and more
+        if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
+            where = "https://dashboard.ngrok.com/get-started/your-authtoken"
+            raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
+        options = {
+            "upstream": {"url": f"http://127.0.0.1:{port}"},
+            "traffic_policy": policy(settings.requests_per_minute),
+        }
+        if settings.url:
+            options["url"] = settings.url
+        with tempfile.TemporaryDirectory() as folder:  # the agent reads the file when it starts
+            path = Path(folder, "ngrok.yml")
+            path.write_text(_AGENT_CONFIG)
+            config = conf.PyngrokConfig(
+                ngrok_path=str(find_agent(os.environ)),
+                config_path=str(path),
+                start_new_session=True,  # Ctrl-C is for the server, which drains before it closes
+            )
+            config.auth_token = None  # pyngrok would put it on the command line
+            url = await _connect(config, options, settings.open_seconds)
+            tunnel = cls(url, config, hosts)
+        logs.log("tunnel_opened", url=url)
+        return tunnel
+
+    async def close(self) -> None:
+        """End the agent, and the URL with it. A second call does nothing."""
+        self._watcher.cancel()
+        if self._gone():
+            await asyncio.to_thread(_end, self._agent, self._config)
+            logs.log("tunnel_closed")
+
+    def _gone(self) -> bool:
+        """Forget the URL; says whether there was one."""
+        was_open, self.public_url = self.public_url is not None, None
+        if was_open and self._added:
+            self._hosts.discard(self._host)
+        return was_open
+
+    async def _watch(self) -> None:
+        while self._agent.poll() is None:
+            await asyncio.sleep(POLL_SECONDS)
+        self._gone()
+        logs.log("tunnel_died", exit_code=self._agent.returncode)
+
+
+def policy(requests_per_minute: int) -> dict[str, Any]:
+    """ngrok's traffic policy: what is over the rate never reaches this machine."""
+    limit = {
+        "name": "requests per client",
+        "algorithm": "sliding_window",
+        "capacity": requests_per_minute,
+        "rate": "60s",
+        "bucket_key": ["conn.client_ip"],
+    }
+    return {"on_http_request": [{"actions": [{"type": "rate-limit", "config": limit}]}]}
+
+
+def find_agent(env: Mapping[str, str]) -> Path:
+    """The ngrok binary: PYNGROK_NGROK_PATH, pyngrok's own place, or PATH; else TunnelError.
+
+    It is not downloaded: nothing here could vouch for the file.
+    """
+    if named := env.get("PYNGROK_NGROK_PATH"):
+        places = [Path(named)]
+    else:
+        folders = env.get("PATH", "").split(os.pathsep)
+        places = [Path(conf.DEFAULT_NGROK_PATH), *(Path(folder, "ngrok") for folder in folders)]
+    for place in places:
+        if place.is_file() and os.access(place, os.X_OK) and (named or not _is_script(place)):
+            return place
+    missing = f"no program at {named}" if named else "no agent found"
+    raise TunnelError(
+        f"ngrok: {missing}; install it (https://ngrok.com/download), or set PYNGROK_NGROK_PATH"
+    )
+
+
+def _is_script(path: Path) -> bool:
+    """pyngrok installs a script called `ngrok`, which downloads the agent when it is run."""
+    with path.open("rb") as file:
+        return file.read(2) == b"#!"
+
+
+async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
+    """The public URL. pyngrok has no time limit for an agent that says nothing."""
+    connect = partial(ngrok.connect, pyngrok_config=config, **options)
+    opening = asyncio.create_task(asyncio.to_thread(connect))
+    try:
+        await asyncio.wait({opening}, timeout=seconds)
+        if not opening.done():
+            why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
+            raise TunnelError(f"ngrok: {why}")
+        return opening.result().public_url
+    except (PyngrokError, OSError, ValueError, HTTPException) as error:
+        raise TunnelError(f"ngrok: {_one_line(error)}") from None
+    finally:
+        if not opening.done() or opening.exception():
+            await _abandon(opening, config)
+
+
+async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
+    """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
+    if record := agents._current_processes.get(config.ngrok_path):
+        record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
+    await asyncio.wait({opening}, timeout=10)
+    if opening.done() and opening.exception():  # asked, so that asyncio does not report it
+        ngrok.kill(config)
+
+
+def _end(agent: subprocess.Popen[str], config: conf.PyngrokConfig) -> None:
+    agent.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        agent.wait(timeout=3)
+    ngrok.kill(config)
+
+
+def _one_line(error: Exception) -> str:
+    """ngrok's messages have several lines, written as \\r\\n, and may quote the token."""
+    said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
+    text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
+    return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]

@@ -1,0 +1,124 @@
+"""What a GRPO run starts from: model and data where no flag names them, adapter, problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from rlm import machine, models, terminal
+from rlm.config import UsageError, changed, set_by_preset
+from rlm.data import Problem, load_problems
+from rlm.grpo_config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
+from rlm.memory import MemoryPlan, plan_memory
+from rlm.prompts import longest_prompts
+
+TEACH = "run: python train_sft.py"
+
+
+def settle(config: GRPOConfig) -> GRPOConfig:
+    """The config with model and data where no flag named them.
+
+    Raises:
+        UsageError: the adapter to start from is not there. The default one must be only where no
+            model is named either: then training goes on where SFT ended.
+    """
+    adapter = config.sft_adapter
+    if adapter == DEFAULT_SFT_ADAPTER and config.model is not None and not adapter.exists():
+        adapter = None
+    if adapter is not None:
+        models.check_adapter(adapter, TEACH)
+    start_run = models.read_run(adapter) if adapter is not None else None
+    return machine.fill_in(config, GPU_DEFAULTS, start_run)
+
+
+def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on and to validate on."""
+    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed)
+    return train, load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+
+
+def fit(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOConfig:
+    """The config as this machine and this model can have it, with a line for what changes.
+
+    Raises:
+        UsageError: an adapter that was asked for is not there or belongs to another base; there
+            are more processes than problems in a step.
+    """
+    if config.batch_size < processes:
+        raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
+    if config.sft_adapter == DEFAULT_SFT_ADAPTER:
+        problem = _why_not(config, model, base_hash)
+        if problem:
+            terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
+            config = changed(config, sft_adapter=None)
+    elif config.sft_adapter is not None:
+        models.check_adapter(config.sft_adapter, TEACH)
+        models.check_base(config.sft_adapter, model, base_hash)
+    if "use_4bit" in set_by_preset(config) and config.use_4bit and not torch.cuda.is_available():
+        terminal.line(
+            "the preset's 4-bit base is for CUDA GPUs; here it would only be slow, so the base is "
+            f"loaded in full ({machine.pick_device()}); --quantize 4bit packs it all the same"
+        )
+        config = changed(config, quantize="none", use_4bit=False)
+    return config
+
+
+def _why_not(config: GRPOConfig, model: str, base_hash: str) -> str:
+    """Why the default adapter can not be taken; "" if it can."""
+    if not DEFAULT_SFT_ADAPTER.exists():
+        return f"{DEFAULT_SFT_ADAPTER} does not exist"
+    try:
+        models.check_adapter(DEFAULT_SFT_ADAPTER, TEACH)
+        models.check_base(DEFAULT_SFT_ADAPTER, model, base_hash)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -> PeftModel:
+    """The base with the adapter that is trained, ready for the sampler and the learning pass."""
+    device = device or machine.pick_device()
+    base = models.load_base(model, device, quantize=config.quantize, attn=config.attn)
+    if config.sft_adapter:
+        policy = models.load_adapter(base, config.sft_adapter, trainable=True)
+    else:
+        torch.manual_seed(config.seed)  # of the new adapter's matrices
+        policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+    models.use_lean_lora(policy)
+    models.use_checkpointing(policy, config.checkpointing)
+    return policy
+
+
+def plan(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
+    """The memory plan of a `train_grpo.GRPOTrainer` on these problems, and a line that says it."""
+    prompts = longest_prompts(trainer.tokenizer, problems, trainer.format)
+    masters = list(trainer.adapter.values())
+    found = plan_memory(
+        trainer.policy, masters, trainer.sampler, trainer.config, prompts, evaluated
+    )
+    terminal.line(f"memory: {found}")
+    return found
+
+
+def within(
+    problems: Sequence[Problem], render: Callable[[Problem], Sequence[int]], limit: int | None
+) -> list[Problem]:
+    """The problems whose prompts have at most `limit` tokens; a line says how many have not.
+
+    Raises:
+        UsageError: none has.
+    """
+    if limit is None:
+        return list(problems)
+    fitting = [problem for problem in problems if len(render(problem)) <= limit]
+    if not fitting:
+        raise UsageError(f"--max-prompt-length {limit}: every prompt is longer")
+    if len(fitting) < len(problems):
+        left_out = len(problems) - len(fitting)
+        terminal.line(
+            f"{left_out} of {len(problems)} problems left out: prompts over {limit} tokens"
+        )
+    return fitting

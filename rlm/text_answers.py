@@ -1,0 +1,47 @@
+"""Answers that are no numbers: a choice (one letter) or a short text. Plain string functions."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+ANSWER_TYPES = ("number", "choice", "text")
+
+_LETTER = re.compile(
+    r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
+    r"([A-Za-z])(?P<end>[)\].:,\"'*_$\s]*)(?P<rest>.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+# A further letter that reads as a choice: "or C", "C)", "C." or a letter alone at the end.
+_ANOTHER = re.compile(r"\b(?:or|and)\s+\(?[A-J]\b|(?<!\w)\(?[A-J](?:[).:]|\s*$)", re.MULTILINE)
+_EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
+
+
+def read_choice(text: str) -> str | None:
+    """The one letter that a text chooses, upper case: "B", "(b)", "Option B", "B) Paris".
+
+    None if it chooses none, or more than one ("B or C").
+
+    >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
+    ('B', 'B', None, None)
+    """
+    match = _LETTER.fullmatch(text.strip())
+    if match is None or len(text) > 1000:
+        return None
+    end, rest = match["end"], match["rest"]
+    if rest and (not re.match(r"[)\].:]", end.lstrip("*_\"'")) or _ANOTHER.search(rest)):
+        return None
+    return match[1].upper()
+
+
+def read_text(text: str) -> str | None:
+    """A short text as it is compared: case, spaces and punctuation at its ends do not count.
+
+    >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
+    True
+    """
+    plain = " ".join(unicodedata.normalize("NFKC", text[:1000]).casefold().split()).strip(_EDGES)
+    return plain or None
+
+
+READERS = {"choice": read_choice, "text": read_text}

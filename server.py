@@ -1,0 +1,233 @@
+"""Serve the trained model: `POST /phase1/reasoning`, OpenAI's protocol on /v1, and a page.
+
+    python server.py                        # http://127.0.0.1:8000, for this machine only
+    python server.py --ngrok                # and a public URL (NGROK_AUTHTOKEN); a key is made
+    RLM_API_KEY=… python server.py --host 0.0.0.0 --allow-host my.machine
+    python server.py --adapters weights     # every adapter in the folder, chosen per request
+
+    curl -s http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \\
+         -d '{"prompt": "Tom has 12 apples and buys 7 more. How many apples does Tom have now?"}'
+
+Ctrl-C (or SIGTERM) lets what is running finish; a second one does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlm import terminal
+from rlm.config import UsageError, flag, run_main
+from rlm.quantize import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from rlm.serving.access import AllowedHosts, Keys
+    from rlm.serving.draining import DrainingServer
+    from rlm.serving.service import Service
+    from rlm.serving.tunnel import Tunnel
+
+ADAPTER = Path("weights/final_rlm_lora")
+ENDPOINT = Path("runs/server/endpoint.json")
+DRAIN_SECONDS = 25.0  # what runs may finish in
+
+
+@dataclass
+class ServerConfig:
+    adapter: Path = flag(ADAPTER, "adapter that answers by default")
+    adapters: Path | None = flag(None, "folder of more adapters, chosen per request by name")
+    base: bool = flag(False, "answer with the base model, without an adapter")
+    model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
+    quantize: str = flag(
+        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+    )
+    host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
+    port: int = flag(8000, "port to listen on; 0 takes a free one")
+    allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
+    key_file: Path | None = flag(None, "file of API keys, one a line (or RLM_API_KEY is set)")
+    requests_per_minute: int = flag(120, "for each key")
+    seats: int = flag(16, "completions drawn at the same time")
+    max_new_tokens: int = flag(512, "longest completion that may be asked for")
+    max_prompt_tokens: int = flag(512, "longest prompt, system prompt included")
+    queue: int = flag(64, "requests accepted and not yet answered")
+    deadline: float = flag(120.0, "seconds a request may take")
+    ngrok: bool = flag(False, "open a public URL through ngrok")
+    ngrok_url: str | None = flag(None, "a domain reserved at ngrok")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError("--port must be between 0 and 65535")
+        for name in ("seats", "max_new_tokens", "max_prompt_tokens", "queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.requests_per_minute < 1:
+            raise ValueError("--requests-per-minute must be at least 1")
+        if self.deadline <= 0:
+            raise ValueError("--deadline must be above 0")
+
+
+def main(config: ServerConfig) -> int:
+    from rlm.machine import prepare_process
+    from rlm.serving import logs
+    from rlm.serving.access import Keys as KeySet
+    from rlm.serving.access import load_keys, new_key
+
+    keys = load_keys(os.environ, config.key_file)
+    if not _is_loopback(config.host) and not keys.required:
+        raise UsageError(
+            f"--host {config.host} opens the server to others: set RLM_API_KEY or --key-file first"
+        )
+    if config.ngrok and not keys.required:
+        key = new_key()
+        keys = KeySet([key])
+        terminal.line(f"API key for this run, shown once: {key}")
+    listening = _listen(config.host, config.port)
+    prepare_process()
+    logs.configure(sys.stderr)
+    service = _service(config)
+    return asyncio.run(_serve(config, service, keys, listening))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket, before anything slow happens: a port in use should be said at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listening
+
+
+def _service(config: ServerConfig) -> Service:
+    """The engine that will load the model, and what stands before it."""
+    from functools import partial
+
+    from rlm.models import load_tokenizer
+    from rlm.serving.catalog import find_adapters
+    from rlm.serving.engine import Engine
+    from rlm.serving.lanes import load_lanes
+    from rlm.serving.metrics import Metrics
+    from rlm.serving.service import Limits, Service
+
+    adapter = None if config.base else config.adapter
+    catalog = find_adapters(adapter, config.adapters, config.model, config.quantize)
+    tokenizer = load_tokenizer(catalog.model)
+    engine = Engine(
+        partial(load_lanes, catalog, tokenizer, config.seats),
+        prompt_tokens=config.max_prompt_tokens,
+        new_tokens=config.max_new_tokens,
+    )
+    limits = Limits(
+        prompt_tokens=config.max_prompt_tokens,
+        new_tokens=config.max_new_tokens,
+        requests=config.queue,
+        tokens=config.queue * (config.max_prompt_tokens + config.max_new_tokens),
+        seconds=config.deadline,
+    )
+    return Service(engine, tokenizer, catalog, limits, Metrics(engine))
+
+
+async def _serve(
+    config: ServerConfig, service: Service, keys: Keys, listening: socket.socket
+) -> int:
+    """Run until a signal or the engine's death; the exit code."""
+    import uvicorn
+
+    from rlm.serving.access import AllowedHosts
+    from rlm.serving.app import create_app
+    from rlm.serving.draining import DrainingServer
+    from rlm.serving.http_guard import UVICORN
+    from rlm.serving.security import SecuritySettings, secure
+
+    everywhere = config.host in ("0.0.0.0", "::")
+    names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
+    hosts = AllowedHosts(names if everywhere else names | {config.host}, numeric=everywhere)
+    settings = SecuritySettings(
+        keys=keys, allowed_hosts=hosts, requests_per_minute=config.requests_per_minute
+    )
+    app = secure(create_app(service, needs_key=keys.required), settings)
+    options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
+    server = DrainingServer(options, service, DRAIN_SECONDS)
+    attendant = asyncio.create_task(_attend(config, service, server, hosts, listening))
+    await server.serve(sockets=[listening])
+    attendant.cancel()
+    await asyncio.wait((attendant,))
+    if isinstance(service.engine.error, UsageError):
+        raise service.engine.error
+    return 1 if service.engine.state == "dead" else 0
+
+
+async def _attend(
+    config: ServerConfig,
+    service: Service,
+    server: DrainingServer,
+    hosts: AllowedHosts,
+    listening: socket.socket,
+) -> None:
+    """Say when it is ready, keep the tunnel, and end the server when the engine is dead."""
+    port = listening.getsockname()[1]
+    while service.engine.state == "loading":
+        await asyncio.sleep(0.1)
+    if service.engine.state == "dead":
+        server.should_exit = True
+        return
+    shown = f"[{config.host}]" if ":" in config.host else config.host
+    terminal.line(f"ready: http://{shown}:{port}  ({service.catalog.default})")
+    tunnel = await _open_tunnel(config, hosts, port) if config.ngrok else None
+    try:
+        while True:
+            if tunnel is not None and tunnel.public_url != service.public_url:
+                service.public_url = tunnel.public_url
+                terminal.line(f"public: {tunnel.public_url or 'the tunnel is closed'}")
+                _write_endpoint(tunnel.public_url)
+            if service.engine.state == "dead":
+                terminal.line("the engine has died twice; the log says of what")
+                server.should_exit = True
+            await asyncio.sleep(0.2)
+    finally:
+        if tunnel is not None:
+            await tunnel.close()
+            _write_endpoint(None)
+
+
+async def _open_tunnel(config: ServerConfig, hosts: AllowedHosts, port: int) -> Tunnel | None:
+    """The tunnel, or a line that says why there is none: the local server goes on."""
+    from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings
+
+    try:
+        return await Tunnel.open(port, TunnelSettings(url=config.ngrok_url), hosts)
+    except TunnelError as error:
+        terminal.line(f"{error}\nno public URL; the local server goes on")
+        return None
+
+
+def _write_endpoint(url: str | None) -> None:
+    """For programs: where the server can be reached from outside, while it can."""
+    if url is None:
+        ENDPOINT.unlink(missing_ok=True)
+        return
+    ENDPOINT.parent.mkdir(parents=True, exist_ok=True)
+    ENDPOINT.write_text(json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main, ServerConfig, description=__doc__)

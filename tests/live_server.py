@@ -1,0 +1,123 @@
+"""A real server on loopback, over the scripted sampler: uvicorn in a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx2
+import uvicorn
+from conftest import tiny_model
+from scripted_sampler import Script, ScriptedSampler
+
+from rlm.prompts import FORMATS
+from rlm.serving.access import AllowedHosts, Keys
+from rlm.serving.app import create_app
+from rlm.serving.catalog import Catalog, Offered
+from rlm.serving.draining import DrainingServer
+from rlm.serving.engine import Engine, Lane
+from rlm.serving.http_guard import UVICORN
+from rlm.serving.lanes import _shared_prefix
+from rlm.serving.metrics import Metrics
+from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.service import Limits, Service
+
+FORMAT = FORMATS["deepseek"]
+ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"
+LIMITS = Limits(prompt_tokens=500, new_tokens=300, requests=16, tokens=20_000, seconds=30)
+
+
+def make_service(
+    tokenizer,
+    script: Script,
+    *,
+    limits: Limits = LIMITS,
+    seats: int = 4,
+    pause: float = 0.0,
+    **engine_options: object,
+) -> tuple[Service, ScriptedSampler]:
+    """A service with two adapters, `tuned` (scripted) and `base` (which says nothing but 0)."""
+    prefix = _shared_prefix(tokenizer, FORMAT)
+    samplers = {
+        "tuned": ScriptedSampler(tiny_model(), tokenizer, script, seats=seats, pause=pause),
+        "base": ScriptedSampler(tiny_model(), tokenizer, {"": "0"}, seats=seats, pause=pause),
+    }
+    lanes = {name: Lane(sampler, lambda: None, prefix) for name, sampler in samplers.items()}
+    engine = Engine(
+        lambda: lanes,
+        prompt_tokens=limits.prompt_tokens,
+        new_tokens=limits.new_tokens,
+        **engine_options,
+    )
+    offered = {
+        "base": Offered("base", None, None, "base", FORMAT),
+        "tuned": Offered("tuned", None, "ab" * 32, "grpo", FORMAT),
+    }
+    catalog = Catalog("tiny", "sha256:0", "none", offered, "tuned")
+    return Service(engine, tokenizer, catalog, limits, Metrics(engine)), samplers["tuned"]
+
+
+@dataclass
+class Live:
+    url: str
+    service: Service
+    server: DrainingServer
+    thread: threading.Thread
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, **options) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=30, **options)
+
+    def post(self, body: dict, path: str = "/phase1/reasoning", **options) -> httpx2.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def get(self, path: str) -> httpx2.Response:
+        with self.client() as client:
+            return client.get(path)
+
+
+@contextmanager
+def live(service: Service, keys: Keys | None = None, drain_seconds: float = 5.0):
+    """The service behind its walls, on a free port."""
+    keys = keys or Keys.none()
+    settings = SecuritySettings(keys=keys, allowed_hosts=AllowedHosts({"127.0.0.1"}))
+    app = secure(create_app(service, needs_key=keys.required), settings)
+    config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
+    server = DrainingServer(config, service, drain_seconds)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    wait_until(lambda: server.started and service.engine.state != "loading")
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Live(f"http://127.0.0.1:{port}", service, server, thread)
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def events(text: str) -> list[tuple[str, str]]:
+    """(event, data) of a stream, comments left out."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = dict(
+            line.split(": ", 1) for line in block.splitlines() if line[:1] not in ("", ":")
+        )
+        if lines:
+            found.append((lines.get("event", ""), lines["data"]))
+    return found

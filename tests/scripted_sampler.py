@@ -1,0 +1,50 @@
+"""The real sampler over a tiny model, but what it draws is written down in the test.
+
+Everything else is real: seats, cache, seeds, steering, cancelling. Only the logits are replaced by
+ones that leave no choice, so that a test can say what the model answers to a question.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rlm.sampling.engine import Sampler
+
+END = 257  # <|im_end|> of the tests' tokenizer
+Script = Mapping[str, str | Sequence[str]]  # part of the question → the completion (of each row)
+
+
+class ScriptedSampler(Sampler):
+    """Continues each row with its script; where something was forced, with `after_forced`."""
+
+    def __init__(self, model, tokenizer, script: Script, *, seats: int = 4, pause: float = 0.0):
+        super().__init__(model, tokenizer, seats=seats)
+        self.script, self.pause, self.after_forced = script, pause, "7</answer>"
+        self.before_step: Callable[[list[str]], None] = lambda questions: None
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        time.sleep(self.pause)
+        return super().step()
+
+    def _decode(self, rows):
+        self.before_step([self.tokenizer.decode(row.prompt.request.prompt) for row in rows])
+        logits = torch.full_like(super()._decode(rows), -1e4)
+        for i, row in enumerate(rows):
+            logits[i, self._next(row)] = 1e4
+        return logits
+
+    def _next(self, row) -> int:
+        question = self.tokenizer.decode(row.prompt.request.prompt)
+        wanted = next((text for part, text in self.script.items() if part in question), "")
+        wanted = wanted if isinstance(wanted, str) else wanted[row.row]
+        script = [*self.tokenizer.encode(wanted, add_special_tokens=False), END]
+        if row.ids == script[: len(row.ids)]:
+            return script[len(row.ids)]
+        said = self.tokenizer.decode(row.ids).rpartition("<answer>")[2]
+        rest = self.after_forced.removeprefix(said)
+        return self.tokenizer.encode(rest, add_special_tokens=False)[0] if rest else END

@@ -1,0 +1,87 @@
+"""The example requests, and the script that records their answers."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from scripted_reasoning import ReasoningServer, problem
+
+from examples.record_prompts import RecordConfig, main
+from rlm.config import UsageError
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+BOOK = json.loads((EXAMPLES / "prompts.json").read_text())
+REQUESTS = [entry["request"] for entry in BOOK["prompts"]]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """Two questions, one that a shell could misread."""
+    path = tmp_path / "prompts.json"
+    odd = {"prompt": 'It\'s $HOME, "12" + 7 = π?', "n": 2}
+    prompts = [{"name": "plain", "request": {"prompt": "1 + 1?"}}, {"name": "odd", "request": odd}]
+    path.write_text(json.dumps({"model": None, "prompts": prompts}))
+    return path
+
+
+def test_there_are_ten_examples_and_each_is_in_both_files():
+    assert len(REQUESTS) >= 10
+    assert len({entry["name"] for entry in BOOK["prompts"]}) == len(REQUESTS)
+    http = (EXAMPLES / "requests.http").read_text()
+    found = re.findall(
+        r"^POST \{\{url\}\}/phase1/reasoning\n(?:[^\n]+\n)*\n(\{.*?\n\}\n|\{[^\n]*\}\n)",
+        http,
+        re.M | re.S,
+    )
+    bodies = [json.loads(body) for body in found if "NaN" not in body]
+    assert [request for request in REQUESTS if request not in bodies] == []
+    assert len(bodies) == len(REQUESTS) + 3  # streamed, and two that are refused
+
+
+def test_recorded_answers_are_all_of_one_run_or_none():
+    recorded = [entry for entry in BOOK["prompts"] if "answer" in entry]
+    assert len(recorded) == (len(REQUESTS) if BOOK["model"] else 0)
+    for entry in recorded:
+        assert json.loads(shlex.split(entry["curl"])[-1]) == entry["request"]
+
+
+def test_answers_and_curl_lines_are_written(book, monkeypatch):
+    monkeypatch.delenv("RLM_API_KEY", raising=False)
+    with ReasoningServer() as server:
+        assert main(RecordConfig(url=server.url.rstrip("/"), file=book)) == 0
+    written = json.loads(book.read_text())
+    assert written["model"]["adapter"] == "final_rlm_lora"
+    for entry, body in zip(written["prompts"], server.asked(), strict=True):
+        words = shlex.split(entry["curl"])
+        assert words[:3] == ["curl", "-sS", server.url + "phase1/reasoning"]
+        assert json.loads(words[-1]) == entry["request"] == body
+        assert "Bearer" not in entry["curl"]
+        assert entry["answer"]["final_answer"] == "19"
+        assert "request_id" not in entry["answer"]
+    assert list(book.parent.iterdir()) == [book]
+
+
+def test_a_key_is_sent_and_not_written(book, monkeypatch):
+    monkeypatch.setenv("RLM_API_KEY", "the-key")
+    with ReasoningServer() as server:
+        server.keys = frozenset({"the-key"})
+        main(RecordConfig(url=server.url, file=book))
+    assert "Bearer $RLM_API_KEY" in book.read_text()
+    assert "the-key" not in book.read_text()
+
+
+def test_nothing_is_written_when_one_is_refused(book, monkeypatch):
+    monkeypatch.delenv("RLM_API_KEY", raising=False)
+    before = book.read_text()
+    with ReasoningServer() as server:
+        server.script(problem(503, "queue_full", "full"))
+        with pytest.raises(UsageError, match=r"503.*full"):
+            main(RecordConfig(url=server.url, file=book))
+        server.keys = frozenset({"k"})
+        with pytest.raises(UsageError, match="RLM_API_KEY"):
+            main(RecordConfig(url=server.url, file=book))
+    with pytest.raises(UsageError, match=r"python server\.py"):
+        main(RecordConfig(url=server.url, file=book))
+    assert book.read_text() == before

@@ -1,0 +1,246 @@
+"""server.py: what it offers, how it refuses to start, a real process from start to end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import server
+from rlm.config import UsageError, run_main
+from rlm.machine import Device
+from rlm.models import (
+    adapter_tensors,
+    base_hash,
+    load_adapter,
+    load_base,
+    new_adapter,
+    save_adapter,
+)
+from rlm.prompts import FORMATS, render_prompt
+from rlm.sampling.engine import Sampler
+from rlm.sampling.params import Request, SamplingParams
+from rlm.serving.catalog import find_adapters
+from rlm.serving.lanes import load_lanes
+
+ROOT = Path(__file__).parent.parent
+CPU = Device("cpu", torch.float32, "test")
+
+
+@pytest.fixture(scope="module")
+def weights(model_dir, tokenizer, tmp_path_factory) -> Path:
+    """A folder with two adapters of the tiny base, both far from zero."""
+    folder = tmp_path_factory.mktemp("weights")
+    for seed, name in enumerate(("final_rlm_lora", "sft.v2")):
+        torch.manual_seed(seed)
+        policy = new_adapter(load_base(str(model_dir), CPU), r=4, alpha=8)
+        for tensor in adapter_tensors(policy).values():
+            torch.nn.init.normal_(tensor, std=0.3)
+        run = {
+            "stage": "grpo",
+            "base_model": str(model_dir),
+            "base_hash": base_hash(str(model_dir)),
+        }
+        save_adapter(policy, tokenizer, folder / name, run)
+    return folder
+
+
+def test_the_catalog_holds_the_default_and_its_neighbours(weights, model_dir):
+    catalog = find_adapters(weights / "final_rlm_lora", weights, None)
+    assert (catalog.model, catalog.default) == (str(model_dir), "final_rlm_lora")
+    assert list(catalog.offered) == ["base", "final_rlm_lora", "sft.v2"]
+    assert len(catalog.offered["sft.v2"].sha256) == 64
+    assert find_adapters(None, None, str(model_dir)).default == "base"
+
+
+def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer):
+    """All lanes stand on one model; each must say what a model with only its adapter says."""
+    lanes = load_lanes(find_adapters(weights / "final_rlm_lora", weights, None), tokenizer, seats=2)
+    prompt = render_prompt(tokenizer, "hello", FORMATS["deepseek"])
+    request = Request(prompt, SamplingParams(12, 1.0), seed=1, n=2)
+    said = {}
+    for _ in range(2):  # also after others were worn
+        for name, lane in lanes.items():
+            lane.activate()
+            group = lane.sampler.complete([request])[0]
+            assert said.setdefault(name, [c.token_ids for c in group]) == [
+                c.token_ids for c in group
+            ]
+    for name in said:
+        alone = load_base(str(model_dir), CPU)
+        if name != "base":
+            alone = load_adapter(alone, weights / name, trainable=False)
+        group = Sampler(alone, tokenizer).complete([request])[0]
+        assert said[name] == [completion.token_ids for completion in group]
+    assert len({str(ids) for ids in said.values()}) == 3
+
+
+def damage(folder: Path, how: str) -> None:
+    file = folder / "adapter_model.safetensors"
+    config = folder / "adapter_config.json"
+    if how == "pickle":
+        (folder / "evil.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    elif how == "bin only":
+        file.rename(folder / "adapter_model.bin")
+    elif how == "lying header":
+        raw = bytearray(file.read_bytes())
+        raw[:8] = (2**40).to_bytes(8, "little")
+        file.write_bytes(bytes(raw))
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "nan":
+        tensors = load_file(file)
+        save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, file)
+    elif how == "rank":
+        config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
+    elif how == "other base":
+        run = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(run | {"base_hash": "sha256:0"}))
+    elif how == "broken config":
+        config.write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("pickle", "could execute"),
+        ("bin only", "adapter_model.safetensors"),
+        ("lying header", "does not fit"),
+        ("truncated", "does not fit"),
+        ("nan", "not finite"),
+        ("rank", "does not fit"),
+        ("other base", "other weights"),
+        ("broken config", "does not fit"),
+    ],
+)
+def test_a_hostile_or_broken_adapter_is_refused_at_the_start(
+    weights, tokenizer, tmp_path, how, said
+):
+    shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
+    damage(tmp_path / "a", how)
+    with pytest.raises(UsageError, match=said):
+        load_lanes(find_adapters(tmp_path / "a", None, None), tokenizer, seats=1)
+
+
+def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path, tokenizer):
+    """PEFT's base_model_name_or_path could be a hub id: nothing is loaded from there."""
+    shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
+    config = tmp_path / "a" / "adapter_config.json"
+    changed = json.loads(config.read_text()) | {"base_model_name_or_path": "evil/model"}
+    config.write_text(json.dumps(changed))
+    lanes = load_lanes(find_adapters(tmp_path / "a", None, None), tokenizer, seats=1)
+    assert set(lanes) == {"base", "a"}
+
+
+def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").symlink_to(weights / "final_rlm_lora")
+    with pytest.raises(UsageError, match="leads out"):
+        find_adapters(None, tmp_path / "folder", None)
+
+
+# --- refusing to start ----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def root_logger_restored():
+    """server.main sends all logging to this test's stderr, which is closed after it."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+def start(capsys, *arguments) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as exit:
+        run_main(server.main, server.ServerConfig, argv=[str(a) for a in arguments])
+    return exit.value.code or 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--adapter", "nowhere"], "python train_sft.py"),
+        (["--host", "0.0.0.0"], "RLM_API_KEY"),
+        (["--host", "192.0.2.1"], "RLM_API_KEY"),
+        (["--port", "70000"], "--port"),
+        (["--seats", "0"], "--seats"),
+        (["--deadline", "0"], "--deadline"),
+        (["--key-file", "/dev/null"], "holds no API key"),
+        (["--key-file", "nowhere"], "cannot read"),
+        (["--adapters", "nowhere"], "no such directory"),
+    ],
+)
+def test_it_refuses_in_one_line(capsys, monkeypatch, arguments, said):
+    monkeypatch.delenv("RLM_API_KEY", raising=False)
+    code, error = start(capsys, "--port", 0, *arguments)
+    assert code == 2
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_an_empty_key_does_not_open_the_server(capsys, monkeypatch):
+    monkeypatch.setenv("RLM_API_KEY", "")
+    code, error = start(capsys)
+    assert (code, "RLM_API_KEY is empty" in error) == (2, True)
+
+
+def test_a_port_in_use(capsys, monkeypatch):
+    monkeypatch.delenv("RLM_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = start(capsys, "--port", port)
+    assert code == 2
+    assert f"port {port}" in error
+
+
+# --- a process ------------------------------------------------------------------------------------
+
+
+def test_a_process_from_start_to_signal(weights, tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
+    command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
+    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "60", "--ngrok"]
+    process = subprocess.Popen(
+        [*map(str, command), *map(str, options)],
+        cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        said = ""
+        while "ready:" not in said:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            said += line
+        key = re.search(r"shown once: (\S+)", said)[1]
+        url = re.search(r"ready: (\S+)", said)[1]
+        assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on
+        with httpx2.Client(base_url=url, timeout=60) as client:
+            body = {"prompt": "What is 2 + 3?", "n": 3}
+            assert client.post("/phase1/reasoning", json=body).status_code == 401
+            client.headers["X-API-Key"] = key
+            answer = client.post("/phase1/reasoning", json=body).json()
+            assert answer["usage"]["completion_tokens"] > 0
+            assert answer["model"]["adapter"] == "final_rlm_lora"
+            other = client.post("/phase1/reasoning", json=body | {"adapter": "sft.v2"}).json()
+            assert other["response"] != answer["response"]
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        log = process.stderr.read()
+        assert key not in log + said.replace(f"shown once: {key}", "")
+        assert "What is" not in log
+        assert all(json.loads(line) for line in log.splitlines())
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,182 @@
+"""Reasoning apart from the answer, however the text is cut; budgets, stops, answer now."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_sampler import ScriptedSampler
+
+from rlm.prompts import FORMATS
+from rlm.sampling.params import Request, SamplingParams
+from rlm.serving.thinking import Splitter, Thinking
+from rlm.serving.votes import vote
+
+FORMAT = FORMATS["deepseek"]
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    " ",
+    "\n",
+    "a",
+    "b.",
+    "<",
+    "</",
+    "thi",
+    "STOP",
+]
+
+
+def split(pieces: list[str], stop: tuple[str, ...] = ()) -> tuple[str, str]:
+    splitter = Splitter(FORMAT, stop)
+    parts = [*map(splitter.feed, pieces), splitter.finish()]
+    return tuple(map("".join, zip(*parts, strict=True)))
+
+
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    st.lists(st.integers(1, 5), min_size=60, max_size=60),
+    st.sampled_from([(), ("STOP",), ("\n\n", "b. a")]),
+)
+def test_text_is_split_the_same_however_it_arrives(text, sizes, stop):
+    cut, at = [], 0
+    for size in sizes:
+        cut.append(text[at : at + size])
+        at += size
+    cut.append(text[at:])
+    assert split(cut, stop) == split([text], stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>", "1 + 1 = 2", "2"),
+        ("  <think>a", "a", ""),
+        ("<think>a < b </thin", "a < b </thin", ""),
+        ("no tags at all", "", "no tags at all"),
+        ("<thin", "", "<thin"),
+        ("text <think>a</think>b", "", "text <think>a</think>b"),  # not at the beginning
+        ("<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+        ("<think>\n</think>\n<answer>2</answer>", "", "2"),
+        ("<think>a STOP</think>b STOP c", "a STOP", "b"),
+    ],
+)
+def test_split(text, reasoning, answer):
+    assert split([text], ("STOP",)) == (reasoning, answer)
+    assert split(list(text), ("STOP",)) == (reasoning, answer)
+
+
+# --- the budget, on the real sampler with scripted tokens -----------------------------------------
+
+
+def run(tokenizer, script: str, *, max_new_tokens: int = 400, after: str | None = None, **options):
+    """The only row of a request whose model would write `script`."""
+    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": script})
+    if after is not None:
+        sampler.after_forced = after
+    thinking = Thinking(
+        tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=max_new_tokens, **options
+    )
+    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
+    texts = []
+    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, steer=thinking)
+    for token in sampler.stream([request]):
+        texts.append(thinking.take(token))
+    row = thinking.rows[0]
+    assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
+    return row
+
+
+LONG = "<think>\n" + "one two three four five six " * 8 + "</think>\n<answer>42</answer>"
+
+
+def test_a_reasoning_that_ends_by_itself_is_closed(tokenizer):
+    row = run(tokenizer, "<think>\nabc\n</think>\n<answer>5</answer>", budget=100)
+    assert (row.reasoning, row.answer, row.status) == ("abc", "5", "closed")
+    assert row.reasoning_tokens == len("\nabc\n")  # one byte a token here
+    assert row.finish_reason == "stop"
+    assert len(row.logprobs) == len(row.ids)  # every token was drawn
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 40, 41, 200])
+def test_the_budget_is_never_exceeded(tokenizer, budget):
+    row = run(tokenizer, LONG, budget=budget)
+    assert row.reasoning_tokens <= budget
+    assert (row.status, row.answer, row.finish_reason) == ("forced", "7", "stop")
+    assert len(row.logprobs) < len(row.ids)  # forced tokens were not drawn
+
+
+def test_the_end_of_a_sentence_closes_in_the_last_quarter(tokenizer):
+    text = "x" * 50 + ". " + "y" * 20 + ". " + "z" * 200
+    row = run(tokenizer, f"<think>{text}", budget=80)  # 60 to 80 is the last quarter
+    assert row.reasoning == "x" * 50 + ". " + "y" * 20 + "."
+    row = run(tokenizer, f"<think>{text}", budget=60)  # 45 to 60
+    assert row.reasoning == "x" * 50 + "."
+
+
+def test_room_for_the_answer_is_kept_without_a_budget(tokenizer):
+    row = run(tokenizer, "<think>" + "a" * 1000, max_new_tokens=200)
+    assert (row.status, row.answer, row.finish_reason) == ("forced", "7", "stop")
+    assert len(row.ids) <= 200
+
+
+def test_an_end_token_in_the_reasoning_closes_it(tokenizer):
+    row = run(tokenizer, "<think>abc")
+    assert (row.reasoning, row.status, row.answer) == ("abc", "forced", "7")
+
+
+def test_without_an_opening_tag_nothing_is_forced(tokenizer):
+    row = run(tokenizer, "just 12, " * 10, budget=3)
+    assert (row.status, row.reasoning, row.reasoning_tokens) == ("absent", "", 0)
+    assert row.answer == ("just 12, " * 10).strip()
+
+
+def test_a_second_block_is_text_of_the_answer(tokenizer):
+    row = run(tokenizer, "<think>a</think>b <think>c</think>d")
+    assert (row.reasoning, row.answer, row.status) == ("a", "b <think>c</think>d", "closed")
+
+
+def test_answer_now_closes_at_the_next_token(tokenizer):
+    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": LONG})
+    thinking = Thinking(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=400)
+    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
+    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, steer=thinking)]):
+        thinking.take(token)
+        thinking.answer_now |= thinking.rows[0].reasoning.endswith("three")
+    row = thinking.rows[0]
+    assert (row.reasoning, row.answer, row.status) == ("one two three", "7", "forced")
+
+
+def test_stop_texts_count_in_the_answer_only(tokenizer):
+    row = run(tokenizer, "<think>a END b</think>c END d", stop=["END"])
+    assert (row.reasoning, row.answer, row.finish_reason) == ("a END b", "c", "stop")
+    row = run(tokenizer, "<think>a</think>b", stop=["</think>"])
+    assert (row.reasoning, row.answer) == ("a", "b")
+
+
+def test_a_truncated_completion_says_so(tokenizer):
+    row = run(tokenizer, "<think>a</think>" + "b" * 100, max_new_tokens=60)
+    assert (row.status, row.finish_reason) == ("closed", "length")
+    assert len(row.ids) == 60
+
+
+def test_text_streams_like_the_tokenizer_decodes(tokenizer):
+    row = run(tokenizer, "<think>größer → 日本 🍎</think><answer>½</answer>")
+    assert (row.reasoning, row.answer) == ("größer → 日本 🍎", "½")
+
+
+# --- votes ----------------------------------------------------------------------------------------
+
+
+def test_equal_numbers_are_one_answer():
+    result = vote(["0.5", "1/2", "3", None, "1,000", "1000"])
+    assert (result.winner, result.counts) == ("0.5", {"0.5": 2, "1,000": 2, "3": 1})
+    assert (result.tie, result.valid, result.agreement) == (True, 5, pytest.approx(1 / 3))
+
+
+def test_nobody_votes():
+    result = vote([None, None])
+    assert (result.winner, result.agreement, result.tie, result.members) == (None, 0.0, False, ())

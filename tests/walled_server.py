@@ -1,0 +1,179 @@
+"""A small app behind the wall, on a real uvicorn in a thread, and raw sockets to talk to it.
+
+with Wall() as wall:
+    wall.ask("GET", "/health")                    # a well-formed request, without a key
+    wall.send(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n…")  # any bytes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from rlm.serving.errors import Problem
+from rlm.serving.http_guard import UVICORN, SlowGuard
+from rlm.serving.security import AllowedHosts, Keys, SecuritySettings, secure
+from rlm.serving.strict_json import parse, require_json
+
+KEY = "a-key-for-the-tests-1"
+OTHER_KEY = "a-key-for-the-tests-2"
+TIMEOUT = 10.0  # seconds until a test gives up on a socket
+
+
+def small_app() -> FastAPI:
+    """The routes that the wall knows of, one that needs a key, and some that misbehave."""
+    app = FastAPI()
+    app.state.hung_up = threading.Event()  # a client left, or was cut, while being answered
+
+    @app.get("/")
+    async def page() -> PlainTextResponse:
+        return PlainTextResponse("page", headers={"Content-Security-Policy": "the-page's-own"})
+
+    @app.get("/health")
+    @app.get("/ready")
+    @app.get("/metrics")
+    async def ok() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/phase1/reasoning")
+    async def reasoning(request: Request) -> dict[str, Any]:
+        require_json(request.headers.raw)
+        return {"got": parse(await request.body()), "client": request.client.host}
+
+    @app.post("/phase1/reasoning/{name}/answer")
+    async def answer(name: str) -> dict[str, str]:
+        return {"id": name}
+
+    @app.get("/stream")
+    async def stream(chunks: int, size: int, pause: float) -> StreamingResponse:
+        async def produce() -> AsyncIterator[bytes]:
+            try:
+                for _ in range(chunks):
+                    yield b"x" * size
+                    await asyncio.sleep(pause)
+            except asyncio.CancelledError:
+                app.state.hung_up.set()
+                raise
+
+        return StreamingResponse(produce())
+
+    @app.get("/fails")
+    async def fails() -> None:
+        raise ValueError("a message with the prompt in it")
+
+    @app.exception_handler(Problem)
+    async def refuse(request: Request, problem: Problem) -> Response:
+        return problem.response(request.state.request_id)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return Problem(500, "internal", "failed").response(request.state.request_id)
+
+    return app
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Wall:
+    """`guard`: what replaces attributes of SlowGuard; `settings`: fields of SecuritySettings."""
+
+    def __init__(self, app: Any = None, *, guard: dict[str, Any] | None = None, **settings: Any):
+        self.app = app or small_app()
+        defaults = {
+            "keys": Keys([KEY, OTHER_KEY]),
+            "allowed_hosts": AllowedHosts(["localhost", "127.0.0.1"]),
+            "requests_per_minute": 100_000,
+            "failures_per_minute": 100_000,
+        }
+        self.settings = SecuritySettings(**{**defaults, **settings})
+        protocol = type("Guard", (SlowGuard,), guard or {})
+        config = uvicorn.Config(
+            secure(self.app, self.settings), **{**UVICORN, "http": protocol}, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
+
+    def __enter__(self) -> Wall:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
+
+    def send(self, data: bytes) -> Answer | None:
+        """The first response to `data`; None if the server hangs up without one."""
+        with self.connect() as sock:
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was all sent
+                sock.sendall(data)
+            return read(sock)
+
+    def ask(self, method: str, path: str, *headers: str | bytes, body: bytes = b"") -> Answer:
+        """A well-formed request with these header lines, and the answer that must come."""
+        lines = [line if isinstance(line, bytes) else line.encode("latin-1") for line in headers]
+        answer = self.send(request(method, path, *lines, body=body))
+        assert answer is not None, "the server hung up"
+        return answer
+
+    def post(self, body: bytes, *headers: str | bytes, key: str = KEY) -> Answer:
+        fixed = (f"Authorization: Bearer {key}", "Content-Type: application/json")
+        return self.ask("POST", "/phase1/reasoning", *fixed, *headers, body=body)
+
+
+def request(
+    method: str, path: str, *headers: bytes, body: bytes = b"", host: str = "localhost"
+) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1".encode("latin-1"), f"Host: {host}".encode("latin-1")]
+    if body:
+        lines.append(b"Content-Length: %d" % len(body))
+    return b"\r\n".join([*lines, *headers, b"", body])
+
+
+def read(sock: socket.socket, method: str = "") -> Answer | None:
+    """The next response on `sock`, or None if there is none."""
+    response = http.client.HTTPResponse(sock, method=method)
+    try:
+        response.begin()
+        body = response.read()
+    except (http.client.HTTPException, ConnectionResetError):
+        return None
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return Answer(response.status, headers, body)
+
+
+def rest(sock: socket.socket) -> bytes:
+    """All that comes until the server closes; a socket that stays open fails the test."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while chunk := sock.recv(65536):
+            data += chunk
+    return data
