@@ -320,7 +320,8 @@ def use_lean_lora(policy: PeftModel) -> None:
 
     PEFT scales and adds in passes of their own over every layer's output, and once more in the
     backward pass. The result is the same; it takes dropout 0, which eval mode guarantees. Layers
-    with more than plain LoRA stay as PEFT has them.
+    with more than plain LoRA stay as PEFT has them. Packed layers' products may not be changed in
+    place (autograd refuses it for 8 bits): there the sum is a new tensor.
     """
 
     def forward(self: LoraLayer, x: torch.Tensor) -> torch.Tensor:
@@ -328,11 +329,13 @@ def use_lean_lora(policy: PeftModel) -> None:
         if self.disable_adapters:
             return result
         rows = result.view(-1, result.shape[-1])
+        plain = type(self.get_base_layer()) is torch.nn.Linear
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
                 down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
                 inner = F.linear(x.flatten(0, -2).to(down.dtype), down) * self.scaling[adapter]
-                rows = rows.addmm_(inner.to(rows.dtype), up.t().to(rows.dtype))
+                factors = inner.to(rows.dtype), up.t().to(rows.dtype)
+                rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
         return rows.view_as(result)
 
     for module in policy.modules():
