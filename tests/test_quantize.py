@@ -120,7 +120,7 @@ def test_both_samplers_draw_what_the_model_computes(model_dir, tokenizer, quanti
     ]
     merged, unmerged = ([c for group in groups for c in group] for groups in drawn)
     for left, right in zip(merged, unmerged, strict=True):
-        # With 8 bits a token near a border may fall on the other side; what follows is another text.
+        # With 8 bits a token near a border may fall on the other side, and another text follows.
         pairs = enumerate(zip(left.token_ids, right.token_ids, strict=True))
         same = next((i for i, (a, b) in pairs if a != b), len(left.token_ids))
         assert same >= {"4bit": len(left.token_ids), "8bit": 1}[quantize]

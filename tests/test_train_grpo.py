@@ -256,6 +256,30 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monk
     assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
 
 
+def test_a_step_counts_one_bad_gradient_and_takes_no_further_pass(model_dir, tmp_path, monkeypatch):
+    """The same rollouts with the same weights would give it again."""
+    config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
+    norms = iter([0.5, 0.5, torch.nan, 0.5, 0.5])  # two passes; one, and it is bad; two
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    train(model_dir, config)
+    assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
+    assert not list(norms)
+
+
+def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path):
+    """Else bad weights that met a step without signal would be what a run goes back to."""
+    config = a_config(tmp_path)
+    state = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU).state
+    state.count_update(skipped=False)
+    state.go_back_if_lost(None, 1)
+    assert state.last_finite == 1
+    state.go_back_if_lost(None, 2)
+    assert state.last_finite == 1
+    state.count_update(skipped=True)
+    state.go_back_if_lost(None, 3)
+    assert (state.last_finite, state.skipped_in_a_row) == (1, 1)
+
+
 def test_three_bad_gradients_in_a_row_stop_the_run(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
     with pytest.raises(UsageError, match="learning-rate"):
