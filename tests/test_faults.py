@@ -266,7 +266,7 @@ def test_a_second_signal_leaves_at_once(runs, undisturbed):
     assert runs.result("run") == undisturbed
 
 
-@pytest.mark.parametrize("place", some(["rollout", "backward", "save", "export"], ["save"]))
+@pytest.mark.parametrize("place", some(["rollout", "backward", "save", "export"], []))
 def test_a_signal_anywhere(runs, undisturbed, place):
     def interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -354,6 +354,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(runs, undistur
     assert runs.result("run") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(runs, undisturbed):
     """Here the write itself fails, in the library that writes tensors."""
 
@@ -464,6 +465,7 @@ def test_going_back_survives_a_kill(runs):
         assert runs.result(name) == runs.result("whole")
 
 
+@pytest.mark.slow
 def test_bad_gradients_at_half_the_rate_too_end_the_run(runs):
     ended = runs.run("run", before=lambda: poison(set(range(2, 99))), **FOREVER | {"steps": 30})
     assert ended.code == 2

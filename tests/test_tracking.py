@@ -82,7 +82,9 @@ def test_a_run_is_shown_under_our_names_and_the_others(model_dir, tmp_path, reco
     assert tuple(rows[0]) == (0, sample["question"], sample["answer"], *expected)
 
 
-@pytest.mark.parametrize("method", ["log", "table", "close"])
+@pytest.mark.parametrize(
+    "method", ["table", *(pytest.param(name, marks=pytest.mark.slow) for name in ("log", "close"))]
+)
 def test_a_tracker_that_fails_is_left_out_and_training_goes_on(
     model_dir, tmp_path, recorder, capsys, monkeypatch, method
 ):
