@@ -1,5 +1,6 @@
 # make demo    train a 135M model on this machine and see it learn (about 25 minutes on two cores)
 # make test    everything but the slow tests (under 5 minutes on two cores)
+# make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-load      the server under load for a minute
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make lint    style
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow test-browser test-load lint clean
+.PHONY: install demo test test-slow test-faults test-browser test-load lint clean
 
 install: $(STAMP)
 
@@ -36,6 +37,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
+
+test-faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_checkpoints.py
 
 test-load: $(STAMP)
 	$(PYTHON) -m pytest -m load

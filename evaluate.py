@@ -29,6 +29,7 @@ from rlm.data import Problem, load_problems
 from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
 from rlm.plots import accuracy_bars
 from rlm.prompts import FORMATS
+from rlm.quantize import QUANTIZATIONS, trained_on
 
 GRADINGS = {"strict": True, "lenient": False}
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -51,7 +52,9 @@ class EvaluateConfig:
     reasoning_format: str | None = flag(
         None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
     )
-    use_4bit: bool | None = flag(None, "load the base in 4-bit NF4 (none: as in training)")
+    quantize: str = flag(
+        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+    )
     audit_reward: bool = flag(False, "instead: how graders differ on a run's samples")
     run_dir: Path = flag(Path("runs/grpo"), "that run")
     seed: int = flag(0, "of problems, examples and sampling")
@@ -101,7 +104,7 @@ def fill_in(config: EvaluateConfig, run: dict) -> EvaluateConfig:
         model=model,
         dataset=config.dataset or run.get("dataset") or "word-problems",
         reasoning_format=config.reasoning_format or tags,
-        use_4bit=run.get("use_4bit", False) if config.use_4bit is None else config.use_4bit,
+        quantize=trained_on(run) if config.quantize == "auto" else config.quantize,
     )
 
 
@@ -284,7 +287,7 @@ def main(config: EvaluateConfig) -> int:
     adapters = find_adapters(config)
     run = read_run([*adapters.values()][-1]) if adapters else {}
     config = fill_in(config, run)
-    device = pick_device(use_4bit=config.use_4bit)
+    device = pick_device()
     weights = base_hash(config.model)
     for path in adapters.values():
         check_base(path, config.model, weights)
@@ -297,7 +300,7 @@ def main(config: EvaluateConfig) -> int:
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     terminal.line(f"{data}; {config.model} on {device}")
 
-    base = load_base(config.model, device, use_4bit=config.use_4bit)
+    base = load_base(config.model, device, quantize=config.quantize)
     results = {"base": evaluate_row("base", base, tokenizer, problems, (), config)}
     if examples:
         name = f"base, {len(examples)}-shot"

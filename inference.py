@@ -29,6 +29,7 @@ from rlm import terminal
 from rlm.config import UsageError, flag, run_main
 from rlm.experiences import load_experiences, with_experiences
 from rlm.prompts import FORMATS, Format, render_prompt
+from rlm.quantize import QUANTIZATIONS, trained_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +47,9 @@ class InferenceConfig:
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
     base: bool = flag(False, "answer without the adapter")
     experiences: Path | None = flag(None, "library of lessons to put in front of the question")
+    quantize: str = flag(
+        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+    )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion")
     budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)")
@@ -70,13 +74,17 @@ class InferenceConfig:
 
 
 def load_rlm_model(
-    adapter: str | Path = ADAPTER, model: str | None = None, base: bool = False
+    adapter: str | Path = ADAPTER,
+    model: str | None = None,
+    base: bool = False,
+    quantize: str = "auto",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The base the adapter was trained on, with the adapter on it, and the tokenizer.
 
     Args:
         model: another copy of that base (a directory, say); needed if run.json names none.
         base: leave the adapter off.
+        quantize: none, 4bit, 8bit, or auto: as the adapter was trained.
 
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
@@ -104,8 +112,8 @@ def load_rlm_model(
     model = model or run.get("base_model")
     if model is None:
         raise UsageError(f"{adapter} does not say what it was trained on; name it with --model")
-    use_4bit = bool(run.get("use_4bit", False))
-    loaded = load_base(model, pick_device(use_4bit=use_4bit), use_4bit=use_4bit)
+    quantize = trained_on(run) if quantize == "auto" else quantize
+    loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:
         check_base(adapter, model, base_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
@@ -192,7 +200,7 @@ def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
     library = load_experiences(config.experiences) if config.experiences else ()
-    model, tokenizer = load_rlm_model(config.adapter, config.model, config.base)
+    model, tokenizer = load_rlm_model(config.adapter, config.model, config.base, config.quantize)
     usual = 0.7 if config.n > 1 else 0.0
     temperature = usual if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)

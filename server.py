@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main
+from rlm.quantize import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from rlm.serving.access import AllowedHosts, Keys
@@ -43,6 +44,9 @@ class ServerConfig:
     adapters: Path | None = flag(None, "folder of more adapters, chosen per request by name")
     base: bool = flag(False, "answer with the base model, without an adapter")
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
+    quantize: str = flag(
+        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+    )
     host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
@@ -124,7 +128,8 @@ def _service(config: ServerConfig) -> Service:
     from rlm.serving.metrics import Metrics
     from rlm.serving.service import Limits, Service
 
-    catalog = find_adapters(None if config.base else config.adapter, config.adapters, config.model)
+    adapter = None if config.base else config.adapter
+    catalog = find_adapters(adapter, config.adapters, config.model, config.quantize)
     tokenizer = load_tokenizer(catalog.model)
     engine = Engine(
         partial(load_lanes, catalog, tokenizer, config.seats),

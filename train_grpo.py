@@ -1,4 +1,4 @@
-"""This is not TRL's trainer. Stage 2: GRPO by hand; the whole loop is in `GRPOTrainer.train`.
+"""This is not TRL's trainer. Stage 2: GRPO by hand; the whole loop is in `GRPOTrainer._loop`.
 
 Sample a group of completions for each problem, verify each final answer 0/1, compare inside the
 group, update the LoRA adapter. What textbook GRPO has and this leaves out, and why:
@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlm import doctor, machine, models, report, start, terminal
-from rlm.config import UsageError, run_main, to_dict
+from rlm.config import run_main
 from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.grpo import (
@@ -56,16 +56,14 @@ from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_problem
 from rlm.report import LearningTally, mean_metrics, step_metrics, timed
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward
-from rlm.runs import RunDirectory, check_writable
+from rlm.runs import check_writable, open_run
 from rlm.sampling import SamplingParams, prompt_seed
 from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
 
-GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
-
 
 class GRPOTrainer:
-    """Trains a LoRA adapter with GRPO; `train` is the loop.
+    """Trains a LoRA adapter with GRPO: `train` opens the run, `_loop` is the loop.
 
     A recipe overrides `load_model`, `render`, `count_correct` and `log`, and sets `scorer`.
     """
@@ -115,20 +113,25 @@ class GRPOTrainer:
         """Run the loop, export the best adapter, and return the run's summary.
 
         Raises:
-            UsageError: the run directory holds another run, or --resume finds nothing to resume.
+            UsageError: another process trains there, or --resume finds nothing that it could
+                resume as it was.
+            Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        config, team, started = self.config, self.team, time.monotonic()
-        run = self.run = RunDirectory(config.run_dir, resume=config.resume, writes=team.leads)
-        first_step = self.state.restore(run) if config.resume else 0
-        run.write_config(to_dict(config))
+        with open_run(self.config, self.team) as self.run:  # signals wait for the end of a step
+            return self._loop(problems, eval_problems)
+
+    def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:
+        config, team, run, started = self.config, self.team, self.run, time.monotonic()
         choices, size = config.choices, config.group_size
         overlong = (config.overlong_buffer, config.overlong_penalty)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         params = SamplingParams(config.max_new_tokens, config.temperature)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
         problems = start.within(problems, self.render, config.max_prompt_length)
+        first_step = self.state.begin(run, config, problems, eval_problems, team)
         self.plan = team.agree(start.plan(self, [*problems, *eval_problems], len(eval_problems)))
         before = self._evaluate(eval_problems, 0) if first_step == 0 else None
+        run.leave_if(team.agree(run.interrupted))
         for step in range(first_step, config.steps):
             seconds: dict[str, float] = {}
             tried: list[Group] = []
@@ -173,24 +176,28 @@ class GRPOTrainer:
                 mask_truncated=config.mask_truncated,
             )
             with timed(seconds, "learn"):
-                learned = self._learn(rollouts, config.learning_rate_at(step))
+                rate = self.state.rate_scale * config.learning_rate_at(step)
+                learned = self._learn(rollouts, rate)
+            self.state.go_back_if_lost(run, step)
 
             metrics = {"step": step} | step_metrics(completions, rewards, penalties, kept, seconds)
             metrics |= mean_metrics(team.gather([figures])) | learned
             if step == 0 and before is not None:
                 metrics["eval/start_accuracy"] = before
             done = step + 1
-            out_of_time = team.agree(time.monotonic() - started >= 60 * time_limit)
+            out_of_time = time.monotonic() - started >= 60 * time_limit
+            out_of_time, interrupted = team.agree((out_of_time, run.interrupted))
             last = done == config.steps or out_of_time
             if last or (config.eval_every and done % config.eval_every == 0):
                 accuracy = self._evaluate(eval_problems, done)
                 if accuracy is not None:
                     metrics["eval/accuracy"] = accuracy
             self.log(metrics, tried, advantages)
-            if last or (config.save_every and done % config.save_every == 0):
+            if last or interrupted or (config.save_every and done % config.save_every == 0):
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
                 break
+            run.leave_if(interrupted)
         return self._finish(len(eval_problems), time.monotonic() - started)
 
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
@@ -237,6 +244,8 @@ class GRPOTrainer:
                 self.trained.collect()
                 tally.add(update, micro, logprobs.detach(), entropy, sums)
             tally.grad_norm = self._update()
+            if not math.isfinite(tally.grad_norm):
+                break  # the weights are as before, another pass would give the same
         machine.give_back_memory()  # the sampler's turn
         learned = LearningTally.joined(self.team.gather([tally])).metrics()
         learned |= {"optim/lr": rate, "optim/skipped": self.state.skipped_total}
@@ -255,11 +264,7 @@ class GRPOTrainer:
         else:
             terminal.line(f"gradient norm is {norm.item()}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
-        if self.state.count_update(skipped=not norm.isfinite()) >= GIVE_UP_AFTER:
-            raise UsageError(
-                f"{GIVE_UP_AFTER} updates in a row had no finite gradient; lower --learning-rate "
-                "and go on from the last checkpoint with --resume"
-            )
+        self.state.count_update(skipped=not norm.isfinite())
         return norm.item()
 
     def _evaluate(self, problems: Sequence[Problem], step: int) -> float | None:

@@ -21,9 +21,13 @@ from pathlib import Path
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
+from rlm.grpo_config import ATTENTIONS
 from rlm.prompts import FORMATS, Format, render_completion, render_problem
+from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
+from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
 IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
+LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 
 
 @dataclass
@@ -43,15 +47,22 @@ class SFTConfig:
     lora_r: int = flag(16, "rank of a new adapter")
     lora_alpha: int = flag(32, "scale of a new adapter, over its rank")
     lora_dropout: float = flag(0.0, "dropout inside the adapter")
-    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
+    attn: str = flag("sdpa", "attention", choices=ATTENTIONS)
     eval_samples: int = flag(50, "validation problems whose loss is measured at the end (0: none)")
     max_minutes: float | None = flag(None, "stop at the step after this many minutes, and save")
+    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
+    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
     seed: int = flag(0, "seed of data order and adapter")
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
     run_dir: Path = flag(Path("runs/sft"), "where the log goes")
     dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
 
     def __post_init__(self) -> None:
+        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
+        self.use_4bit = self.quantize == "4bit"
+        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
         counts = "max_samples epochs batch_size micro_batch lora_r lora_alpha max_length"
         for name in counts.split():
             if getattr(self, name) < 1:
@@ -140,6 +151,7 @@ def train(
     Raises:
         UsageError: problems without solutions, or none that is short enough.
     """
+    import_bitsandbytes()  # before trl does
     import datasets
     import transformers
     import trl
@@ -156,9 +168,10 @@ def train(
         save_adapter,
         use_lean_lora,
     )
-    from rlm.runs import check_writable
+    from rlm.runs import RunDirectory, check_writable
+    from rlm.tracking import open_tracker
 
-    device = pick_device(use_4bit=config.use_4bit)
+    device = pick_device()
     format = FORMATS[config.reasoning_format]
     tokenizer = load_tokenizer(config.model)
     unsolved = sum(not problem.solution for problem in problems)
@@ -177,12 +190,13 @@ def train(
         return {}
 
     check_writable("--output", config.output.parent)
-    check_writable("--run-dir", config.run_dir)
+    run = RunDirectory(config.run_dir, resume=False)
+    run.write_config(to_dict(config))
     transformers.set_seed(config.seed)
     weights = base_hash(config.model)
     if config.adapter:
         check_base(config.adapter, config.model, weights)
-    base = load_base(config.model, device, use_4bit=config.use_4bit)
+    base = load_base(config.model, device, quantize=config.quantize, attn=config.attn)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:
@@ -210,10 +224,14 @@ def train(
     started = time.monotonic()
 
     class Report(TrainerCallback):
-        """One line a report, and the clock."""
+        """One line a report, and when to stop: the clock, or a signal."""
 
         def on_log(self, args, state, control, logs=None, **_):
             if logs and "loss" in logs:
+                figures = {
+                    ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs
+                }
+                run.log({"step": state.global_step - 1, **figures})
                 left = (
                     (time.monotonic() - started) / state.global_step * (steps - state.global_step)
                 )
@@ -227,6 +245,7 @@ def train(
             if config.max_minutes is not None and minutes >= config.max_minutes:
                 terminal.line(f"--max-minutes {config.max_minutes:g} reached")
                 control.should_training_stop = True
+            control.should_training_stop |= run.interrupted
 
     trainer = trl.SFTTrainer(
         model=policy,
@@ -259,18 +278,22 @@ def train(
     )
     check_loss_mask(trainer.data_collator(kept[: config.micro_batch]), kept[: config.micro_batch])
     trainer.remove_callback(transformers.PrinterCallback)
-    result = trainer.train()
+    run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
+    with run:
+        result = trainer.train()
+        run.leave_if(run.interrupted)
+    run.write_csv()
     validation_loss = None
     if validation:
         held_out = [to_example(tokenizer, problem, format) for problem in validation]
         found = trainer.evaluate(datasets.Dataset.from_list(held_out))
         validation_loss = found["eval_loss"]
-    run = {
+    history = {
         "stage": "sft",
         "base_model": config.model,
         "base_hash": weights,
         "start_adapter": str(config.adapter) if config.adapter else None,
-        "use_4bit": config.use_4bit,
+        "quantize": config.quantize,
         "dataset": config.dataset,
         "examples": len(kept),
         "step": result.global_step,
@@ -279,7 +302,7 @@ def train(
         "seconds": time.monotonic() - started,
         "config": to_dict(config),
     }
-    save_adapter(policy, tokenizer, config.output, run)
+    save_adapter(policy, tokenizer, config.output, history)
     terminal.facts(
         "Stage 1 done",
         {
@@ -291,7 +314,7 @@ def train(
             "next": f"python train_grpo.py --sft-adapter {config.output}",
         },
     )
-    return run
+    return history
 
 
 if __name__ == "__main__":

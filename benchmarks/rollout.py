@@ -28,6 +28,7 @@ from rlm import machine, models, terminal
 from rlm.config import UsageError, flag, run_main
 from rlm.data import Problem, load_problems
 from rlm.prompts import FORMATS, render_prompt
+from rlm.quantize import QUANTIZATIONS
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
 from rlm.sampling.params import Request
 
@@ -43,7 +44,7 @@ class RolloutConfig:
     model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
     adapter: Path | None = flag(None, "adapter that ours and generate draw with")
     dataset: str = flag("word-problems:1", "where the prompts come from")
-    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
     rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each")
     new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length")
     lengths: bool = flag(True, "also replay the recorded lengths")
@@ -138,10 +139,10 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     Args:
         only: one arm of this process, "ours" or "generate", to measure its memory.
     """
-    device = machine.pick_device(use_4bit=config.use_4bit)
+    device = machine.pick_device()
     problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
     tokenizer = models.load_tokenizer(model)
-    base = models.load_base(model, device, use_4bit=config.use_4bit)
+    base = models.load_base(model, device, quantize=config.quantize)
     cost = floor.ModelCost.of(base)
     policy = models.load_adapter(base, config.adapter, trainable=False) if config.adapter else base
     arms: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
@@ -313,7 +314,7 @@ def measure(
             memory[arm] = child["peak_memory_gb"]
             terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
     bench = load_bench(config, model)
-    device = machine.pick_device(use_4bit=config.use_4bit)
+    device = machine.pick_device()
     rates = floor.measure(device.type, device.dtype)
     terminal.line(
         f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "

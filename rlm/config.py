@@ -10,6 +10,7 @@ import json
 import math
 import os
 import select
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,18 @@ class UsageError(Exception):
     """A user's mistake: `run_main` prints it as one line and exits with 2, without a traceback."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal was obeyed between two steps, when everything was saved."""
+
+    def __init__(self, number: int, note: str) -> None:
+        """
+        Args:
+            note: what is saved where; "" where another process says it.
+        """
+        super().__init__(note)
+        self.number, self.note = number, note
+
+
 def flag(
     default: Any,
     help: str,
@@ -36,8 +49,13 @@ def flag(
     aliases: Sequence[str] = (),
     positional: bool = False,
     group: str | None = None,
+    spells: str | None = None,
 ) -> Any:
-    """A dataclass field, and what the command line needs to know about it."""
+    """A dataclass field, and what the command line needs to know about it.
+
+    Args:
+        spells: the field of which this is another spelling; see `layered`.
+    """
     metadata = dict(locals())  # the arguments above, as `_Option` takes them
     if isinstance(default, list | dict | set):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -66,18 +84,28 @@ def parse(
     typed = _read_argv([file, *options], argv, description=description, epilog=epilog)
 
     values = _layer(options, _read_yaml(typed.pop("config")) if "config" in typed else [])
-    values |= _layer(options, [("", *item) for item in typed.items()], True)
-    from_preset: set[str] = set()
+    values = layered(cls, values, _layer(options, [("", *i) for i in typed.items()], True))
+    set_by_user = values.keys() - {"preset"}
     if presets and (name := values.pop("preset", None)):
-        from_preset = presets[name].keys() - values.keys()
-        values = _layer(fields, [(f"preset {name}", *i) for i in presets[name].items()]) | values
+        rows = [(f"preset {name}", *item) for item in presets[name].items()]
+        values = layered(cls, _layer(fields, rows), values)
     try:
         config = cls(**values)
     except ValueError as error:  # a contradiction that __post_init__ found
         raise UsageError(str(error)) from error
     object.__setattr__(config, "_explicit", frozenset(values))  # works on frozen classes too
-    mark_preset(config, from_preset)
+    mark_preset(config, values.keys() - set_by_user)
     return config
+
+
+def layered(cls: type, low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of two layers. What the higher one says of a field in either of its spellings,
+    the lower one does not contradict in the other."""
+    for field in dataclasses.fields(cls):
+        pair = {field.name, field.metadata.get("spells")} - {None}
+        if len(pair) == 2 and pair & high.keys():
+            low = {name: value for name, value in low.items() if name not in pair}
+    return {**low, **high}
 
 
 def explicit(config: Any) -> frozenset[str]:
@@ -110,15 +138,25 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any) -> NoReturn:
     """Parse the command line, call `main(config)` and exit with the code it returns."""
+    _open_standard_streams()
     try:
         code = main(parse(cls, **parse_options))
         sys.stdout.flush()
     except UsageError as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        _tell(f"error: {' '.join(str(error).split())}")
         code = 2
+    except Interrupted as error:
+        if error.note:
+            _tell(error.note + _how_to_resume(cls, parse_options.get("argv")))
+        code = 128 + error.number
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        _tell("interrupted")
         code = 130
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _tell(f"error: out of memory; --help has options that take less ({error})")
+        code = 2
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)  # asks for no events: only errors are reported
@@ -128,6 +166,40 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Where a parent closed one (`>&-`), the next file opened would take its number and text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
+
+
+def _tell(text: str) -> None:
+    """A last line, if there is still somebody to read it: the exit code says it anyway."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+
+
+def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
+    """The command that goes on, where the script has --resume."""
+    if "resume" not in {field.name for field in dataclasses.fields(cls)}:
+        return ""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    script = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
+    typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
+    typed += [] if "--resume" in typed else ["--resume"]
+    return f"; go on with: {shlex.join(['python', *script, *typed])}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of Python, of a GPU, of PyTorch's allocator for the CPU."""
+    name, text = type(error).__name__, str(error)
+    return name in ("MemoryError", "OutOfMemoryError") or "allocate memory" in text
 
 
 @dataclasses.dataclass
@@ -140,6 +212,7 @@ class _Option:
     aliases: Sequence[str] = ()
     positional: bool = False
     group: str | None = None
+    spells: str | None = None
 
     def __post_init__(self) -> None:
         self.keys = [self.name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)]

@@ -9,8 +9,10 @@ from functools import cache
 from pathlib import Path
 
 from rlm.algorithms import ALGORITHMS, Algorithm
-from rlm.config import flag, mark_preset
+from rlm.config import flag, layered, mark_preset
 from rlm.prompts import FORMATS
+from rlm.quantize import QUANTIZATIONS, chosen_quantization
+from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "use_4bit": True,
     },
 }
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 
 
 @dataclass
@@ -58,7 +61,9 @@ class GRPOConfig:
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
     reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take")
-    use_4bit: bool = flag(False, "load the base in 4-bit NF4 (GPU)")
+    quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
+    attn: str = flag("sdpa", "attention of the learning pass", choices=ATTENTIONS)
     doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
 
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
@@ -109,6 +114,9 @@ class GRPOConfig:
     sample_every: int = flag(5, "steps between printed samples (0: none)")
     max_minutes: float | None = flag(None, "stop at the step after this many minutes, and export")
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
+    accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
+    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
+    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
     seed: int = flag(0, "of problems and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
     output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
@@ -133,8 +141,9 @@ class GRPOConfig:
         """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
-        config = cls(**PRESETS[name] | options)
-        mark_preset(config, PRESETS[name].keys() - options.keys())
+        values = layered(cls, PRESETS[name], options)
+        config = cls(**values)
+        mark_preset(config, values.keys() - options.keys())
         return config
 
     @property
@@ -175,6 +184,9 @@ class GRPOConfig:
             "kl_estimator": KL_ESTIMATORS,
             "sampler": SAMPLER_NAMES,
             "lr_schedule": ("constant", "linear", "cosine"),
+            "quantize": QUANTIZATIONS,
+            "attn": ATTENTIONS,
+            "tracker": TRACKER_NAMES,
         }
         for name, names in known.items():
             if getattr(self, name) not in names:
@@ -182,7 +194,10 @@ class GRPOConfig:
                 raise ValueError(f"{_flag(name)}: unknown {given!r}; there are {', '.join(names)}")
 
     def _fill_in(self) -> None:
-        """What the algorithm decides and no option does."""
+        """What the algorithm decides and no option does, and an option by its other spelling."""
+        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
+        self.use_4bit = self.quantize == "4bit"
+        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
         algorithm = ALGORITHMS[self.algorithm]
         token_level = self.fixed_length_normalizer is None and algorithm.aggregation == "token"
         by_constant = not self.token_level_loss and algorithm.aggregation == "constant"
@@ -262,6 +277,11 @@ class GRPOConfig:
             )
         if (self.sampler == "vllm") != (self.sampler_url is not None):
             raise ValueError("--sampler vllm and --sampler-url go together")
+        if self.attn == "flash_attention_2":
+            raise ValueError(
+                "--attn flash_attention_2: completions share their prompt through a mask that it "
+                "does not take; sdpa does (train_sft.py has no such mask)"
+            )
         if self.doctor and self.resume:
             raise ValueError("--doctor looks at the start of a run; leave out --resume")
         if self.output.resolve() == (self.sft_adapter or Path()).resolve():

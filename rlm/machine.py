@@ -17,9 +17,10 @@ import psutil
 import torch
 
 from rlm import terminal
-from rlm.config import UsageError, changed, explicit
+from rlm.config import changed, explicit
+from rlm.quantize import trained_on
 
-C = TypeVar("C")  # a script's config, with model, dataset and use_4bit
+C = TypeVar("C")  # a script's config, with model, dataset and quantize
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -37,14 +38,8 @@ class Device:
         return f"{self.type}, {str(self.dtype).removeprefix('torch.')} ({self.reason})"
 
 
-def pick_device(*, use_4bit: bool = False) -> Device:
-    """The accelerator if there is one; the type that this hardware computes fast.
-
-    Raises:
-        UsageError: 4-bit weights were asked for and there is no CUDA device.
-    """
-    if use_4bit and not torch.cuda.is_available():
-        raise UsageError("--use-4bit needs a CUDA GPU; leave it out on this machine")
+def pick_device() -> Device:
+    """The accelerator if there is one; the type that this hardware computes fast."""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
@@ -64,20 +59,20 @@ class Setup:
 
     model: str
     dataset: str
-    use_4bit: bool
+    quantize: str
     reason: str
 
 
 def default_setup() -> Setup:
     """A 7B model in 4-bit on GSM8K where a GPU and the hub are; else what the package carries."""
-    embedded = (EMBEDDED_MODEL, "word-problems:1", False)
+    embedded = (EMBEDDED_MODEL, "word-problems:1", "none")
     if not torch.cuda.is_available():
         return Setup(*embedded, "no GPU here: the 135M model that came with the installation")
     if not hub_reachable():
         return Setup(
             *embedded, "the hub is out of reach: the model that came with the installation"
         )
-    return Setup(GPU_MODEL, "gsm8k", True, "a GPU and the hub are at hand")
+    return Setup(GPU_MODEL, "gsm8k", "4bit", "a GPU and the hub are at hand")
 
 
 def fill_in(
@@ -93,13 +88,15 @@ def fill_in(
         return config
     if start_run:
         names = (str(start_run["base_model"]), str(start_run["dataset"]))
-        setup = Setup(*names, bool(start_run["use_4bit"]), "the start adapter's are taken")
+        packed = trained_on(start_run)
+        setup = Setup(*names, packed, "the start adapter's are taken")
     else:
         setup = default_setup()
-    chosen = {"model": setup.model, "dataset": setup.dataset, "use_4bit": setup.use_4bit}
-    if setup.use_4bit:
+    chosen = {"model": setup.model, "dataset": setup.dataset, "quantize": setup.quantize}
+    if setup.quantize == "4bit":
         chosen |= gpu_defaults
-    chosen = {name: value for name, value in chosen.items() if name not in explicit(config)}
+    typed = explicit(config) | ({"quantize"} if "use_4bit" in explicit(config) else set())
+    chosen = {name: value for name, value in chosen.items() if name not in typed}
     named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
     terminal.line(f"chosen: {named} ({setup.reason})")
     return changed(config, **chosen)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm import terminal
+from rlm.config import UsageError
 from rlm.grpo import LOGITS_CHUNK, Rollout, split, token_logprobs
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import available_memory
@@ -73,6 +74,9 @@ def plan_memory(
     Args:
         masters: the fp32 tensors that are trained.
         longest_prompts: the few longest that will come, as token ids.
+
+    Raises:
+        UsageError: the model cannot take a completion of the longest.
     """
     prefix = shared_beginning(longest_prompts)
     longest = max(map(len, longest_prompts))
@@ -82,6 +86,12 @@ def plan_memory(
         if count
     )
     longest_sequence = longest + config.max_new_tokens
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    if context and longest_sequence > context:
+        raise UsageError(
+            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
+            f"model's {context}; leave that problem out, or lower the limit"
+        )
     train_batch_tokens, checkpointing = config.train_batch_tokens, config.checkpointing
     device = policy.device.type
     available = available_memory(device)
@@ -116,7 +126,7 @@ def plan_memory(
     if plan.peak - plan.loaded > available:
         terminal.line(
             "warning: this may not fit into memory; --checkpointing, --seats, --max-new-tokens "
-            "and --use-4bit bring it down"
+            "and --quantize bring it down"
         )
     return plan
 

@@ -6,11 +6,18 @@ written: adapters stay unmerged on the model that is trained.
 
 from __future__ import annotations
 
+from rlm.quantize import import_bitsandbytes
+
+import_bitsandbytes()  # before peft does: it says there why
+
+import errno
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +26,10 @@ from types import MethodType
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
+from safetensors.torch import save
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,8 +39,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlm import tensor_hashes
+from rlm.checkpoints import sync, write_whole, writing
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
+from rlm.quantize import keep_as_packed, packing, unpacked
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
@@ -57,7 +68,11 @@ def _where(name: str) -> dict[str, object]:
     """Arguments of from_pretrained. Without network the cache is asked at once, no retries."""
     directory = model_directory(name)
     local = not Path(directory).is_dir() and not hub_reachable()
-    return {"pretrained_model_name_or_path": directory, "local_files_only": local}
+    return {
+        "pretrained_model_name_or_path": directory,
+        "local_files_only": local,
+        "trust_remote_code": False,  # said, or transformers asks on the terminal
+    }
 
 
 def _embedded_model() -> Path:
@@ -120,33 +135,37 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_base(name: str, device: Device, *, use_4bit: bool = False) -> PreTrainedModel:
+def load_base(
+    name: str, device: Device, *, quantize: str = "none", attn: str = "sdpa"
+) -> PreTrainedModel:
     """The frozen base model, in eval mode.
 
-    Raises:
-        UsageError: nothing loadable is there.
-    """
-    quantization = None
-    if use_4bit:
-        from transformers import BitsAndBytesConfig
+    Args:
+        quantize: one of `rlm.quantize.QUANTIZATIONS`.
+        attn: how the training pass attends; our sampler has its own way.
 
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=device.dtype,
-        )
+    Raises:
+        UsageError: nothing loadable is there, or it does not attend like that.
+    """
+    packed, place = packing(quantize, device.dtype), None
+    if packed:
+        place = {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             **_where(name),
             dtype=device.dtype,
             use_safetensors=True,
-            quantization_config=quantization,
-            device_map={"": torch.cuda.current_device()} if use_4bit else None,
+            quantization_config=packed,
+            device_map=place,
+            attn_implementation=attn,
         )
+    except ImportError as error:
+        raise UsageError(f"--attn {attn}: {str(error).strip().splitlines()[0]}") from error
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
-    if not use_4bit:
+    if packed:
+        keep_as_packed(model)
+    else:
         model.to(device.type)
     return model.eval().requires_grad_(False)
 
@@ -237,7 +256,8 @@ def load_adapter(
     """The base with the adapter of a directory on it (beside those it has), in eval mode.
 
     Raises:
-        UsageError: the files cannot be read, or the tensors belong to another base.
+        UsageError: the files cannot be read, the tensors belong to another base, or one of their
+            values is not finite.
     """
     options = {"is_trainable": trainable, "use_safetensors": True}
     try:
@@ -249,6 +269,9 @@ def load_adapter(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
+    for key, tensor in policy.named_parameters():
+        if name in key.split(".") and not tensor.isfinite().all():
+            raise UsageError(f"adapter {path}: {key} holds values that are not finite")
     return policy.eval()
 
 
@@ -278,16 +301,12 @@ def is_plain_lora(layer: LoraLayer) -> bool:
 def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
     """The weight of a linear layer, (out, in), with its active adapters added in a new tensor.
 
-    4-bit weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
+    Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
     """
     lora = isinstance(linear, LoraLayer)
-    weight = (linear.get_base_layer() if lora else linear).weight
-    if hasattr(weight, "quant_state"):
-        from bitsandbytes.functional import dequantize_4bit
-
-        weight = dequantize_4bit(weight.data, weight.quant_state)
+    weight = unpacked(linear.get_base_layer() if lora else linear)
     if not lora or linear.disable_adapters:
-        return weight.detach()
+        return weight
     total = weight.float()
     for adapter in linear.active_adapters:
         if adapter in linear.lora_A:
@@ -301,7 +320,8 @@ def use_lean_lora(policy: PeftModel) -> None:
 
     PEFT scales and adds in passes of their own over every layer's output, and once more in the
     backward pass. The result is the same; it takes dropout 0, which eval mode guarantees. Layers
-    with more than plain LoRA stay as PEFT has them.
+    with more than plain LoRA stay as PEFT has them. Packed layers' products may not be changed in
+    place (autograd refuses it for 8 bits): there the sum is a new tensor.
     """
 
     def forward(self: LoraLayer, x: torch.Tensor) -> torch.Tensor:
@@ -309,11 +329,13 @@ def use_lean_lora(policy: PeftModel) -> None:
         if self.disable_adapters:
             return result
         rows = result.view(-1, result.shape[-1])
+        plain = type(self.get_base_layer()) is torch.nn.Linear
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
                 down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
                 inner = F.linear(x.flatten(0, -2).to(down.dtype), down) * self.scaling[adapter]
-                rows = rows.addmm_(inner.to(rows.dtype), up.t().to(rows.dtype))
+                factors = inner.to(rows.dtype), up.t().to(rows.dtype)
+                rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
         return rows.view_as(result)
 
     for module in policy.modules():
@@ -365,26 +387,52 @@ def save_adapter(
 ) -> None:
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
-    Only the adapter "default" is saved. What stood there is replaced; with `keep_previous`
-    it is kept beside, as `<name>.prev`.
+    Only the adapter "default" is saved. It takes the place of what stood there once another
+    process has read the tensors back; with `keep_previous` that is kept beside, as `<name>.prev`.
+
+    Raises:
+        UsageError: it cannot be written, or does not read back; what stood there stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        policy.save_pretrained(scratch, selected_adapters=["default"])
-        tokenizer.save_pretrained(scratch)
-        (scratch / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-        scratch.chmod(0o755)  # mkdtemp makes it private
-        previous = path.with_name(path.name + ".prev")
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            path.rename(previous)
-        scratch.rename(path)
-        if not keep_previous:
-            shutil.rmtree(previous, ignore_errors=True)
-    except BaseException:
+    scratch, previous = path.with_name(f".{path.name}.new"), path.with_name(f"{path.name}.prev")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        try:
+            policy.save_pretrained(scratch, selected_adapters=["default"])
+            tokenizer.save_pretrained(scratch)
+            write_whole(scratch / "run.json", json.dumps(run, indent=2) + "\n")
+            _check_export(policy, scratch)
+            mode = (scratch / "run.json").stat().st_mode
+            for file in scratch.iterdir():
+                file.chmod(mode)  # safetensors' own are for their owner alone
+                sync(file)
+            sync(scratch)
+            if path.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                path.rename(previous)
+            scratch.rename(path)
+            sync(path.parent)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if previous.exists() and not path.exists():
+                previous.rename(path)
+            raise
+    if not keep_previous:
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def _check_export(policy: PeftModel, folder: Path) -> None:
+    """
+    Raises:
+        OSError: a fresh process finds other tensors in the folder than the model has.
+    """
+    tensors = get_peft_model_state_dict(policy, adapter_name="default")
+    in_memory = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    command = [sys.executable, "-P", tensor_hashes.__file__, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode or json.loads(found.stdout) != tensor_hashes.hashes_in(in_memory):
+        last_line = (found.stderr.strip().splitlines() or ["other tensors than the model's"])[-1]
+        raise OSError(errno.EIO, f"what was written does not read back ({last_line})")
 
 
 def read_run(adapter: Path) -> dict[str, object]:

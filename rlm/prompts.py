@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from rlm.data import Problem
 
+# Llama 3's template names the day: else each day's prompt would be another one.
+DATE = "26 Jul 2024"
 # Stands where a message goes while the chat template is rendered; no template or text contains it.
 _SENTINEL = "\ue000content\ue001"
 
@@ -66,7 +68,10 @@ def _render_template(
             "use an instruct model"
         )
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        messages,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        date_string=DATE,
     )
 
 

@@ -56,9 +56,7 @@ def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write a whole file: the old one stays until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(
-        f".{path.name}.tmp"
-    )  # one name: no litter
+    scratch = path.with_name(f".{path.name}.tmp")  # one name: no litter
     with scratch.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

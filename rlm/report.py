@@ -14,6 +14,7 @@ from rlm import terminal
 from rlm.config import to_dict
 from rlm.grpo import Group, LossSums, MicroBatch, has_signal
 from rlm.grpo_config import GRPOConfig
+from rlm.health import new_warnings
 from rlm.machine import peak_memory_gb, pick_device
 from rlm.runs import RunDirectory, git_commit
 from rlm.sampling import Completion
@@ -82,7 +83,7 @@ def run_summary(
         "stage": "grpo",
         "base_model": model,
         "base_hash": state.base_hash,
-        "use_4bit": config.use_4bit,
+        "quantize": config.quantize,
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
         "dataset": config.dataset,
         "step": state.best_step if state.best else steps_run,
@@ -259,6 +260,9 @@ def log_step(
     """
     run.log(metrics)
     terminal.line(step_line(metrics, config.steps))
+    if run.writes:
+        for warning in new_warnings(run.metrics()):
+            terminal.line(f"warning: {warning}")
     run.log_samples(
         [
             {

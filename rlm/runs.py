@@ -1,29 +1,34 @@
-"""The run directory: config, metrics, samples, checkpoints, and exact resume.
+"""The run directory: config, metrics, samples, checkpoints; who may write there, and when to leave.
 
-    runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
-              checkpoints/step_000010/{adapter/, state.safetensors, state.json, manifest.json}
-
-A checkpoint is complete or does not exist: it is written under another name, its manifest of
-hashes last, synced to disk, then renamed. Nothing in it can execute: tensors are safetensors.
+runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
+          checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
+import fcntl
 import json
+import math
 import os
 import shutil
+import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from types import TracebackType
+from typing import IO
 
 from rlm import terminal
-from rlm.config import UsageError
+from rlm.checkpoints import Checkpoints, sync, write_whole, writing
+from rlm.config import Interrupted, UsageError, to_dict
+from rlm.grpo_config import GRPOConfig
+from rlm.interrupts import Interrupts
+from rlm.parallel import Team
+from rlm.tracking import Tracker, open_tracker
+
+LOCK = ".lock"
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -42,7 +47,12 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class RunDirectory:
-    """Where one training run writes."""
+    """Where one training run writes, alone. Use it with `with`: then signals wait for a step's end.
+
+    A second process that opens it is refused until this one has left or died.
+    """
+
+    tracker: Tracker | None = None  # is shown all that is logged
 
     def __init__(self, path: Path, *, resume: bool, writes: bool = True) -> None:
         """Open or make it.
@@ -51,54 +61,105 @@ class RunDirectory:
             writes: false in the processes of a launch that only follow: what they log is dropped.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: it cannot be written, or another process trains in it.
         """
         self.path = path
         self.writes = writes
+        self.checkpoints = Checkpoints(path / "checkpoints")
         self.metrics_file = path / "metrics.jsonl"
         self.samples_file = path / "samples.jsonl"
+        self._interrupts = Interrupts(alone="WORLD_SIZE" not in os.environ)
         if not writes:
             return
         check_writable("--run-dir", path)
+        self._lock = lock(path)
         if not resume:
-            if (path / "checkpoints").exists():
-                previous = path.with_name(path.name + ".prev")
-                shutil.rmtree(previous, ignore_errors=True)
-                path.rename(previous)
-                path.mkdir()
-                terminal.line(f"{path} held another run; it is kept as {previous}")
+            if self.checkpoints.folder.exists():
+                self._put_away()
             for file in path.glob("*.jsonl"):
                 file.unlink()
+        self.checkpoints.clean()
+
+    def _put_away(self) -> None:
+        previous = self.path.with_name(self.path.name + ".prev")
+        shutil.rmtree(previous, ignore_errors=True)
+        self.path.rename(previous)  # and with it the lock
+        self.path.mkdir(exist_ok=True)
+        self._lock.close()
+        self._lock = lock(self.path)
+        (previous / LOCK).unlink()
+        terminal.line(f"{self.path} held another run; it is kept as {previous}")
+
+    def __enter__(self) -> RunDirectory:
+        self._interrupts.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._interrupts.__exit__(kind, error, traceback)
+        if self.tracker:
+            self.tracker.close()
+        if self.writes:
+            self._lock.close()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal asks this process to stop after its step."""
+        return self._interrupts.received is not None
+
+    def leave_if(self, interrupted: bool) -> None:
+        """
+        Raises:
+            Interrupted: with what was received; SIGTERM if another process received it.
+        """
+        if interrupted:
+            saved = self.checkpoints.steps()
+            note = f"{self.path} is saved up to step {saved[-1]}" if saved else "interrupted"
+            number = self._interrupts.received or signal.SIGTERM
+            raise Interrupted(number, note if self.writes else "")
 
     def write_config(self, config: Mapping[str, object]) -> None:
         if self.writes:
-            _write_json(self.path / "config.json", config)
+            with writing(self.path / "config.json"):
+                write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def read_config(self) -> dict[str, object]:
         return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Append one step's figures."""
+        """Append one step's figures; a figure that is not finite is written as null."""
         if not self.writes:
             return
-        with self.metrics_file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(metrics) + "\n")
+        row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        with writing(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+        if self.tracker:
+            self.tracker.log(metrics)
 
     def log_samples(self, rows: list[dict[str, object]]) -> None:
         if not self.writes:
             return
-        with self.samples_file.open("a", encoding="utf-8") as stream:
+        with writing(self.samples_file), self.samples_file.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if self.tracker:
+            self.tracker.log_samples(rows)
 
     def metrics(self) -> list[dict[str, float]]:
         """All steps logged so far; a torn last line (a kill while writing) is left out."""
-        return _read_jsonl(self.metrics_file)
+        return [
+            {name: math.nan if value is None else value for name, value in row.items()}
+            for row in _read_jsonl(self.metrics_file)
+        ]
 
     def write_csv(self) -> None:
         """train_logs.csv: the same figures, for a spreadsheet."""
-        rows = self.metrics()
+        rows, file = self.metrics(), self.path / "train_logs.csv"
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        with (self.path / "train_logs.csv").open("w", encoding="utf-8", newline="") as stream:
+        with writing(file), file.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, columns)
             writer.writeheader()
             writer.writerows(rows)
@@ -109,59 +170,47 @@ class RunDirectory:
             return
         for file in self.path.glob("*.jsonl"):
             kept = [row for row in _read_jsonl(file) if row["step"] < step]
-            scratch = file.with_suffix(".tmp")
-            scratch.write_text(
-                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept),
-                encoding="utf-8",
-            )
-            scratch.replace(file)
+            with writing(file):
+                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+                write_whole(file, "".join(lines))
 
-    # --- checkpoints ------------------------------------------------------------------------
+    def sync_logs(self) -> None:
+        """Have on the disk what was logged: a checkpoint says that it is there."""
+        if self.writes:
+            for file in self.path.glob("*.jsonl"):
+                sync(file)
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
-    def save_checkpoint(
-        self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, object], keep: int
-    ) -> None:
-        """Write checkpoint `step` (the next step to run) and drop all but the newest `keep`."""
-        if not self.writes:
-            return
-        target = self._checkpoints / f"step_{step:06d}"
-        scratch = self._checkpoints / f".{target.name}.{os.getpid()}"
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / "state.safetensors")
-        _write_json(scratch / "state.json", {**state, "step": step})
-        manifest = {f.name: _sha256(f) for f in sorted(scratch.iterdir())}
-        for file in scratch.iterdir():
-            _sync(file)
-        _write_json(scratch / "manifest.json", manifest)
-        _sync(scratch / "manifest.json")
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.rename(target)
-        _sync(self._checkpoints)
-        for old in self._complete()[:-keep]:
-            shutil.rmtree(old)
+def open_run(config: GRPOConfig, team: Team) -> RunDirectory:
+    """The run directory of a config, with its tracker; one process of the team writes."""
+    run = RunDirectory(config.run_dir, resume=config.resume, writes=team.leads)
+    if team.leads:  # and only now that the lock is held
+        run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
+    return run
 
-    def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, object]] | None:
-        """The newest checkpoint whose hashes hold, or None. Damaged ones are named."""
-        for folder in reversed(self._complete()):
-            try:
-                manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-                damaged = [n for n, digest in manifest.items() if _sha256(folder / n) != digest]
-                if damaged:
-                    raise ValueError(f"{damaged[0]} has changed")
-                state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-                return load_file(folder / "state.safetensors"), state
-            except (OSError, ValueError, SafetensorError) as error:
-                terminal.line(f"checkpoint {folder.name} is damaged and passed over: {error}")
-        return None
 
-    def _complete(self) -> list[Path]:
-        """Checkpoints with a manifest, oldest first."""
-        return sorted(file.parent for file in self._checkpoints.glob("step_*/manifest.json"))
+def lock(path: Path) -> IO[str]:
+    """Hold a directory for this process: until the file is closed, or the process ends, however.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    stream = (path / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.seek(0)
+        holder = stream.read().strip() or "another process"
+        stream.close()
+        raise UsageError(
+            f"--run-dir {path}: {holder} trains there; wait for it or name another directory"
+        ) from error
+    except OSError as error:  # some network file systems have none
+        terminal.line(f"{path} cannot be locked ({error.strerror}): keep other runs out of it")
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
 
 
 def git_commit() -> str | None:
@@ -171,30 +220,14 @@ def git_commit() -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _write_json(file: Path, content: object) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def _read_jsonl(file: Path) -> list[dict]:
     rows = []
     if not file.exists():
         return rows
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # torn by a kill; the step it belongs to is run again
-            break
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+        for line in stream:  # not splitlines: a model may write U+2028
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # torn by a kill; the step it belongs to is run again
+                break
     return rows
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -59,10 +59,10 @@ def fit(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOC
         models.check_base(config.sft_adapter, model, base_hash)
     if "use_4bit" in set_by_preset(config) and config.use_4bit and not torch.cuda.is_available():
         terminal.line(
-            "the preset's 4-bit base needs a CUDA GPU; without one the base is loaded in full "
-            f"({machine.pick_device()})"
+            "the preset's 4-bit base is for CUDA GPUs; here it would only be slow, so the base is "
+            f"loaded in full ({machine.pick_device()}); --quantize 4bit packs it all the same"
         )
-        config = changed(config, use_4bit=False)
+        config = changed(config, quantize="none", use_4bit=False)
     return config
 
 
@@ -80,8 +80,8 @@ def _why_not(config: GRPOConfig, model: str, base_hash: str) -> str:
 
 def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -> PeftModel:
     """The base with the adapter to train on it, in eval mode."""
-    device = device or machine.pick_device(use_4bit=config.use_4bit)
-    base = models.load_base(model, device, use_4bit=config.use_4bit)
+    device = device or machine.pick_device()
+    base = models.load_base(model, device, quantize=config.quantize, attn=config.attn)
     if config.sft_adapter:
         return models.load_adapter(base, config.sft_adapter, trainable=True)
     torch.manual_seed(config.seed)  # of the new adapter's matrices

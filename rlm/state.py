@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,9 +12,31 @@ from peft import PeftModel
 from torch import Tensor
 
 from rlm import terminal
-from rlm.config import UsageError
+from rlm.checkpoints import check_space
+from rlm.config import UsageError, to_dict
+from rlm.data import Problem
+from rlm.grpo_config import GRPOConfig
 from rlm.models import adapter_tensors
+from rlm.parallel import Team
 from rlm.runs import RunDirectory
+
+GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
+LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
+# Options that may differ when a run is resumed: what is learned does not depend on them, or (model,
+# data set) a hash of what they name is compared instead.
+MAY_CHANGE = {
+    *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
+    *("max_prompt_length", "use_4bit"),  # the data's hash and --quantize say it
+    *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
+    *("seats", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
+    *("checkpointing", "attn", "tracker", "use_wandb"),
+}
+# What of the state a checkpoint's JSON holds: what must be the same, and what goes on from there.
+IDENTITY = ("base_hash", "origin")
+PROGRESS = (
+    *("best_accuracy", "best_step", "skipped_total", "skipped_in_a_row"),
+    *("last_finite", "rate_scale", "kl_weight"),
+)
 
 
 class TrainedAdapter:
@@ -69,17 +93,90 @@ class TrainingState:
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     skipped_in_a_row: int = 0
+    last_finite: int = 0  # the last step that began with weights that gave a finite gradient
+    updated: bool = False  # whether the step that runs has changed the weights
+    rate_scale: float = 1.0  # of the learning rate; halved by `go_back`
+    origin: dict[str, object] = field(default_factory=dict)  # config and data of the run
 
     @property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
         """Name → fp32 master."""
         return self.trained.masters
 
-    def count_update(self, *, skipped: bool) -> int:
-        """Count an update; how many were skipped in a row by now."""
+    def begin(
+        self,
+        run: RunDirectory,
+        config: GRPOConfig,
+        problems: Sequence[Problem],
+        eval_problems: Sequence[Problem],
+        team: Team,
+    ) -> int:
+        """Write the first checkpoint of a new run, or load the newest of this one.
+
+        Returns:
+            The step to go on with.
+
+        Raises:
+            UsageError: too little room on the disk; nothing to resume; or what would be resumed
+                had other data, other options, another base or adapter.
+        """
+        if team.leads:
+            # Adapter, best adapter and two moments; for a moment there is one more than is kept.
+            size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
+            check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
+            config.output.parent.mkdir(parents=True, exist_ok=True)
+            check_space("--output", config.output.parent, size)
+        self.origin = {
+            "config": to_dict(config),
+            "data": {"training": data_id(problems), "validation": data_id(eval_problems)},
+        }
+        if not config.resume:
+            self.save(run, 0, keep=config.keep_checkpoints)
+            step = 0
+        elif team.leads:  # the leader goes first: it renames what is damaged
+            step = team.agree(self.restore(run))
+        else:
+            team.agree(0)
+            step = self.restore(run)
+        run.write_config(to_dict(config))
+        return step
+
+    def count_update(self, *, skipped: bool) -> None:
+        """Count an update whose gradient was not finite, or that they came to an end."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        return self.skipped_in_a_row
+        self.updated |= not skipped
+
+    def go_back_if_lost(self, run: RunDirectory, step: int) -> None:
+        """After GIVE_UP_AFTER skipped updates: the last good weights, and half the learning rate.
+
+        Good is a checkpoint from which an update was made: the weights after the last update may
+        be what the first bad gradient came from. Training goes on with the next step: the same
+        problems with the same weights would end the same way.
+
+        Args:
+            step: the one that ends now.
+
+        Raises:
+            UsageError: there is none, or this has happened before.
+        """
+        if self.updated:  # a step without a difference in any group says nothing of its weights
+            self.last_finite, self.updated = step, False
+        if self.skipped_in_a_row < GIVE_UP_AFTER:
+            return
+        loaded = run.checkpoints.load(at_most=self.last_finite, set_aside=False)
+        if self.rate_scale < 1 or loaded is None:
+            raise UsageError(
+                f"{self.skipped_in_a_row} updates in a row had no finite gradient, "
+                + ("at half the rate too" if loaded else "and there is no checkpoint to go back to")
+                + "; start again with a lower --learning-rate"
+            )
+        self._load(loaded[0])
+        self.skipped_in_a_row, self.rate_scale = 0, 0.5
+        terminal.line(
+            f"{GIVE_UP_AFTER} updates in a row had no finite gradient: weights of step "
+            f"{loaded[1]['step']} again, half the learning rate from here on"
+        )
 
     def adapt_kl_weight(self, kl: float | None, target: float | None) -> None:
         """Raise the weight of the KL term where a step's KL is above its target, else lower it.
@@ -107,44 +204,83 @@ class TrainingState:
         self.trained.publish()
 
     def save(self, run: RunDirectory, next_step: int, keep: int) -> None:
+        """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
+        if not run.writes:
+            return
         tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         tensors |= _optimizer_tensors(self.optimizer, list(self.adapter))
-        state = {
-            "best_accuracy": self.best_accuracy,
-            "best_step": self.best_step,
-            "kl_weight": self.kl_weight,
-            "skipped_total": self.skipped_total,
-            "base_hash": self.base_hash,
-        }
-        run.save_checkpoint(next_step, tensors, state, keep=keep)
+        run.sync_logs()
+        run.checkpoints.save(
+            next_step,
+            tensors,
+            {name: getattr(self, name) for name in (*IDENTITY, *PROGRESS)},
+            keep=keep,
+            protect=self.last_finite,
+        )
 
-    @torch.no_grad()
     def restore(self, run: RunDirectory) -> int:
         """Load the newest checkpoint; the step to go on with.
 
         Raises:
-            UsageError: there is none, or it is of another base model or adapter.
+            UsageError: there is none, or it is of another base, adapter, config or data.
         """
-        loaded = run.load_checkpoint()
+        loaded = run.checkpoints.load(set_aside=run.writes)
         if loaded is None:
             raise UsageError(f"--resume: no checkpoint in {run.path}")
         tensors, state = loaded
         saved = {key.removeprefix("adapter/") for key in tensors if key.startswith("adapter/")}
         if state["base_hash"] != self.base_hash or saved != set(self.adapter):
             raise UsageError(f"--resume: {run.path} was trained on another model or adapter")
+        changes = differences(state["origin"], self.origin) if self.origin else []
+        for change in changes:
+            terminal.line(f"changed since: {change}")
+        if changes and not self.origin["config"]["accept_changes"]:
+            raise UsageError(
+                f"--resume: {run.path} was begun otherwise ({'; '.join(changes)}); add "
+                "--accept-changes to go on all the same, or leave out --resume to start anew"
+            )
+        for name in PROGRESS:
+            setattr(self, name, state[name])
+        self._load(tensors)
+        self.best = {
+            k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
+        }
+        run.truncate(state["step"])
+        terminal.line(f"resumed {run.path} before step {state['step'] + 1}")
+        return state["step"]
+
+    @torch.no_grad()
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.adapter.items():
             tensor.copy_(tensors[f"adapter/{name}"])
         self.trained.publish()
         _restore_optimizer(self.optimizer, list(self.adapter), tensors)
-        self.best = {
-            k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
-        }
-        self.best_accuracy, self.best_step = state["best_accuracy"], state["best_step"]
-        self.skipped_total, self.kl_weight = state["skipped_total"], state["kl_weight"]
-        run.truncate(state["step"])
-        terminal.line(f"resumed {run.path} before step {state['step'] + 1}")
-        return state["step"]
+
+
+def data_id(problems: Sequence[Problem]) -> str:
+    """How many there are, and a hash of them in their order."""
+    digest = hashlib.sha256()
+    for problem in problems:
+        digest.update(json.dumps([problem.id, problem.question, problem.answer]).encode())
+    return f"{len(problems)} problems, sha256 {digest.hexdigest()[:12]}"
+
+
+def differences(old: Mapping[str, Mapping], new: Mapping[str, Mapping]) -> list[str]:
+    """What would make the resumed run another one than it was, each as "what: old → new"."""
+    was, now = old["config"], new["config"]
+    free = MAY_CHANGE | ({"steps"} if now["lr_schedule"] == "constant" else set())
+    found = [
+        f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
+        for name in now
+        if name not in free and was.get(name) != now[name]
+    ]
+    found += [
+        f"{split} data: {old['data'][split]} → {identity}"
+        for split, identity in new["data"].items()
+        if old["data"][split] != identity
+    ]
+    return found
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

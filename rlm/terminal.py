@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -11,7 +14,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False, soft_wrap=True)
+
+class _Console(Console):
+    """Nobody has to read it: a closed pipe or a lost terminal ends the text, not the run."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except (OSError, ValueError):  # ValueError: the file object was closed
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError):  # Python flushes stdout once more at exit: to nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+console = _Console(highlight=False, soft_wrap=True)
 
 
 def facts(title: str, rows: Mapping[str, object]) -> None:

@@ -57,7 +57,7 @@ def make_service(
         "base": Offered("base", None, None, "base", FORMAT),
         "tuned": Offered("tuned", None, "ab" * 32, "grpo", FORMAT),
     }
-    catalog = Catalog("tiny", "sha256:0", False, offered, "tuned")
+    catalog = Catalog("tiny", "sha256:0", "none", offered, "tuned")
     return Service(engine, tokenizer, catalog, limits, Metrics(engine)), samplers["tuned"]
 
 

@@ -146,6 +146,11 @@ BAD_LINES = {
     "can't decode byte 0xff": b'{"question": "\xff", "answer": "1"}',
     "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
     "recursion": b"[" * 100_000,
+    "not JSON (Invalid control character at)": b'{"question": "a\x00b", "answer": "1"}',
+    "not JSON (Expecting property name enclosed in double quotes)": '{"question": 1}'.encode(
+        "utf-16-le"
+    ),
+    "not JSON": b'{"question": "' + b"a" * 10_000_000,  # 10 MB, cut off
 }
 
 

@@ -268,7 +268,7 @@ class CharacterTokenizer:
     name_or_path = "characters"
     chat_template = "{{ messages }}"
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
         return "".join(f"[{m['role']}]{m['content']}\n" for m in messages) + "[assistant]"
 
     def encode(self, text, **_):

@@ -99,6 +99,24 @@ def test_preset_below_yaml_below_command_line(tmp_path):
     assert (config.batch_size, config.use_4bit) == (20, False)
 
 
+def test_another_spelling_of_an_option_beats_it_in_a_lower_layer(tmp_path):
+    small = ["--preset", "reasoning_small"]  # which sets use_4bit
+    for typed, quantize in {
+        (): "4bit",
+        ("--quantize", "none"): "none",
+        ("--quantize", "8bit"): "8bit",
+        ("--no-use-4bit",): "none",
+    }.items():
+        config = parse(GRPOConfig, [*small, *typed], presets=PRESETS)
+        assert (config.quantize, config.use_4bit) == (quantize, quantize == "4bit")
+        assert ("use_4bit" in set_by_preset(config)) == (not typed)
+    assert GRPOConfig.from_preset("reasoning_small", quantize="8bit").quantize == "8bit"
+    file = tmp_path / "c.yaml"
+    file.write_text("use_4bit: true\nuse_wandb: true\n")
+    config = parse(GRPOConfig, ["--config", str(file), "--quantize=none", "--tracker=trackio"])
+    assert (config.quantize, config.tracker) == ("none", "trackio")
+
+
 def test_what_is_saved_reads_back_as_the_same_config(tmp_path):
     config = GRPOConfig.from_preset("dapo", max_new_tokens=50, sft_adapter=None)
     file = tmp_path / "config.json"  # JSON is YAML

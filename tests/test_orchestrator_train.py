@@ -197,7 +197,7 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     _, logs, _ = train(config, validation=PROBLEMS[:4])
     assert {file.name for file in config.run_dir.iterdir()} == {
         "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "rollouts.jsonl",
-        "curves.png", "checkpoints", "adapters_lora", "summary.json",
+        "curves.png", "checkpoints", "adapters_lora", "summary.json", ".lock",
     }  # fmt: skip
     rows = list(csv.DictReader((config.run_dir / "train_logs.csv").open()))
     assert list(rows[0]) == list(LOGS)
@@ -562,7 +562,7 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     )}  # fmt: skip
     names |= {"Config": small_config, "load_gsm8k": partial(recipe.load_gsm8k, path=tmp_path)}
     # Without an id it is the model that suits the machine.
-    setup = Setup(str(base), "gsm8k", False, "test")
+    setup = Setup(str(base), "gsm8k", "none", "test")
     monkeypatch.setattr("rlm.machine.default_setup", lambda: setup)
     code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
     code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))

@@ -1,9 +1,11 @@
 """Rendering: the same ids in every stage, no forged roles, nothing eaten, one end token."""
 
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
 from conftest import CHATML, byte_tokenizer
+from tokenizers import processors
 
 from rlm.data import Problem, load_problems
 from rlm.prompts import (
@@ -21,11 +23,24 @@ DEEPSEEK = FORMATS["deepseek"]
 START, END = 256, 257  # <|im_start|>, <|im_end|>
 
 # Templates that behave as those of known families do; written for these tests.
-LLAMA_3 = (  # trims messages, another end-of-turn mark
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}|\n\n{{ m['content'] | trim }}<|pad|>"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant|\n\n{% endif %}"
+LLAMA_3 = (  # begins with BOS, names the day, trims messages, has another end-of-turn mark
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "<|bos|>{% for m in messages %}<|im_start|>{{ m['role'] }}|\n\n"
+    "{% if m['role'] == 'system' %}Today Date: {{ date_string }}\n\n{% endif %}"
+    "{{ m['content'] | trim }}<|pad|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant|\n\n{% endif %}"
 )
-DEFAULT_SYSTEM = (  # adds a system message where there is none
+QWEN_3 = (  # thinks unless told not to; gives the last turn a think block, takes it from others
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+DEFAULT_SYSTEM = (  # Qwen2.5, SmolLM2: add a system message where there is none
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe nice.<|im_end|>\n{% endif %}"
     + CHATML
 )
@@ -35,7 +50,7 @@ STRIPS_REASONING = (  # what R1's template does to assistant turns
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEMPLATES = [CHATML, LLAMA_3, DEFAULT_SYSTEM, STRIPS_REASONING]
+TEMPLATES = [CHATML, LLAMA_3, QWEN_3, DEFAULT_SYSTEM, STRIPS_REASONING]
 
 
 def test_the_prompt_is_the_template_around_the_question(tokenizer):
@@ -105,6 +120,55 @@ def test_the_gold_never_reaches_a_prompt(tokenizer):
         rest = text.replace(problem.question, "")
         assert not any(character.isdigit() for character in rest)
         assert problem.solution not in text
+
+
+def test_a_template_that_names_the_day_gives_the_same_prompt_every_day(monkeypatch):
+    tokenizer = byte_tokenizer(template=LLAMA_3)
+    before = render_prompt(tokenizer, "x", DEEPSEEK)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2031, 1, 2)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+    assert "02 Jan 2031" in tokenizer.apply_chat_template(messages, tokenize=False)  # else no trap
+    assert render_prompt(tokenizer, "x", DEEPSEEK) == before
+
+
+def test_a_prompt_begins_with_one_bos():
+    """Llama 3's template writes it, and its tokenizer would add another."""
+    tokenizer = byte_tokenizer(template=LLAMA_3)
+    bos = tokenizer.add_special_tokens({"bos_token": "<|bos|>"}) and tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", bos)]
+    )
+    assert tokenizer.encode("<|bos|>x").count(bos) == 2  # else no trap
+    for examples in ([], [("1 + 1?", DEEPSEEK.completion("1 + 1 = 2", "2"))]):
+        ids = render_prompt(tokenizer, "x <|bos|>", DEEPSEEK, examples=examples)
+        assert (ids[0], ids.count(bos)) == (bos, 1)
+    completion = render_completion(tokenizer, "1 + 1 = 2", "2", DEEPSEEK)
+    assert bos not in completion
+
+
+def test_the_model_writes_the_first_think_tag_itself():
+    """Qwen3's template could close the reasoning before the model has begun."""
+    tokenizer = byte_tokenizer(template=QWEN_3)
+    text = tokenizer.decode(render_prompt(tokenizer, "2 + 2?", DEEPSEEK))
+    assert text.endswith("<|im_start|>assistant\n")
+    assert text.replace(DEEPSEEK.system_prompt, "").count("<think>") == 0
+    example = to_example(tokenizer, Problem("p", "2 + 2?", "4", "2 + 2 = 4"), DEEPSEEK)
+    whole = tokenizer.decode(example["input_ids"]).replace(DEEPSEEK.system_prompt, "")
+    assert (whole.count("<think>"), whole.count("</think>")) == (1, 1)
+
+
+def test_a_default_system_message_is_not_added_to_ours():
+    tokenizer = byte_tokenizer(template=DEFAULT_SYSTEM)
+    ids = render_prompt(tokenizer, "x", DEEPSEEK)
+    assert "Be nice." not in tokenizer.decode(ids)
+    bare = tokenizer.decode(render_prompt(tokenizer, "x", DEEPSEEK, system_prompt=""))
+    assert "Be nice." in bare
 
 
 def test_end_of_turn_is_the_templates(tokenizer):

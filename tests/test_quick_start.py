@@ -105,7 +105,7 @@ def test_python_blocks(early_model, here, capsys):
     assert left_behind(here)
     out = capsys.readouterr().out
     assert "starts from a new adapter" in out
-    assert "4-bit base needs a CUDA GPU" in out
+    assert "4-bit base is for CUDA GPUs" in out
     row = json.loads((here / "runs/grpo/metrics.jsonl").read_text().splitlines()[0])
     assert {"reward/FormatReward", "reward/GSM8KReward"} <= set(row)
 
@@ -175,12 +175,10 @@ def test_the_documents_python_blocks(early_model, here):
 
 @needs_document
 @pytest.mark.parametrize("command", documented_commands())
-def test_the_documents_command_lines(command, early_model, here, monkeypatch, capsys):
+def test_the_documents_command_lines(command, early_model, here, monkeypatch):
     if "--use_wandb" in command:
         pytest.importorskip("wandb", reason="an extra: pip install 'rlm[track]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     code = run_command("train_grpo.py " + command, early_model)
-    if code == 2 and "needs a CUDA GPU" in capsys.readouterr().err:
-        pytest.skip("4-bit was asked for by name, and this machine has none")
     assert code == 0
     assert left_behind(here)

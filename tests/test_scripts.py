@@ -200,7 +200,7 @@ MISTAKES = [
     (train_sft, ["--learning-rate", "0"], "above 0"),
     (train_sft, ["--learning-rat", "1"], "did you mean --learning-rate"),
     (train_sft, ["--epochs", "half"], "expected int"),
-    (train_sft, ["--use-4bit", *DATA], "CUDA"),
+    (train_sft, ["--use-4bit", "--quantize", "8bit"], "contradict"),
     (train_grpo, ["--temperature", "0"], "above 0"),
     (train_grpo, ["--group-size", "1"], "at least 2"),
     (train_grpo, ["--algorithm", "ppo"], "grpo"),

@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over(model_dir, tmp_path, capsys):
     tensors.write_bytes(content)
     train(model_dir, a_config(tmp_path, steps=4, resume=True))
     out = capsys.readouterr().out
-    assert "step_000003 is damaged" in out
+    assert "step_000003 is damaged and set aside: state.safetensors has changed" in out
     assert "before step 3" in out
     assert [row["step"] for row in rows(config)] == [0, 1, 2, 3]
 
@@ -203,7 +203,7 @@ def test_a_run_leaves_these_files(model_dir, tmp_path):
     _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert {file.name for file in config.run_dir.iterdir()} == {
         "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "curves.png",
-        "checkpoints",
+        "checkpoints", ".lock",
     }  # fmt: skip
     checkpoints = sorted((config.run_dir / "checkpoints").iterdir())
     assert [c.name for c in checkpoints] == ["step_000004", "step_000005"]
@@ -236,8 +236,8 @@ def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypa
     )
     trainer, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert (summary["step"], summary["accuracy"]) == (2, 0.75)
-    assert all(torch.equal(t, kept[1][name]) for name, t in trainer.adapter.items())
-    assert not all(torch.equal(kept[2][name], kept[1][name]) for name in kept[1])
+    assert all(torch.equal(t, kept[2][name]) for name, t in trainer.adapter.items())
+    assert not all(torch.equal(kept[3][name], kept[2][name]) for name in kept[2])
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
@@ -254,6 +254,30 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monk
     assert not all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
     assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
+
+
+def test_a_step_counts_one_bad_gradient_and_takes_no_further_pass(model_dir, tmp_path, monkeypatch):
+    """The same rollouts with the same weights would give it again."""
+    config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
+    norms = iter([0.5, 0.5, torch.nan, 0.5, 0.5])  # two passes; one, and it is bad; two
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    train(model_dir, config)
+    assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
+    assert not list(norms)
+
+
+def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path):
+    """Else bad weights that met a step without signal would be what a run goes back to."""
+    config = a_config(tmp_path)
+    state = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU).state
+    state.count_update(skipped=False)
+    state.go_back_if_lost(None, 1)
+    assert state.last_finite == 1
+    state.go_back_if_lost(None, 2)
+    assert state.last_finite == 1
+    state.count_update(skipped=True)
+    state.go_back_if_lost(None, 3)
+    assert (state.last_finite, state.skipped_in_a_row) == (1, 1)
 
 
 def test_three_bad_gradients_in_a_row_stop_the_run(model_dir, tmp_path, monkeypatch):
@@ -402,9 +426,9 @@ def test_a_preset_with_4_bit_says_what_it_does_without_a_gpu(model_dir, tmp_path
     paths = {"run_dir": tmp_path / "run", "output": tmp_path / "out", "sft_adapter": None}
     config = GRPOConfig.from_preset("reasoning_small", **paths)
     trainer = GRPOTrainer(str(model_dir), config)
-    assert not trainer.config.use_4bit
+    assert (trainer.config.use_4bit, trainer.config.quantize) == (False, "none")
     assert trainer.config.group_size == 8
-    assert "4-bit base needs a CUDA GPU" in capsys.readouterr().out
+    assert "4-bit base is for CUDA GPUs" in capsys.readouterr().out
 
 
 def test_problems_of_a_step_are_a_pure_function():

@@ -114,7 +114,7 @@ def run_json(
 ) -> dict[str, Any]:
     """The adapter's own, without this machine's paths, and where the cell came from."""
     run = models.read_run(config.folder(cell) / "adapter")
-    kept = {k: run[k] for k in ("stage", "base_model", "base_hash", "use_4bit", "step") if k in run}
+    kept = {k: run[k] for k in ("stage", "base_model", "base_hash", "quantize", "step") if k in run}
     word_problems = config.dataset == "word-problems"
     return kept | {
         "dataset": "word-problems:1" if word_problems else config.dataset.partition(":")[0],

@@ -236,7 +236,7 @@ def points(config: EvidenceConfig, cell: Cell) -> dict[int, Path]:
     folder = config.folder(cell) / "train"
     found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}
     found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}
-    return {step: found[step] for step in sorted(found) if step < config.steps}
+    return {step: found[step] for step in sorted(found) if 0 < step < config.steps}
 
 
 def _adapter(config: EvidenceConfig, cell: Cell, arm: str) -> Path:

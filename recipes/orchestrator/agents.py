@@ -27,7 +27,7 @@ class AgentModel:
 
     name: str
     adapter: Path | None = None
-    use_4bit: bool = False
+    quantize: str = "none"
 
     def __str__(self) -> str:
         return f"{self.name} + {self.adapter}" if self.adapter else self.name
@@ -124,7 +124,7 @@ def choose_agents(config: Config) -> AgentModel | RemoteAgents:
     adapter = config.agent_adapter
     if adapter:
         models.check_adapter(adapter, "run: python train_grpo.py")
-    return AgentModel(config.agent_model or config.model, adapter, config.use_4bit)
+    return AgentModel(config.agent_model or config.model, adapter, config.quantize)
 
 
 def open_agents(
@@ -148,15 +148,15 @@ def open_agents(
         return agents
     if agents.adapter:
         models.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
-    if (agents.name, agents.use_4bit) == (own.name, own.use_4bit):
+    if (agents.name, agents.quantize) == (own.name, own.quantize):
         name = "agent" if agents.adapter else None
         if agents.adapter:
             policy.load_adapter(str(agents.adapter), adapter_name=name, is_trainable=False)
         if not isinstance(sampler, Sampler):
             sampler = Sampler(policy, tokenizer)
         return LocalAgents(sampler, tokenizer, partial(wearing, policy, name))
-    device = machine.pick_device(use_4bit=agents.use_4bit)
-    model = models.load_base(agents.name, device, use_4bit=agents.use_4bit)
+    device = machine.pick_device()
+    model = models.load_base(agents.name, device, quantize=agents.quantize)
     if agents.adapter:
         model = models.load_adapter(model, agents.adapter, trainable=False)
     agent_tokenizer = agent_tokenizer or models.load_tokenizer(agents.name)

@@ -82,9 +82,9 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     Args:
         problems: one group of graphs is written for each.
     """
-    started, device = time.monotonic(), machine.pick_device(use_4bit=config.use_4bit)
+    started, device = time.monotonic(), machine.pick_device()
     tokenizer = models.load_tokenizer(config.model)
-    base = models.load_base(config.model, device, use_4bit=config.use_4bit)
+    base = models.load_base(config.model, device, quantize=config.quantize)
     torch.manual_seed(config.seed)  # of the new adapter's matrices
     policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
     models.use_lean_lora(policy)
@@ -117,7 +117,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
         "stage": "orchestrator_start",
         "base_model": config.model,
         "base_hash": models.base_hash(config.model),
-        "use_4bit": config.use_4bit,
+        "quantize": config.quantize,
         "dataset": config.dataset,
         "examples": len(rows) * GRAPHS_EACH,
         "loss": loss,

@@ -75,7 +75,7 @@ class OrchestratorTrainer(GRPOTrainer):
         """
         self._given = given
         super().__init__(config.model, config, device=device)
-        own = AgentModel(config.model, use_4bit=config.use_4bit)
+        own = AgentModel(config.model, quantize=config.quantize)
         shared = (self.policy, self.sampler, self.tokenizer, agent_tokenizer)
         self.runner = Runner(
             open_agents(agents, own, *shared), config.agent_max_tokens, config.agent_temperature
@@ -197,29 +197,29 @@ def make_lora_orchestrator(
     orchestrator_id: str | None, start_adapter: Path | None = None, seed: int = 0
 ) -> PeftModel:
     """The base with the adapter to train: a given one, or a new one that changes nothing yet."""
-    name, use_4bit = _model(orchestrator_id)
-    base = models.load_base(name, machine.pick_device(use_4bit=use_4bit), use_4bit=use_4bit)
+    name, quantize = _model(orchestrator_id)
+    base = models.load_base(name, machine.pick_device(), quantize=quantize)
     if start_adapter:
         policy = models.load_adapter(base, start_adapter, trainable=True)
     else:
         torch.manual_seed(seed)
         policy = models.new_adapter(base, r=Config.lora_r, alpha=Config.lora_alpha).eval()
-    policy.origin = {"model": name, "use_4bit": use_4bit, "sft_adapter": start_adapter}
+    policy.origin = {"model": name, "quantize": quantize, "sft_adapter": start_adapter}
     return policy
 
 
 def load_agent_model(agent_id: str | None, adapter: Path | None = None) -> AgentModel:
     """The agents' frozen model. The run loads its weights, unless the orchestrator's will do."""
-    name, use_4bit = _model(agent_id)
-    return AgentModel(name, adapter, use_4bit)
+    name, quantize = _model(agent_id)
+    return AgentModel(name, adapter, quantize)
 
 
-def _model(name: str | None) -> tuple[str, bool]:
-    """A model and whether it is loaded in 4-bit; None is what suits this machine."""
+def _model(name: str | None) -> tuple[str, str]:
+    """A model and how it is packed; None is what suits this machine."""
     if name is not None:
-        return name, False
+        return name, "none"
     setup = machine.default_setup()
-    return setup.model, setup.use_4bit
+    return setup.model, setup.quantize
 
 
 def run_grpo_training(

@@ -93,8 +93,15 @@ class Sampler:
             cache_bytes: for keys and values; None takes up to half of what is free.
 
         Raises:
-            UsageError: a merged copy was asked for and this architecture has no fast path.
+            UsageError: a merged copy was asked for and this architecture has no fast path; or the
+                tokenizer is another model's.
         """
+        rows = model.get_input_embeddings().num_embeddings
+        if len(tokenizer) > rows:
+            raise UsageError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model {rows}: they do not belong "
+                "together"
+            )
         self.model, self.tokenizer, self.seats = model, tokenizer, seats
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._weights, self.path = _choose_weights(model, merged)

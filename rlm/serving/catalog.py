@@ -14,6 +14,7 @@ from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL
 from rlm.models import ADAPTER_FILES, base_hash, check_adapter, check_base, read_run
 from rlm.prompts import FORMATS, Format
+from rlm.quantize import trained_on
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -37,13 +38,18 @@ class Catalog:
 
     model: str  # as --model takes it
     base_hash: str
-    use_4bit: bool
+    quantize: str  # of rlm.quantize.QUANTIZATIONS
     offered: dict[str, Offered]
     default: str
 
 
-def find_adapters(adapter: Path | None, folder: Path | None, model: str | None) -> Catalog:
+def find_adapters(
+    adapter: Path | None, folder: Path | None, model: str | None, quantize: str = "auto"
+) -> Catalog:
     """The adapter served by default (None: the base alone), and its neighbours in a folder.
+
+    Args:
+        quantize: how the base is packed; auto: as it was when the first adapter was trained.
 
     Raises:
         UsageError: one of them is missing, could execute code, or belongs to another base.
@@ -72,8 +78,9 @@ def find_adapters(adapter: Path | None, folder: Path | None, model: str | None) 
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         format = FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
         offered[path.name] = Offered(path.name, path, digest, run.get("stage", "unknown"), format)
-    use_4bit = bool(runs and runs[0].get("use_4bit", False))
-    return Catalog(model, model_hash, use_4bit, offered, paths[0].name if adapter else BASE)
+    if quantize == "auto":
+        quantize = trained_on(runs[0]) if runs else "none"
+    return Catalog(model, model_hash, quantize, offered, paths[0].name if adapter else BASE)
 
 
 def _check_files(path: Path, folder: Path | None) -> None:

@@ -1,0 +1,115 @@
+"""When a run goes bad: what it looks like in the metrics, and what to do about it.
+
+Each rule looks at the last steps. A warning is given when its rule begins to hold, and again only
+if it ceased to hold in between. All thresholds are here; a run that goes well is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+Row = Mapping[str, float]  # a line of metrics.jsonl
+
+WINDOW = 5  # steps that a rule averages over
+FLAT_STEPS = 30  # the reward of the last third of these is compared with the first third's
+FLAT_RISE = 0.01  # less than this is no rise
+FLAT_CEILING = 0.9  # above it there is little left to rise to
+
+
+@dataclass(frozen=True)
+class Rule:
+    """It holds if the mean of `metric` over the window is bad."""
+
+    metric: str
+    bad: Callable[[float], bool]
+    advice: str  # {:…} is the mean
+
+
+RULES = (
+    Rule(
+        "completion/truncated_rate",
+        lambda share: share >= 0.5,
+        "{:.0%} of the completions have no end, so no answer: raise --max-new-tokens, or train the "
+        "format longer with train_sft.py",
+    ),
+    Rule(
+        "reward/zero_signal_share",
+        lambda share: share >= 0.8,
+        "{:.0%} of the groups are all right or all wrong and teach nothing: problems nearer to "
+        "what the model can do, a larger --group-size, or a higher --temperature",
+    ),
+    Rule(
+        "policy/entropy",  # nats a token; a model trained on one format sits at 0.1 to 0.3
+        lambda nats: nats < 0.02,
+        "the entropy has fallen to {:.3f} nats a token, the model hardly tries anything new: lower "
+        "--learning-rate, raise --clip-eps-high or --temperature",
+    ),
+    Rule(
+        "loss/kl",  # nats a token, from the start adapter
+        lambda nats: nats > 1,
+        "the policy is {:.2g} nats a token away from where it started: lower --learning-rate or "
+        "raise --kl-weight, and read samples.jsonl",
+    ),
+    Rule(
+        "sampler/logprob_gap_mean",  # nats a token
+        lambda nats: nats > 0.1,
+        "sampler and trainer disagree by {:.2g} nats a token: try --sampler unmerged, or see "
+        "whether the server has this very model",
+    ),
+)
+NO_REWARD = (
+    "nothing was rewarded in {} steps: read samples.jsonl and the reason/ metrics; easier "
+    "problems, a larger --group-size or an SFT stage give it something to start from"
+)
+CONSTANT = (
+    "all completions of {} steps have the reward {:g}, there is nothing to compare: harder "
+    "problems, or another reward"
+)
+FLAT = (
+    "the reward has not risen in {} steps ({:.2f}, now {:.2f}): try a higher --learning-rate (LoRA "
+    "wants about ten times full fine-tuning's), more problems a step, or problems nearer to what "
+    "the model can do"
+)
+
+
+def warnings(rows: Sequence[Row]) -> dict[str, str]:
+    """What is wrong after these steps (oldest first): rule → one line with advice."""
+    recent = rows[-WINDOW:]
+    if len(recent) < WINDOW:
+        return {}
+    found = _reward_without_difference(recent)
+    for rule in RULES:
+        values = [row[rule.metric] for row in recent if rule.metric in row]
+        if len(values) == WINDOW and rule.bad(fmean(values)):
+            found[rule.metric] = rule.advice.format(fmean(values))
+    if "reward" in found:
+        found.pop("reward/zero_signal_share", None)  # said already, and more exactly
+    return found or _flat_reward(rows)
+
+
+def new_warnings(rows: Sequence[Row]) -> list[str]:
+    """The warnings of the last step that the step before it did not have."""
+    before = warnings(rows[:-1])
+    return [text for rule, text in warnings(rows).items() if rule not in before]
+
+
+def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
+    rewards = {row["reward/mean"] for row in recent}
+    if len(rewards) > 1 or any(row["reward/std"] for row in recent):
+        return {}
+    (reward,) = rewards
+    return {"reward": CONSTANT.format(WINDOW, reward) if reward else NO_REWARD.format(WINDOW)}
+
+
+def _flat_reward(rows: Sequence[Row]) -> dict[str, str]:
+    """Where nothing else explains it."""
+    if len(rows) < FLAT_STEPS:
+        return {}
+    rewards = [row["reward/mean"] for row in rows[-FLAT_STEPS:]]
+    third = FLAT_STEPS // 3
+    before, after = fmean(rewards[:third]), fmean(rewards[-third:])
+    if after - before >= FLAT_RISE or after >= FLAT_CEILING:
+        return {}
+    return {"flat": FLAT.format(FLAT_STEPS, before, after)}

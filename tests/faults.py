@@ -1,0 +1,92 @@
+"""Processes that meet an accident: forked, so that each costs no imports, and killed for real.
+
+The accident is put around calls to the operating system, through Python's audit events (what a
+program opens, renames, makes and deletes) and through resource limits; nothing in the product
+knows of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code (minus the signal that killed it), and what it said."""
+
+    code: int
+    text: str
+
+
+def start(action: Callable[[], int | None], said: Path) -> int:
+    """Fork a process that does `action` and writes what it says to a file; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70  # of a traceback
+    try:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it would warn about the fork
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(descriptor, number)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+        code = action() or 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(code)
+
+
+def wait(pid: int, said: Path) -> Ended:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Ended(code, said.read_text(encoding="utf-8"))
+
+
+def run(action: Callable[[], int | None], said: Path) -> Ended:
+    return wait(start(action, said), said)
+
+
+def on_file_events(under: Path, react: Callable[[str, str], None]) -> None:
+    """From now on, call `react(event, path)` before anything in a directory is changed.
+
+    Args:
+        react: may raise, as the system would, or end the process.
+    """
+
+    def hook(event: str, arguments: tuple) -> None:
+        opened = event == "open" and isinstance(arguments[1], str) and arguments[1][0] in "wax"
+        if not (opened or event in CHANGES) or not isinstance(arguments[0], str | Path):
+            return
+        path = str(arguments[1] if event == "os.rename" else arguments[0])  # of a rename: the new
+        if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:  # relative to a directory
+            path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)
+        if path.startswith(str(under)):
+            react(event, path)
+
+    sys.addaudithook(hook)
+
+
+def at(event: str, name: str, occurrence: int, action: Callable[[], None]) -> Callable:
+    """A reaction: `action` the n-th time that `event` happens to a path that holds `name`."""
+    seen = 0
+
+    def react(what: str, path: str) -> None:
+        nonlocal seen
+        if what == event and name in path:
+            seen += 1
+            if seen == occurrence:
+                action()
+
+    return react

@@ -1,0 +1,630 @@
+"""What happens to runs: kills, signals, full disks, bad gradients, lost readers.
+
+Each accident ends a real process (tests/faults.py); then `--resume` must give, bit for bit, the
+adapter, metrics and samples of a run to which nothing happened. docs/reliability.md has the table.
+"""
+
+import errno
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from conftest import byte_tokenizer
+from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
+
+import train_grpo
+from rlm.config import run_main
+from rlm.data import Problem
+from rlm.grpo_config import GRPOConfig
+from rlm.sampling import Sampler
+
+ROOT = Path(__file__).parent.parent
+KILLED = -signal.SIGKILL
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Runs:
+    """Runs of three steps on the tiny model, each in a process of its own."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        self.said = folder / "said.txt"
+
+    def options(self, name: str, **changes: object) -> list[str]:
+        options = {
+            "model": self.model, "sft_adapter": "none", "steps": 3, "batch_size": 4,
+            "group_size": 4, "max_new_tokens": 6, "learning_rate": 0.01, "lora_r": 4,
+            "eval_every": 2, "sample_every": 0, "save_every": 1, "seed": 3,
+            "run_dir": self.folder / name, "output": self.folder / f"{name}_adapter",
+        }  # fmt: skip
+        return [f"--{key}={value}" for key, value in (options | changes).items()]
+
+    def start(self, name, *flags, before=lambda: None, **changes) -> int:
+        """A run that begins with `before`, as `python train_grpo.py` would run."""
+
+        def main(config):
+            # The picture takes longer than the run; other tests draw it.
+            train_grpo.learning_curves = lambda rows, file: file.touch()
+            trainer = train_grpo.GRPOTrainer(
+                config.model, config, reward_fn=likes_letters, device=CPU
+            )
+            trainer.train(PROBLEMS, PROBLEMS[:3])
+            return 0
+
+        def action():
+            before()
+            run_main(main, GRPOConfig, argv=[*self.options(name, **changes), *flags])
+
+        return faults.start(action, self.said)
+
+    def run(self, name, *flags, **arguments) -> faults.Ended:
+        return faults.wait(self.start(name, *flags, **arguments), self.said)
+
+    def watched(self, name, react, *flags, **arguments) -> faults.Ended:
+        """A run in which `react` sees what is about to be changed on the disk."""
+
+        def before():
+            faults.on_file_events(self.folder, react)
+
+        return self.run(name, *flags, before=before, **arguments)
+
+    def result(self, name) -> tuple:
+        """All that must not depend on accidents: adapter, metrics, samples, spreadsheet columns."""
+        run, adapter = self.folder / name, self.folder / f"{name}_adapter"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+        history = json.loads((adapter / "run.json").read_text())
+        return (
+            (adapter / "adapter_model.safetensors").read_bytes(),
+            without_clock(rows),
+            (run / "samples.jsonl").read_text(),
+            (run / "train_logs.csv").read_text().splitlines()[0],
+            [history[key] for key in ("step", "accuracy", "steps_run", "base_hash")],
+        )
+
+    def leftovers(self) -> list[Path]:
+        return [p for p in self.folder.rglob(".*") if p.name != ".lock"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_dir, tmp_path_factory):
+    """The result of a run to which nothing happens."""
+    train_grpo.GRPOTrainer(str(model_dir), GRPOConfig(sft_adapter=None), device=CPU)  # imports
+    runs = Runs(model_dir, tmp_path_factory.mktemp("undisturbed"))
+    ended = runs.run("run")
+    assert ended.code == 0, ended.text
+    first, *_ = result = runs.result("run")
+    assert result[1][0]["optim/grad_norm"] > 0  # it did learn something
+    assert len(first) > 1000
+    return result
+
+
+@pytest.fixture
+def runs(model_dir, tmp_path):
+    return Runs(model_dir, tmp_path)
+
+
+# --- kill -9 ------------------------------------------------------------------------------------
+
+KILL_POINTS = {
+    "before the first checkpoint": ("os.mkdir", ".step_000000.new", 1),
+    "before a checkpoint's state": ("open", ".step_000001.new/.state.json", 1),
+    "before its manifest": ("open", ".step_000002.new/.manifest.json", 1),
+    "before its rename": ("os.rename", "checkpoints/step_000002", 1),
+    "before an old one is deleted": ("os.rename", ".step_000000.old", 1),
+    "while an old one is deleted": ("os.remove", ".step_000000.old", 2),
+    "before metrics are logged": ("open", "metrics.jsonl", 2),
+    "before samples are logged": ("open", "samples.jsonl", 2),
+    "before the adapter is written": ("os.mkdir", ".run_adapter.new", 1),
+    "before its history is written": ("open", ".run_adapter.new/.run.json", 1),
+    "before the adapter's rename": ("os.rename", "/run_adapter", 1),
+    "before the spreadsheet": ("open", "train_logs.csv", 1),
+}
+
+
+IN_MAKE_TEST = ("before its rename", "while an old one is deleted", "before samples are logged")
+
+
+def some(names, kept):
+    """All in `make test-faults`, these in `make test` too."""
+    return [
+        pytest.param(name, marks=() if name in kept else pytest.mark.slow, id=str(name))
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("point", some(KILL_POINTS, IN_MAKE_TEST))
+def test_killed_and_resumed_equals_undisturbed(runs, undisturbed, point):
+    ended = runs.watched("run", faults.at(*KILL_POINTS[point], kill))
+    assert ended.code == KILLED, ended.text
+    flags = [] if point == "before the first checkpoint" else ["--resume"]
+    ended = runs.run("run", *flags)
+    assert ended.code == 0, ended.text
+    assert "damaged" not in ended.text
+    assert runs.result("run") == undisturbed
+    assert runs.leftovers() == []
+
+
+def test_killed_between_the_two_renames_of_an_export(runs, undisturbed):
+    """The old adapter has been moved away, the new one is not there yet."""
+    assert runs.run("run", seed=4).code == 0
+    old = (runs.folder / "run_adapter" / "adapter_model.safetensors").read_bytes()
+    ended = runs.watched("run", faults.at("os.rename", "/run_adapter", 2, kill))
+    assert ended.code == KILLED, ended.text
+    assert not (runs.folder / "run_adapter").exists()
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+    kept = runs.folder / "run_adapter.prev" / "adapter_model.safetensors"
+    assert kept.read_bytes() == old != undisturbed[0]
+
+
+@pytest.mark.slow
+def test_killed_twice_and_in_the_middle_of_a_file(runs, undisturbed):
+    """The system itself ends the process as it writes the tensors of the second checkpoint."""
+
+    def cut():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    ended = runs.run("run", before=cut)
+    assert ended.code == -signal.SIGXFSZ, ended.text
+    assert list((runs.folder / "run" / "checkpoints").glob(".step_000001.new/*"))
+    ended = runs.watched("run", faults.at("open", "metrics.jsonl", 2, kill), "--resume")
+    assert ended.code == KILLED, ended.text
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+    assert runs.leftovers() == []
+
+
+@pytest.mark.slow
+def test_killed_before_every_change_on_the_disk(runs, undisturbed):
+    """Not ten points but all of them, one process each."""
+    ended = runs.watched("counted", lambda event, path: print("a change:", event))  # noqa: T201
+    assert ended.code == 0
+    changes = ended.text.count("a change:")
+    assert 50 < changes < 200
+    for number in range(1, changes + 1):
+        left = [number]
+
+        def react(event, path, left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                kill()
+
+        name = f"run{number}"
+        ended = runs.watched(name, react)
+        assert ended.code == KILLED, (number, ended.text)
+        ended = runs.run(name, "--resume")
+        if ended.code == 2:  # nothing had been saved: it says so, and starts anew
+            assert "no checkpoint" in ended.text
+            ended = runs.run(name)
+        assert ended.code == 0, (number, ended.text)
+        assert runs.result(name) == undisturbed, number
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+def on_call(owner, name, number, action):
+    """Replace a function by one that does `action` before its n-th call."""
+    function, count = getattr(owner, name), 0
+
+    def wrapped(*arguments, **options):
+        nonlocal count
+        count += 1
+        if count == number:
+            action()
+        return function(*arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def sends(*numbers):
+    """Signals that a process gets in its second step."""
+
+    def action():
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return lambda: on_call(torch.nn.utils, "clip_grad_norm_", 2, action)
+
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+@pytest.mark.parametrize("number", some(CODES, [signal.SIGTERM]))
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(runs, undisturbed, number):
+    ended = runs.run("a run ü", before=sends(number), save_every=0)
+    assert ended.code == CODES[number]
+    assert "stopping after this step" in ended.text
+    assert "is saved up to step 2; go on with: python " in ended.text
+    assert "Traceback" not in ended.text
+    command = shlex.split(ended.text.partition("go on with: ")[2])
+    expected = [*runs.options("a run ü", save_every=0), "--resume"]
+    assert command[-len(expected) :] == expected
+    assert runs.run("a run ü", "--resume", save_every=0).code == 0
+    assert runs.result("a run ü") == undisturbed
+
+
+def test_a_second_signal_leaves_at_once(runs, undisturbed):
+    ended = runs.run("run", before=sends(signal.SIGINT, signal.SIGTERM))
+    assert ended.code == -signal.SIGTERM  # by the system itself; a shell says 143
+    assert len((runs.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+
+
+@pytest.mark.parametrize("place", some(["rollout", "backward", "save", "export"], []))
+def test_a_signal_anywhere(runs, undisturbed, place):
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def before():
+        if place == "rollout":
+            on_call(Sampler, "sample", 3, interrupt)
+        elif place == "backward":
+            on_call(torch.Tensor, "backward", 2, interrupt)
+        else:
+            name = {"save": "checkpoints/step_000001", "export": "/run_adapter"}[place]
+            faults.on_file_events(runs.folder, faults.at("os.rename", name, 1, interrupt))
+
+    ended = runs.run("run", before=before)
+    if place == "export":  # the last step was over: what is left to do is done
+        assert ended.code == 0, ended.text
+    else:
+        assert ended.code == 143, ended.text
+        assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+
+
+@pytest.mark.slow
+def test_what_was_ignored_stays_ignored(runs, undisturbed):
+    """nohup: the terminal may go."""
+
+    def before():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        sends(signal.SIGHUP)()
+
+    assert runs.run("run", before=before).code == 0
+    assert runs.result("run") == undisturbed
+
+
+# --- two trainers -------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_is_refused_until_the_first_is_dead(runs, undisturbed):
+    reading, writing = os.pipe()
+
+    def stay():
+        os.write(writing, b"!")
+        time.sleep(600)
+
+    first = runs.start("run", before=lambda: on_call(torch.nn.utils, "clip_grad_norm_", 2, stay))
+    assert os.read(reading, 1) == b"!"
+    for flags in ([], ["--resume"]):
+        second = runs.run("run", *flags)
+        assert second.code == 2
+        assert f"process {first} on " in second.text
+        assert "trains there" in second.text
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+
+
+# --- disks --------------------------------------------------------------------------------------
+
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+FULL = {
+    "state": ("open", ".step_000002.new/.state.json", 1),
+    "checkpoint": ("os.rename", "checkpoints/step_000002", 1),
+    "metrics": ("open", "metrics.jsonl", 2),
+    "samples": ("open", "samples.jsonl", 2),
+    "export": ("open", ".run_adapter.new/.run.json", 1),
+    "spreadsheet": ("open", "train_logs.csv", 1),
+}
+
+
+@pytest.mark.parametrize("place", some(FULL, ["metrics"]))
+def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(runs, undisturbed, place):
+    ended = runs.watched("run", faults.at(*FULL[place], full))
+    assert ended.code == 2, ended.text
+    (line,) = [line for line in ended.text.splitlines() if "error" in line]
+    assert "cannot be written: No space left on device" in line
+    assert "--resume" in line
+    assert "Traceback" not in ended.text
+    assert runs.leftovers() == []
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_limit_on_the_size_of_files(runs, undisturbed):
+    """Here the write itself fails, in the library that writes tensors."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    ended = runs.run("run", before=limit)
+    assert ended.code == 2, ended.text
+    assert "cannot be written" in ended.text
+    assert "Traceback" not in ended.text
+    assert runs.leftovers() == []
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+
+
+def test_too_little_room_for_the_checkpoints_is_said_before_training(runs):
+    def small():
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(9, 9, 4096)
+
+    ended = runs.run("run", before=small)
+    assert ended.code == 2
+    assert "are needed, 0 MB are free" in ended.text
+    assert "step 1/3" not in ended.text
+
+
+def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, undisturbed):
+    assert runs.run("run", seed=4).code == 0
+    adapter = runs.folder / "run_adapter" / "adapter_model.safetensors"
+    old = adapter.read_bytes()
+
+    def spoil():
+        import rlm.models
+
+        write = rlm.models.write_whole
+
+        def and_flip(file, content):
+            write(file, content)
+            written = file.with_name("adapter_model.safetensors")
+            if written.exists():
+                content = bytearray(written.read_bytes())
+                content[-1] ^= 1
+                written.write_bytes(content)
+
+        rlm.models.write_whole = and_flip
+
+    ended = runs.run("run", before=spoil)
+    assert ended.code == 2
+    assert "does not read back (other tensors than the model's)" in ended.text
+    assert adapter.read_bytes() == old
+    assert runs.leftovers() == []
+    assert runs.run("run", "--resume").code == 0
+    assert runs.result("run") == undisturbed
+
+
+# --- gradients that are not finite --------------------------------------------------------------
+
+
+def poison(updates):
+    """The gradients of these updates (counted from 0) are NaN."""
+    count = -1
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def poisoned(parameters, limit):
+        nonlocal count
+        count += 1
+        parameters = list(parameters)
+        if count in updates:
+            parameters[0].grad[0] = torch.nan
+        return clip(parameters, limit)
+
+    torch.nn.utils.clip_grad_norm_ = poisoned
+
+
+def rates(runs, name):
+    rows = [json.loads(line) for line in (runs.folder / name / "metrics.jsonl").open()]
+    return [row["optim/lr"] for row in rows], [row["optim/skipped"] for row in rows]
+
+
+FOREVER = {"steps": 8, "lr_schedule": "constant", "warmup_steps": 0, "keep_checkpoints": 1}
+
+
+def test_three_bad_gradients_in_a_row_go_back_to_the_last_good_weights(runs):
+    """Updates 2, 3, 4 are bad: the weights that gave update 1 are those before step 2."""
+    ended = runs.run("run", before=lambda: poison({2, 3, 4}), **FOREVER)
+    assert ended.code == 0, ended.text
+    assert "weights of step 1 again, half the learning rate" in ended.text
+    assert ended.text.count("update skipped") == 3
+    assert rates(runs, "run") == ([0.01] * 5 + [0.005] * 3, [0, 0, 1, 2, 3, 3, 3, 3])
+
+
+@pytest.mark.slow
+def test_going_back_survives_a_kill(runs):
+    """Killed while updates are being skipped, and after going back: nothing is counted twice."""
+    whole = runs.run("whole", before=lambda: poison({2, 3, 4}), **FOREVER)
+    assert whole.code == 0, whole.text
+    for step in (4, 6):  # checkpoints after two skipped updates, and after going back
+        name = f"killed{step}"
+
+        def before(step=step):
+            poison({2, 3, 4})
+            react = faults.at("open", "samples.jsonl", step + 1, kill)
+            faults.on_file_events(runs.folder, react)
+
+        assert runs.run(name, before=before, **FOREVER).code == KILLED
+        left = {number - step for number in (2, 3, 4)}
+        ended = runs.run(name, "--resume", before=lambda left=left: poison(left), **FOREVER)
+        assert ended.code == 0, ended.text
+        assert runs.result(name) == runs.result("whole")
+
+
+@pytest.mark.slow
+def test_bad_gradients_at_half_the_rate_too_end_the_run(runs):
+    ended = runs.run("run", before=lambda: poison(set(range(2, 99))), **FOREVER | {"steps": 30})
+    assert ended.code == 2
+    assert "at half the rate too; start again with a lower --learning-rate" in ended.text
+    assert ended.text.count("update skipped") == 6  # twice three, not twenty-eight
+
+
+@pytest.mark.slow
+def test_bad_gradients_from_the_start_are_the_start_weights_again(runs):
+    ended = runs.run("run", before=lambda: poison({0, 1, 2}), **FOREVER)
+    assert ended.code == 0, ended.text
+    assert "weights of step 0 again" in ended.text
+
+
+# --- what a resumed run may change --------------------------------------------------------------
+
+
+def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monkeypatch):
+    assert runs.run("run", steps=2).code == 0
+    config = (runs.folder / "run" / "config.json").read_text()
+    changes = {"steps": 2, "learning_rate": 0.02, "group_size": 8, "seats": 7}
+    ended = runs.run("run", "--resume", **changes)
+    assert ended.code == 2
+    assert "--learning-rate: 0.01 → 0.02" in ended.text
+    assert "--group-size: 4 → 8" in ended.text
+    assert "--accept-changes" in ended.text
+    assert "seats" not in ended.text  # how fast, not what
+    assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
+
+    monkeypatch.setattr("test_faults.PROBLEMS", PROBLEMS[1:])
+    ended = runs.run("run", "--resume", steps=2)
+    assert ended.code == 2
+    assert "training data: 40 problems, sha256 " in ended.text
+    assert "→ 39 problems, sha256 " in ended.text
+    ended = runs.run("run", "--resume", "--accept-changes", **changes)
+    assert ended.code == 0, ended.text
+    assert "changed since: --group-size: 4 → 8" in ended.text
+
+
+@pytest.mark.slow
+def test_more_steps_are_no_change_unless_the_learning_rate_follows_them(runs):
+    assert runs.run("linear", steps=1).code == 0
+    ended = runs.run("linear", "--resume", steps=2)
+    assert (ended.code, "--steps: 1 → 2" in ended.text) == (2, True)
+    assert runs.run("constant", steps=1, lr_schedule="constant").code == 0
+    assert runs.run("constant", "--resume", steps=2, lr_schedule="constant").code == 0
+
+
+# --- readers, terminals, memory -----------------------------------------------------------------
+
+
+def close_the_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+
+
+def close_stdout():
+    os.close(1)
+    sys.stdout = None
+
+
+def close_all():
+    for number in (0, 1, 2):
+        os.close(number)
+    sys.stdout = sys.stderr = sys.stdin = None
+
+
+def full_stdout():
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+CLOSE = {f.__name__: f for f in (close_the_pipe, close_stdout, close_all, full_stdout)}
+
+
+@pytest.mark.parametrize("close", some(CLOSE, ["close_the_pipe", "close_all"]))
+def test_nobody_has_to_read_what_a_run_prints(runs, undisturbed, close):
+    ended = runs.run("run", before=CLOSE[close])
+    assert ended.code == 0, ended.text
+    assert runs.result("run") == undisturbed  # and nothing of it landed in another file
+
+
+def test_without_a_terminal_lines_are_plain(runs):
+    ended = runs.run("run", sample_every=1)
+    assert "\x1b" not in ended.text
+    assert "\r" not in ended.text
+    assert [f"step {n}/3" in ended.text for n in (1, 2, 3)] == [True] * 3
+
+
+def test_out_of_memory_is_one_line(runs):
+    def starve():
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
+        on_call(torch.nn.utils, "clip_grad_norm_", 1, lambda: torch.zeros(2**28))
+
+    ended = runs.run("run", before=starve)
+    assert ended.code == 2, ended.text
+    assert "error: out of memory" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_an_adapter_with_nan_is_refused(runs, tokenizer):
+    from rlm.models import load_base, new_adapter, save_adapter
+
+    policy = new_adapter(load_base(str(runs.model), CPU), r=4, alpha=8)
+    next(t for n, t in policy.named_parameters() if "lora_A" in n).data[0, 0] = torch.nan
+    save_adapter(policy, tokenizer, runs.folder / "start", {})
+    ended = runs.run("run", sft_adapter=runs.folder / "start")
+    assert ended.code == 2
+    assert "holds values that are not finite" in ended.text
+
+
+def test_a_tokenizer_of_another_model_is_refused(runs, tokenizer, tmp_path):
+    shutil.copytree(runs.model, tmp_path / "model")
+    other = byte_tokenizer()
+    other.add_tokens(["one", "too", "many"])
+    other.save_pretrained(tmp_path / "model")
+    ended = runs.run("run", model=tmp_path / "model")
+    assert ended.code == 2
+    assert "the tokenizer has 262 tokens, the model 259" in ended.text
+
+
+def test_a_prompt_that_the_model_cannot_take_is_refused(runs, monkeypatch):
+    long = Problem("long", "1 + 1?" * 200, "2")
+    monkeypatch.setattr("test_faults.PROBLEMS", [*PROBLEMS, long])
+    ended = runs.run("run")
+    assert ended.code == 2
+    assert "tokens and --max-new-tokens 6 exceed the model's 1024" in ended.text
+
+
+# --- the script itself --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_is_stopped_and_goes_on_by_its_own_command(model_dir, tmp_path):
+    """`python train_grpo.py`, SIGTERM from outside, then the command that it printed."""
+    python = Path(sys.executable)
+    arguments = [
+        "train_grpo.py", "--model", model_dir, "--dataset", "word-problems:1", "--sft-adapter",
+        "none", "--steps", 40, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 16,
+        "--eval-samples", 2, "--run-dir", tmp_path / "a run's", "--output", tmp_path / "adapter",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [python, *map(str, arguments)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 143, (out, said)
+    command = said.partition("go on with: ")[2].strip()
+    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed " in done.stdout
+    rows = (tmp_path / "a run's" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in rows] == list(range(40))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()

@@ -1,0 +1,96 @@
+"""Warnings: each rule begins where it should, says what to do, and is silent in a good run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlm.health import FLAT_STEPS, WINDOW, new_warnings, warnings
+
+GOOD = {
+    "reward/mean": 0.4,
+    "reward/std": 0.49,
+    "reward/zero_signal_share": 0.4,
+    "completion/truncated_rate": 0.02,
+    "policy/entropy": 0.12,
+    "loss/kl": 0.0,
+    "sampler/logprob_gap_mean": 3e-6,
+}
+DEMO = Path(__file__).parent.parent / "docs" / "results" / "demo" / "metrics.jsonl"
+
+
+def rows(count=WINDOW, **changes):
+    changes = {name.replace("__", "/"): value for name, value in changes.items()}
+    return [GOOD | changes] * count
+
+
+def test_a_good_run_is_silent():
+    assert warnings(rows()) == {}
+    demo = [json.loads(line) for line in DEMO.open()]
+    assert len(demo) > WINDOW
+    for end in range(len(demo) + 1):
+        assert new_warnings(demo[:end]) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "silent", "bad", "advice"),
+    [
+        ("completion__truncated_rate", 0.49, 0.5, "50% of the completions have no end"),
+        ("reward__zero_signal_share", 0.79, 0.8, "--group-size"),
+        ("policy__entropy", 0.021, 0.019, "fallen to 0.019 nats"),
+        ("loss__kl", 1.0, 1.1, "--kl-weight"),
+        ("sampler__logprob_gap_mean", 0.1, 0.2, "--sampler unmerged"),
+    ],
+)
+def test_each_rule_holds_beyond_its_threshold_and_gives_advice(metric, silent, bad, advice):
+    assert warnings(rows(**{metric: silent})) == {}
+    (text,) = warnings(rows(**{metric: bad})).values()
+    assert advice in text
+    assert "--" in text  # an option to change
+    assert "\n" not in text
+
+
+def test_one_bad_step_is_no_warning_and_neither_is_a_short_run():
+    assert warnings([*rows(WINDOW - 1), *rows(1, policy__entropy=0.0)]) == {}
+    assert warnings(rows(WINDOW - 1, policy__entropy=0.0)) == {}
+
+
+def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
+    nothing = rows(reward__mean=0.0, reward__std=0.0, reward__zero_signal_share=1.0)
+    assert list(warnings(nothing)) == ["reward"]  # and not the zero-signal groups once more
+    assert "nothing was rewarded in 5 steps" in warnings(nothing)["reward"]
+    everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
+    assert "have the reward 1" in warnings(everything)["reward"]
+    changing = [*rows(4, reward__std=0.0), *rows(1, reward__std=0.0, reward__mean=0.5)]
+    assert "reward" not in warnings(changing)
+
+
+def test_a_reward_that_does_not_rise():
+    def climbing(rise, start=0.4):
+        return [
+            GOOD | {"reward/mean": start + rise * i / FLAT_STEPS, "reward/std": 0.1}
+            for i in range(FLAT_STEPS)
+        ]
+
+    assert list(warnings(climbing(0.0))) == ["flat"]
+    assert list(warnings(climbing(-0.2))) == ["flat"]
+    assert warnings(climbing(0.1)) == {}
+    assert warnings(climbing(0.0)[1:]) == {}  # too early to say
+    assert warnings(climbing(0.0, start=0.95)) == {}  # nothing left to rise to
+    bad = [row | {"policy/entropy": 0.0} for row in climbing(0.0)]
+    assert list(warnings(bad)) == ["policy/entropy"]  # the cause, not the effect
+
+
+def test_a_warning_comes_once_until_it_has_gone_and_comes_again():
+    history, said = [], []
+    for entropy in [0.1] * 5 + [0.0] * 10 + [0.5] * 5 + [0.0] * 10:
+        history.append(GOOD | {"policy/entropy": entropy})
+        said.append(len(new_warnings(history)))
+    assert sum(said) == 2
+    assert said.index(1) == 9  # the mean of 0.1 and four zeros is 0.02: not below
+
+
+def test_figures_that_are_missing_or_not_numbers_are_passed_over():
+    without = [{k: v for k, v in row.items() if "entropy" not in k} for row in rows()]
+    assert warnings(without) == {}
+    assert warnings(rows(policy__entropy=float("nan"))) == {}
