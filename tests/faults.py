@@ -8,6 +8,7 @@ knows of it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,8 @@ def start(action: Callable[[], int | None], said: Path) -> int:
         return pid
     code = 70  # of a traceback
     try:
+        # Tests started in the background of a shell ignore Ctrl-C, and so would this process.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it would warn about the fork
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -150,7 +150,9 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     assert run["examples"] == 640
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_the_word_that_helps_is_learned(base, start, tmp_path, seed):
     config = options(
         base, tmp_path, sft_adapter=start, steps=12, group_size=8, seed=seed,

@@ -79,7 +79,9 @@ def base_tensors(trainer):
     }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_a_toy_reward_is_learned(model_dir, tmp_path, seed):
     config = a_config(tmp_path, steps=30, group_size=8, seed=seed, save_every=0)
     train(model_dir, config)
@@ -136,12 +138,13 @@ def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"updates_per_batch": 2, "algorithm": "gspo"},
-        {"kl_weight": 0.1},
-        {"algorithm": "dapo", "group_size": 2},
+        pytest.param({}, id="grpo"),
+        pytest.param(
+            {"updates_per_batch": 2, "algorithm": "gspo"}, id="gspo", marks=pytest.mark.slow
+        ),
+        pytest.param({"kl_weight": 0.1}, id="kl", marks=pytest.mark.slow),
+        pytest.param({"algorithm": "dapo", "group_size": 2}, id="dapo"),
     ],
-    ids=["grpo", "gspo", "kl", "dapo"],
 )
 def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, options):
     options |= {"steps": 6, "lr_schedule": "cosine", "eval_every": 2}
