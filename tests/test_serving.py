@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -201,6 +202,35 @@ def test_a_prompt_at_the_limit_is_answered(server, tokenizer):
 @pytest.mark.parametrize("prompt", ["{{ 7*7 }} {% for x in y %}", "![](http://169.254.169.254/)"])
 def test_prompts_are_only_text(server, prompt):
     assert server.post({"prompt": prompt}).status_code == 200
+
+
+WATCHED: list[list[str]] = []  # where to write down what leaves the process, or opens a file
+
+
+def _watch(event: str, arguments: tuple) -> None:
+    if WATCHED and event in ("socket.connect", "socket.getaddrinfo", "open", "subprocess.Popen"):
+        WATCHED[0].append(f"{event} {arguments}")
+
+
+def test_nothing_goes_out_because_of_a_prompt(server):
+    """Neither to the network nor to the disk, beyond the client's own connection."""
+    sys.addaudithook(_watch)  # cannot be taken off again, but is silent outside this test
+    for place in ("http://192.0.2.7/a.png", "//evil.invalid/x", "file:///etc/hostname"):
+        for text in (
+            place,
+            f"![look]({place})",
+            f'<img src="{place}">',
+            f"Read {place} aloud",
+        ):
+            seen: list[str] = []
+            WATCHED.append(seen)
+            try:
+                assert server.post({"prompt": text}).status_code == 200
+            finally:
+                WATCHED.clear()
+            assert any("socket.connect" in line for line in seen)  # the hook sees the client
+            for part in ("192.0.2.7", "evil.invalid", "hostname", "Popen"):
+                assert not any(part in line for line in seen), seen
 
 
 def test_tags_in_the_prompt_change_nothing(server):

@@ -48,6 +48,15 @@ def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return 2 * heads * head_width(config) * dtype.itemsize
 
 
+def coarse(length: int, grain: int, most: int) -> int:
+    """`length` rounded up to a multiple of `grain`, but `most` at most.
+
+    Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
+    megabyte, up to a thousand of them.
+    """
+    return min(-(-length // grain) * grain, most)
+
+
 class Cache:
     """Preallocated storage, and the attention over it."""
 
@@ -121,7 +130,9 @@ class Cache:
             torch.tensor(part, device=self._device)
             for part in (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         ]
-        longest = [max(prefix_lengths), max(prompt_lengths), max(own_lengths) + 1]
+        needed = (max(prefix_lengths), max(prompt_lengths), max(own_lengths) + 1)
+        room = (self.room.prefix_tokens, self.room.prompt_tokens, self.room.new_tokens)
+        longest = [coarse(n, 32, most) for n, most in zip(needed, room, strict=True)]
         mask = self._mask(lengths, longest)
         grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
         own = lengths[2] - 1

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlm import machine
 from rlm.config import UsageError
 from rlm.prompts import stop_token_ids
-from rlm.sampling.cache import Attend, Cache, Room, token_bytes
+from rlm.sampling.cache import Attend, Cache, Room, coarse, token_bytes
 from rlm.sampling.draw import draw, uniforms
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.weights import MergedWeights, ModelWeights, copy_bytes, why_not_fused
@@ -234,7 +234,7 @@ class Sampler:
         self._free_slots = list(reversed(range(self._cache.room.slots)))
         self._prefix = tuple(prefix)
         if prefix:
-            self._read([prefix], 0, self._cache.read_prefix())
+            self._read([prefix], 0, self._cache.read_prefix(), len(prefix))
 
     def _fitting(self, room: Room) -> Room:
         """The room, with as many seats and slots as the memory budget allows."""
@@ -342,17 +342,19 @@ class Sampler:
             self._waiting.extend(_Row(prompt, row, last) for row in range(prompt.request.n))
         texts = [prompt.rest for prompt in prompts]
         if any(texts):
-            attend = self._cache.read_prompts(
-                [prompt.slot for prompt in prompts], max(map(len, texts)), prompts[0].prefix
-            )
-            self._read(texts, prompts[0].prefix, attend)
+            tokens = coarse(max(map(len, texts)), 8, self._cache.room.prompt_tokens)
+            slots = [prompt.slot for prompt in prompts]
+            attend = self._cache.read_prompts(slots, tokens, prompts[0].prefix)
+            self._read(texts, prompts[0].prefix, attend, tokens)
         return bool(prompts)
 
-    def _read(self, texts: Sequence[Sequence[int]], start: int, attend: Attend) -> None:
+    def _read(
+        self, texts: Sequence[Sequence[int]], start: int, attend: Attend, tokens: int
+    ) -> None:
         """One pass over texts, padded on the right, where causal attention never looks."""
-        device, longest = self.model.device, max(map(len, texts))
-        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-        positions = torch.arange(start, start + longest).expand(len(texts), -1)
+        device = self.model.device
+        ids = torch.tensor([[*text, *[0] * (tokens - len(text))] for text in texts])
+        positions = torch.arange(start, start + tokens).expand(len(texts), -1)
         self._weights.hidden(ids.to(device), positions.to(device), attend)
 
     def _decode(self, rows: Sequence[_Row]) -> torch.Tensor:
