@@ -166,7 +166,6 @@ def train(
         load_tokenizer,
         new_adapter,
         save_adapter,
-        use_lean_lora,
     )
     from rlm.runs import RunDirectory, check_writable
     from rlm.tracking import open_tracker
@@ -202,8 +201,6 @@ def train(
     else:
         dropout = config.lora_dropout
         policy = new_adapter(base, r=config.lora_r, alpha=config.lora_alpha, dropout=dropout)
-    if config.lora_dropout == 0:
-        use_lean_lora(policy)
     steps = config.epochs * -(-len(kept) // config.batch_size)
     terminal.facts(
         "Stage 1: supervised fine-tuning",
