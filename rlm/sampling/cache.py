@@ -132,7 +132,7 @@ class Cache:
         ]
         needed = (max(prefix_lengths), max(prompt_lengths), max(own_lengths) + 1)
         room = (self.room.prefix_tokens, self.room.prompt_tokens, self.room.new_tokens)
-        longest = [coarse(n, 32, most) for n, most in zip(needed, room, strict=True)]
+        longest = [coarse(n, 64, most) for n, most in zip(needed, room, strict=True)]
         mask = self._mask(lengths, longest)
         grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
         own = lengths[2] - 1
