@@ -20,6 +20,7 @@ from recipes.experience.scaffold import parse_scaffold
 from rlm.config import UsageError, parse, run_main
 from rlm.experiences import load_experiences
 from rlm.records import Journal, read_lines
+from server import ServerConfig
 
 ROOT = Path(__file__).parent.parent
 KEY = "sk-very-secret"
@@ -143,6 +144,14 @@ def test_flags_reach_the_requests(place, rollouts):
     assert {body["max_tokens"] for body in bodies} == {77}
     assert len({body["seed"] for body in bodies}) == len(bodies)
     assert len(place.asked("scaffold")) == 2 * rollouts
+
+
+def test_an_endpoint_with_short_replies_is_not_asked_for_longer_ones(place):
+    place.configure(max_tokens=50)
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+    assert {body["max_tokens"] for body in place.asked()} == {50}
+    own = load_settings(["critic"], place.path / "nothing.json", {})["critic"]
+    assert own.max_tokens <= ServerConfig.max_new_tokens  # that of `python server.py`
 
 
 def test_default_temperatures(place):

@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from rlm.remote import (
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 CONFIG = Path("data/api_keys/api_config.json")
-OWN_SERVER = "http://127.0.0.1:8000/v1"  # python server.py
+# python server.py; a small model that has not stopped after 256 tokens seldom does.
+OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256}
 
 
 class RoleSettings(BaseModel):
@@ -48,6 +50,7 @@ class RoleSettings(BaseModel):
     role: str = ""
     notes: str = ""
     price: Price = FREE
+    max_tokens: int | None = Field(None, ge=1)  # longest reply that the endpoint gives
     concurrency: int = Field(4, ge=1)
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
@@ -79,7 +82,7 @@ def load_settings(
         if not entry and name == "judge":
             continue
         if not entry and not path.exists():
-            entry = {"base_url": OWN_SERVER}
+            entry = OWN_SERVER
         found[name] = _checked(name, entry, path)
     return found
 
@@ -127,7 +130,7 @@ class Role:
             backoff=settings.backoff,
             pace=Pace(settings.requests_per_minute, settings.tokens_per_minute),
         )
-        self._journal = journal
+        self._journal, self._most = journal, settings.max_tokens or sys.maxsize
         # One name for a run: asked once, and before anything is paid.
         self.model = settings.model or self._told(self.client.models, ())[0]["id"]
 
@@ -148,7 +151,7 @@ class Role:
             "messages": [{"role": "user", "content": prompt}],
             "model": self.model,
             "temperature": temperature,
-            "max_tokens": max_tokens,
+            "max_tokens": min(max_tokens, self._most),
             "seed": int(hashlib.sha256(f"{self.name} {stage} {seed}".encode()).hexdigest()[:7], 16),
         }
         key = hashlib.sha256(json.dumps([self.name, asked], sort_keys=True).encode()).hexdigest()
