@@ -54,7 +54,7 @@ class ServerConfig:
     requests_per_minute: int = flag(120, "for each key")
     seats: int = flag(16, "completions drawn at the same time")
     max_new_tokens: int = flag(512, "longest completion that may be asked for")
-    max_prompt_tokens: int = flag(2048, "longest prompt, system prompt included")
+    max_prompt_tokens: int = flag(512, "longest prompt, system prompt included")
     queue: int = flag(64, "requests accepted and not yet answered")
     deadline: float = flag(120.0, "seconds a request may take")
     ngrok: bool = flag(False, "open a public URL through ngrok")

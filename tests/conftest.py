@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
 settings.register_profile("repeatable", derandomize=True)  # the same examples every time
 settings.load_profile("repeatable")

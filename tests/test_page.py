@@ -39,7 +39,7 @@ from scripted_reasoning import (
     stream,
     wait_until,
 )
-from watched_browser import browser, expect, watched_page  # noqa: F401  browser is a fixture
+from watched_browser import expect, watched_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -72,7 +72,7 @@ def options() -> dict[str, Any]:
 
 @pytest.fixture
 def page(
-    browser: Browser,  # noqa: F811
+    browser: Browser,
     server: ReasoningServer,
     options: dict[str, Any],
 ) -> Iterator[Page]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from live_server import ADD, live, make_service
-from test_page import ask, browser, browser_test, expect, options, page, visit  # noqa: F401
+from live_server import ADD, live, make_service, wait_until
+from test_page import ask, browser_test, expect, options, page, visit  # noqa: F401
 
 from rlm.serving.access import Keys
 
@@ -42,7 +42,7 @@ def test_ask_stop_and_ask_again(page, server):  # noqa: F811
     expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
     ask(page, "two and three")
     expect(page.get_by_text("2 + 3 = 5").first).to_be_attached()
-    assert server.service.requests == 0
+    wait_until(lambda: server.service.requests == 0)
 
 
 @browser_test

@@ -1,4 +1,4 @@
-"""Chromium for tests of the page; a test module imports the fixture `browser`.
+"""Chromium for tests of the page; conftest.py has the fixture `browser`, one for all modules.
 
     with watched_page(browser, url) as page:
         page.goto(url)
