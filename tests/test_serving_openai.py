@@ -32,7 +32,7 @@ def ask(client, text: str = "two and three", **options):
 
 
 def test_models(client):
-    assert [model.id for model in client.models.list()] == ["base", "tuned"]
+    assert [model.id for model in client.models.list()] == ["tuned", "base"]
 
 
 def test_a_conversation(client):

@@ -181,11 +181,14 @@ async def chunks(
 
 
 def models(service: Service) -> dict[str, Any]:
+    """What is offered, the default first: many clients take the first."""
+    catalog = service.catalog
+    names = sorted(catalog.offered, key=lambda name: name != catalog.default)
     return {
         "object": "list",
         "data": [
             {"id": name, "object": "model", "created": 0, "owned_by": "rlm"}
-            for name in service.catalog.offered
+            for name in names
         ],
     }
 
