@@ -180,7 +180,7 @@ def main(config: ServingConfig) -> int:
     peer = ["-m", "transformers.cli.transformers", "serve", "--device", "cpu", "--dtype", "float32"]
     with running(ours, "base", "/ready") as own:
         if config.peer:
-            with running([*peer, *cb, "--force-model", directory], directory, "/health") as other:
+            with running([*peer, *cb, directory], directory, "/health") as other:
                 rows = cells(config, {harness.OURS: own, PEER: other})
         else:
             rows = cells(config, {harness.OURS: own})
