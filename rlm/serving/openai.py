@@ -187,8 +187,7 @@ def models(service: Service) -> dict[str, Any]:
     return {
         "object": "list",
         "data": [
-            {"id": name, "object": "model", "created": 0, "owned_by": "rlm"}
-            for name in names
+            {"id": name, "object": "model", "created": 0, "owned_by": "rlm"} for name in names
         ],
     }
 
