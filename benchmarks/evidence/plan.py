@@ -37,6 +37,7 @@ from benchmarks.grpo_step import TRLFlags
 from rlm import machine
 from rlm.config import UsageError, flag, to_dict
 from rlm.grpo_config import GRPOConfig
+from rlm.records import replace_file
 
 
 class Arm(NamedTuple):
@@ -236,10 +237,7 @@ PRESETS = {"gsm8k": GSM8K}
 
 def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
     """The whole file or none: a file that is there is a mark that the work is done."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_name(f".{file.name}.tmp")
-    scratch.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-    scratch.replace(file)
+    replace_file(file, json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def read_json(file: Path) -> dict[str, Any]:
