@@ -45,7 +45,7 @@ def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
 
 def test_cells_come_seed_by_seed_after_what_they_need():
     cells = EvidenceConfig().all_cells()
-    assert len(cells) == len(set(cells)) == 2 + 3 * 10
+    assert len(cells) == len(set(cells)) == 2 + 3 * 13
     for place, cell in enumerate(cells):
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
@@ -442,6 +442,18 @@ def test_rivals_cost_what_grpo_costs(finished):
     assert more == max(1, round(ours["seconds"] / start["seconds"] * start["examples"]))
 
 
+def test_algorithms_draw_what_they_are_named_for(finished):
+    for arm in ("drgrpo", "dapo", "gspo", "cispo"):
+        config = read_json(finished.folder(Cell(arm, 0)) / "train" / "config.json")
+        assert config["algorithm"] == arm
+    training = result_of(finished, "dapo-s0")["training"]
+    drawn = [step["samples"] for step in training["steps"]]
+    assert training["samples"] == sum(drawn) == training["samples_until"][-1]
+    # Of 1 problem a step (0.6 of 2); nobody is ever right, so each is replaced as often as it may
+    # be, until the practice problems are used up.
+    assert drawn == [2 * 4, 2 * 4]
+
+
 def test_continued_sft_goes_on_from_the_start(finished):
     run = read_json(finished.folder(Cell("sft_continued", 0)) / "adapter" / "run.json")
     assert run["start_adapter"] == str(finished.folder(Cell("sft", 0)).resolve() / "adapter")
@@ -501,7 +513,7 @@ def test_the_list_says_what_is_left_and_how_long_it_takes(finished, capsys):
     grid.show(replace(finished, seeds=(0, 1)))
     shown = capsys.readouterr().out
     assert "grpo-s1" in shown
-    assert "12 of 22 done" in shown
+    assert "15 of 28 done" in shown
     assert "cells of arms" not in shown  # seed 0 has one of each
     empty = replace(finished, grid=finished.grid.with_name("empty"), cells=("sft-*",))
     grid.show(empty)
@@ -617,7 +629,7 @@ def page(finished) -> str:
 def test_the_report_renders_every_section(finished, page):
     for title in (
         "All arms", "GRPO's lead", "Controls", "By test set", "pass@k", "Along the way",
-        "By family", "Beside TRL", "Is the reward earned", "The base's prompts", "Cells",
+        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "The base's prompts", "Cells",
     ):  # fmt: skip
         assert f"## {title}" in page
     for picture in ("pass_at_k.png", "curves.png", "families.png"):
@@ -678,6 +690,19 @@ def test_a_control_that_gains_is_named(finished, page):
     page = "\n".join(sections.controls(found | {"random_reward": control}, pools.WORDS))
     assert "the cause is to be found" in page
     assert "+100.0 (+100.0 to +100.0)" in page
+
+
+def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
+    from benchmarks.evidence import audit
+
+    found = results.load_results(finished.docs / "evidence")
+    better = json.loads(json.dumps(found["grpo"]))
+    for test in better[0]["tests"].values():
+        test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
+    page = "\n".join(audit.algorithms(found | {"cispo": better}, pools.WORDS))
+    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
+    assert "+100.0 (+100.0 to +100.0): above zero | 0.0 (0.0 to 0.0): tie" in rows["CISPO"]
+    assert rows["GSPO"].count("tie") == 2
 
 
 def test_numbers_are_written_with_their_intervals():

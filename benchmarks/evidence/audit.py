@@ -14,7 +14,17 @@ from typing import Any
 from benchmarks.evidence.failures import read_failures
 from benchmarks.evidence.plan import ARMS, OURS, START
 from benchmarks.evidence.reading import SORTS
-from benchmarks.evidence.results import Result, Results, lead, pairs_up, points, table, verdict
+from benchmarks.evidence.results import (
+    Result,
+    Results,
+    accuracy,
+    lead,
+    pairs_up,
+    per_cent,
+    points,
+    table,
+    verdict,
+)
 
 SHOWN_FAILURES = 5
 
@@ -48,6 +58,41 @@ def beside_trl(results: Results, sets: Sequence[str]) -> list[str]:
             f"- {metric}, strict, at equal samples: ours − TRL {points(found)}: {verdict(found)}."
         )
     return lines
+
+
+def algorithms(results: Results, sets: Sequence[str]) -> list[str]:
+    """GRPO and its variants on the same budget; what the interval does not part is a tie."""
+    variants = [arm for arm in results if ARMS[arm].role == "algorithm"]
+    variants = [arm for arm in variants if pairs_up(results, arm, OURS)]
+    if not variants:
+        return []
+    rows = []
+    for arm in (OURS, *variants):
+        cells = results[arm]
+        figures = [
+            per_cent(accuracy(results, arm, sets, metric, "strict"))
+            for metric in ("greedy", "sampled")
+        ]
+        length = mean(cell["tests"][name]["sampled"]["tokens"] for cell in cells for name in sets)
+        trained = [cell["training"] for cell in cells]
+        cost = [f"{mean(t[key] for t in trained):.0f}" for key in ("samples", "seconds")]
+        apart = ["", ""]
+        if arm != OURS:
+            ahead = [lead(results, arm, OURS, sets, m, "strict") for m in ("greedy", "sampled")]
+            apart = [f"{points(i)}: {'tie' if 0 in i else verdict(i)}" for i in ahead]
+        rows.append([ARMS[arm].title, len(cells), *figures, f"{length:.1f}", *cost, *apart])
+    over = [f"{metric} over GRPO" for metric in ("greedy", "sampled")]
+    heads = ["algorithm", "seeds", "greedy", "sampled", "tokens", "samples", "training s", *over]
+    return [
+        "## The algorithms",
+        "",
+        "The same start, problems, rate and number of steps, strict, per cent and points. "
+        "[docs/algorithms.md](../algorithms.md) has their formulas. Each step is one update, so "
+        "the ratio is 1 where the gradient is taken: clip ranges do nothing, and GSPO differs from "
+        "GRPO by rounding alone.",
+        "",
+        *table(heads, rows),
+    ]
 
 
 def watch(results: Results, sets: Sequence[str]) -> list[str]:

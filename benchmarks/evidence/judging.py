@@ -206,17 +206,16 @@ def _curve(
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Validation after some of the steps and at the end, against seconds and samples."""
-    per_step = config.batch_size * config.group_size
     rows = []
     final = {name: tensor.clone() for name, tensor in _lora(model).items()}
-    on_the_way = {} if ARMS[cell.arm].role == "control" else points(config, cell)
+    on_the_way = {} if ARMS[cell.arm].role else points(config, cell)
     for step, folder in on_the_way.items():
         file = config.folder(cell) / "judged" / f"step_{step}.json"
         if not file.exists():
             _take(model, folder)
             write_atomically(file, _validate(config, examiner, validation))
-        until = training["seconds_until"][step - 1]
-        rows.append({"seconds": until, "samples": step * per_step, **read_json(file)})
+        cost = {name: training[f"{name}_until"][step - 1] for name in ("seconds", "samples")}
+        rows.append(cost | read_json(file))
     if rows:
         model.load_state_dict(final, strict=False)
     file = config.folder(cell) / "judged" / "end.json"

@@ -13,15 +13,19 @@ Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
 
 - one-step word problems. SFT on 400 leaves the model right in about 28 % of its samples, so most
   groups of 8 hold a difference; with two-step problems it was 2 to 8 % (docs/log.md).
-- 12 steps of 20 × 8 = 1,920 completions of about 31 tokens: 32 to 44 s a step, 6.5 to 9 minutes.
-  The demo gained 13 points sampled with these sizes and 17 with 16 steps; with 8 problems a step
-  the same minutes buy 2.5 times the steps, each with an update that is noisier by half. Many
-  problems a step and a rate that falls linearly are what learned best in the trials of the log.
+- 6 steps of 16 × 8 = 768 completions of about 31 tokens: four minutes on both cores, six on one.
+  That buys thirteen ways of training with three seeds each in a few hours; the demo's GRPO is
+  twice as long. Many problems a step and a rate that falls linearly learned best in the log.
 - the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
   same samples, which takes it about five times as long: its cell is the one long one, and resumes.
-- judging: 240 problems greedily and 16 samples of 64, for each of three sets of word problems, and
-  fewer of another hand's: 4,700 completions at about 9 a second, nine minutes a cell. With 720
-  problems a greedy difference is known to about ± 4 points, before the seeds' own spread.
+- judging: 100 problems greedily and 16 samples of 24, for each of three sets of word problems, and
+  fewer of another hand's: 1,800 completions, as long again as the training. Three seeds on the
+  same 300 problems tell greedy accuracies apart that differ by about 7 points, sampled ones by
+  about 5; more of the same minutes would go into seeds, not into problems.
+
+Cells may run side by side, each on its share of the cores (two shells, `OMP_NUM_THREADS=1` on two
+cores): a cell that another process is at is left alone. One thread a cell wastes less in waiting,
+about a quarter here. All cells of a grid must be run alike, or their seconds cannot be compared.
 """
 
 from __future__ import annotations
@@ -46,12 +50,17 @@ class Arm(NamedTuple):
     title: str
     kind: str  # "base", "sft", "supervised", "rejection", "grpo" or "trl"
     needs: tuple[str, ...] = ()  # arms of the same seed that come first
-    role: str = ""  # "rival" (equal cost, equal information), "control" (must not gain), or neither
+    # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (GRPO by
+    # another formula, as many completions), or none of them
+    role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
 
 
 START = "sft"
 OURS = "grpo"
+# DAPO's share of the problems of a step: it draws others for groups without a difference, four in
+# ten at the start, and so comes to about as many completions.
+DYNAMIC_SHARE = 0.6
 ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "base_zero": Arm("base, zero-shot", "base"),
     "base_few": Arm("base, few-shot", "base"),
@@ -59,10 +68,13 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     OURS: Arm("GRPO", "grpo", (START,)),
     "sft_continued": Arm("SFT continued, same seconds", "supervised", (START, OURS), "rival"),
     "rejection": Arm("rejection sampling, same samples", "rejection", (START, OURS), "rival"),
-    "drgrpo": Arm("Dr. GRPO", "grpo", (START,), grpo={"algorithm": "drgrpo"}),
     "random_reward": Arm("control: random reward", "grpo", (START,), "control"),
     "shuffled_golds": Arm("control: shuffled golds", "grpo", (START,), "control"),
     "rate_zero": Arm("control: rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}),
+    "drgrpo": Arm("Dr. GRPO", "grpo", (START,), "algorithm", {"algorithm": "drgrpo"}),
+    "dapo": Arm("DAPO", "grpo", (START,), "algorithm", {"algorithm": "dapo"}),
+    "gspo": Arm("GSPO", "grpo", (START,), "algorithm", {"algorithm": "gspo"}),
+    "cispo": Arm("CISPO", "grpo", (START,), "algorithm", {"algorithm": "cispo"}),
     "sft_all_solved": Arm("SFT, all solved, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
@@ -103,21 +115,21 @@ class EvidenceConfig(TRLFlags):
     more_rate: float = flag(5e-4, "of SFT that goes on from SFT", group="settings")
     sft_batch: int = flag(16, "examples per update", group="settings")
     lora_r: int = flag(16, "rank of the adapter", group="settings")
-    steps: int = flag(12, "of GRPO", group="settings")
-    batch_size: int = flag(20, "problems a step", group="settings")
+    steps: int = flag(6, "of GRPO", group="settings")
+    batch_size: int = flag(16, "problems a step", group="settings")
     group_size: int = flag(8, "completions of each", group="settings")
     learning_rate: float = flag(2e-4, "of GRPO, falling linearly", group="settings")
     max_new_tokens: int = flag(96, "longest completion", group="settings")
     base_new_tokens: int = flag(256, "of the base, which rambles", group="settings")
-    greedy_problems: int = flag(240, "of each test set, decoded greedily", group="settings")
-    sampled_problems: int = flag(64, "the first of them, sampled", group="settings")
-    base_sampled: int = flag(24, "the first of them, where the base samples", group="settings")
+    greedy_problems: int = flag(100, "of each test set, decoded greedily", group="settings")
+    sampled_problems: int = flag(24, "the first of them, sampled", group="settings")
+    base_sampled: int = flag(12, "the first of them, where the base samples", group="settings")
     samples: int = flag(16, "completions of each", group="settings")
-    other_problems: int = flag(80, "reasoning-gym's, greedily", group="settings")
-    other_sampled: int = flag(32, "the first of them, sampled", group="settings")
-    curve_problems: int = flag(120, "to validate on along the way", group="settings")
+    other_problems: int = flag(40, "reasoning-gym's, greedily", group="settings")
+    other_sampled: int = flag(8, "the first of them, sampled", group="settings")
+    curve_problems: int = flag(60, "to validate on along the way", group="settings")
     curve_samples: int = flag(2, "completions of each, besides the greedy one", group="settings")
-    curve_every: int = flag(3, "steps of GRPO from point to point", group="settings")
+    curve_every: int = flag(2, "steps of GRPO from point to point", group="settings")
     prompt_problems: int = flag(40, "to choose the base's prompts on", group="settings")
 
     def __post_init__(self) -> None:
@@ -221,7 +233,10 @@ class EvidenceConfig(TRLFlags):
             "run_dir": folder / "train",
             "output": folder / "adapter",
         }
-        return GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
+        config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
+        if config.choices.dynamic_sampling:
+            config.batch_size = max(1, round(DYNAMIC_SHARE * self.batch_size))
+        return config
 
 
 # What changes for GSM8K: its solutions have about 110 tokens.

@@ -35,6 +35,7 @@ def write_report(config: EvidenceConfig) -> None:
         sections.curves(results, config.docs),
         sections.families(results, config.docs),
         audit.beside_trl(results, sets),
+        audit.algorithms(results, sets),
         audit.watch(results, sets),
         audit.failures(config.docs / "failures"),
         audit.prompts(results),

@@ -173,7 +173,8 @@ def passes(results: Results, sets: Sequence[str], docs: Path) -> list[str]:
     found = {
         arm: [(k, accuracy(results, arm, sets, f"pass@{k}", "lenient")) for k in ks] for arm in arms
     }
-    plots.pass_at_k(found, docs / "pass_at_k.png", "pass@k, lenient, pooled test sets")
+    shown = {arm: line for arm, line in found.items() if ARMS[arm].role != "algorithm"}
+    plots.pass_at_k(shown, docs / "pass_at_k.png", "pass@k, lenient, pooled test sets")
     rows = [[ARMS[arm].title, *(per_cent(i) for _, i in found[arm])] for arm in arms]
     lines = [
         "## pass@k",
@@ -201,7 +202,7 @@ def curves(results: Results, docs: Path) -> list[str]:
         arm
         for arm in results
         if ARMS[arm].kind not in ("base", "sft")
-        and ARMS[arm].role != "control"
+        and ARMS[arm].role not in ("control", "algorithm")
         and pairs_up(results, START, arm)
     ]
     if not arms:

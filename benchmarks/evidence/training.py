@@ -185,9 +185,9 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
     rows = _read_jsonl(options.run_dir / "metrics.jsonl")
     drawn = _by_step(_read_jsonl(options.run_dir / "samples.jsonl"))
-    per_step = config.batch_size * config.group_size
     steps = [
         {
+            "samples": len(drawn[row["step"]]),  # DAPO draws more for some of its groups
             "sample": row["time/sample"],
             "score": row["time/score"],
             "learn": row["time/learn"],
@@ -200,7 +200,7 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
         }
         for row in rows
     ]
-    return {"samples": len(rows) * per_step, "steps": steps} | _timed(steps)
+    return {"steps": steps} | _timed(steps)
 
 
 def random_reward(seed: int) -> Callable[..., list[float]]:
@@ -218,17 +218,24 @@ def random_reward(seed: int) -> Callable[..., list[float]]:
 def _trl(config: EvidenceConfig, cell: Cell) -> Record:
     from benchmarks.evidence.trl_cell import train_with_trl
 
-    steps = train_with_trl(config, cell, _adapter(config, cell, START))
     per_step = config.batch_size * config.group_size
-    return {"samples": len(steps) * per_step, "steps": steps} | _timed(steps)
+    steps = train_with_trl(config, cell, _adapter(config, cell, START))
+    steps = [step | {"samples": per_step} for step in steps]
+    return {"steps": steps} | _timed(steps)
 
 
 def _timed(steps: Sequence[Record]) -> Record:
     """Seconds of training, evaluation and checkpoints apart, whatever was killed in between."""
     for step in steps:
         step["total"] = step["sample"] + step["score"] + step["learn"]
-    until = list(accumulate(step["total"] for step in steps))
-    return {"seconds": until[-1], "seconds_until": until}
+    seconds = list(accumulate(step["total"] for step in steps))
+    samples = list(accumulate(step["samples"] for step in steps))
+    return {
+        "seconds": seconds[-1],
+        "seconds_until": seconds,
+        "samples": samples[-1],
+        "samples_until": samples,
+    }
 
 
 def points(config: EvidenceConfig, cell: Cell) -> dict[int, Path]:
