@@ -629,7 +629,8 @@ def page(finished) -> str:
 def test_the_report_renders_every_section(finished, page):
     for title in (
         "All arms", "GRPO's lead", "Controls", "By test set", "pass@k", "Along the way",
-        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "The base's prompts", "Cells",
+        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "The base's prompts",
+        "Cells",
     ):  # fmt: skip
         assert f"## {title}" in page
     for picture in ("pass_at_k.png", "curves.png", "families.png"):
