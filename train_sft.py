@@ -22,11 +22,10 @@ from rlm import terminal
 from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.grpo_config import ATTENTIONS
-from rlm.prompts import FORMATS, Format, render_completion, render_problem
+from rlm.prompts import FORMATS, IGNORED, Format, render_completion, render_problem
 from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
-IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 
 
@@ -168,6 +167,7 @@ def train(
         save_adapter,
     )
     from rlm.runs import RunDirectory, check_writable
+    from rlm.sft import SFTTrainer
     from rlm.tracking import open_tracker
 
     device = pick_device()
@@ -244,7 +244,7 @@ def train(
                 control.should_training_stop = True
             control.should_training_stop |= run.interrupted
 
-    trainer = trl.SFTTrainer(
+    trainer = SFTTrainer(
         model=policy,
         processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list(kept),

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -362,15 +362,27 @@ def token_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, S, hidden)
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
-    chunks = zip(hidden.split(LOGITS_CHUNK), batch.targets.split(LOGITS_CHUNK), strict=True)
+    logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature)
+    return _pad(logprobs.split(batch.lengths)), _pad(entropy.split(batch.lengths))
+
+
+def score_tokens(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target after its hidden state, and the entropy: two (M,).
+
+    Args:
+        hidden: (M, hidden), contiguous.
+        head: the output embeddings, frozen.
+        targets: (M,) of token ids.
+    """
+    chunks = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     scored = [
-        _ScoreTokens.apply(part, head.weight, head.bias, targets, temperature)
-        for part, targets in chunks
+        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature)
+        for part, wanted in chunks
     ]
-    logprobs, entropy = (
-        torch.cat(parts).split(batch.lengths) for parts in zip(*scored, strict=True)
-    )
-    return _pad(logprobs), _pad(entropy)
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
+    return logprobs, entropy
 
 
 class _ScoreTokens(torch.autograd.Function):

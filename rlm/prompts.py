@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Llama 3's template names the day: else each day's prompt would be another one.
 DATE = "26 Jul 2024"
 # Stands where a message goes while the chat template is rendered; no template or text contains it.
+IGNORED = -100  # the label of a token that is not learned, as PyTorch's cross-entropy has it
 _SENTINEL = "\ue000content\ue001"
 
 

@@ -10,6 +10,7 @@ from tokenizers import processors
 from rlm.data import Problem, load_problems
 from rlm.prompts import (
     FORMATS,
+    IGNORED,
     encode_text,
     end_of_turn_id,
     render_completion,
@@ -17,7 +18,7 @@ from rlm.prompts import (
     render_prompt,
     stop_token_ids,
 )
-from train_sft import IGNORED, to_example
+from train_sft import to_example
 
 DEEPSEEK = FORMATS["deepseek"]
 START, END = 256, 257  # <|im_start|>, <|im_end|>
