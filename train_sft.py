@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main, to_dict
@@ -25,6 +26,14 @@ from rlm.grpo_config import ATTENTIONS
 from rlm.prompts import FORMATS, IGNORED, Format, render_completion, render_problem
 from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
+
+if TYPE_CHECKING:
+    import trl
+    from peft import PeftModel
+    from transformers import TrainerCallback
+
+    from rlm.machine import Device
+    from rlm.runs import RunDirectory
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 
@@ -153,19 +162,9 @@ def train(
     import_bitsandbytes()  # before trl does
     import datasets
     import transformers
-    import trl
-    from transformers import TrainerCallback
 
-    from rlm.machine import peak_memory_gb, pick_device
-    from rlm.models import (
-        base_hash,
-        check_base,
-        load_adapter,
-        load_base,
-        load_tokenizer,
-        new_adapter,
-        save_adapter,
-    )
+    from rlm.machine import pick_device
+    from rlm.models import base_hash, load_tokenizer, save_adapter
     from rlm.runs import RunDirectory, check_writable
     from rlm.sft import SFTTrainer
     from rlm.tracking import open_tracker
@@ -173,18 +172,9 @@ def train(
     device = pick_device()
     format = FORMATS[config.reasoning_format]
     tokenizer = load_tokenizer(config.model)
-    unsolved = sum(not problem.solution for problem in problems)
-    if unsolved:
-        raise UsageError(
-            f"--dataset {config.dataset}: {unsolved} of {len(problems)} problems have no solution "
-            "to learn from; SFT needs a `solution` field"
-        )
-    examples = [to_example(tokenizer, problem, format) for problem in problems]
-    kept = [e for e in examples if len(e["input_ids"]) <= config.max_length]
-    if not kept:
-        raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
+    examples = to_examples(config, tokenizer, problems)
     if config.dry_run:
-        for example in kept[:3]:
+        for example in examples[:3]:
             show_example(tokenizer, example)
         return {}
 
@@ -193,87 +183,31 @@ def train(
     run.write_config(to_dict(config))
     transformers.set_seed(config.seed)
     weights = base_hash(config.model)
-    if config.adapter:
-        check_base(config.adapter, config.model, weights)
-    base = load_base(config.model, device, quantize=config.quantize, attn=config.attn)
-    if config.adapter:
-        policy = load_adapter(base, config.adapter, trainable=True)
-    else:
-        dropout = config.lora_dropout
-        policy = new_adapter(base, r=config.lora_r, alpha=config.lora_alpha, dropout=dropout)
-    steps = config.epochs * -(-len(kept) // config.batch_size)
+    policy = start_policy(config, device, weights)
+    steps = config.epochs * -(-len(examples) // config.batch_size)
+    left_out = len(problems) - len(examples)
     terminal.facts(
         "Stage 1: supervised fine-tuning",
         {
             "model": config.model,
             "device": device,
-            "data": f"{config.dataset}: {len(kept)} examples"
-            + (
-                f" ({len(examples) - len(kept)} too long, left out)"
-                if len(kept) < len(examples)
-                else ""
-            ),
+            "data": f"{config.dataset}: {len(examples)} examples"
+            + (f" ({left_out} too long, left out)" if left_out else ""),
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
             "steps": f"{steps} of {config.batch_size} examples, rate {config.learning_rate:g}",
             "output": config.output,
         },
     )
     started = time.monotonic()
-
-    class Report(TrainerCallback):
-        """One line a report, and when to stop: the clock, or a signal."""
-
-        def on_log(self, args, state, control, logs=None, **_):
-            if logs and "loss" in logs:
-                figures = {
-                    ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs
-                }
-                run.log({"step": state.global_step - 1, **figures})
-                left = (
-                    (time.monotonic() - started) / state.global_step * (steps - state.global_step)
-                )
-                terminal.line(
-                    f"step {state.global_step}/{steps}  loss {float(logs['loss']):.3f}  "
-                    f"{terminal.duration(left)} left"
-                )
-
-        def on_step_end(self, args, state, control, **_):
-            minutes = (time.monotonic() - started) / 60
-            if config.max_minutes is not None and minutes >= config.max_minutes:
-                terminal.line(f"--max-minutes {config.max_minutes:g} reached")
-                control.should_training_stop = True
-            control.should_training_stop |= run.interrupted
-
     trainer = SFTTrainer(
         model=policy,
         processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list(kept),
-        args=trl.SFTConfig(
-            output_dir=str(config.run_dir),
-            num_train_epochs=config.epochs,
-            per_device_train_batch_size=config.micro_batch,
-            per_device_eval_batch_size=config.micro_batch,
-            gradient_accumulation_steps=config.batch_size // config.micro_batch,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=round(config.warmup_share * steps),
-            max_grad_norm=1.0,
-            logging_steps=max(1, steps // 20),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            train_sampling_strategy="group_by_length",  # little padding
-            max_length=None,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            bf16=device.dtype.itemsize == 2 and str(device.dtype) == "torch.bfloat16",
-            fp16=str(device.dtype) == "torch.float16",
-            use_cpu=device.type == "cpu",
-            gradient_checkpointing=device.type == "cuda",
-            seed=config.seed,
-        ),
-        callbacks=[Report()],
+        train_dataset=datasets.Dataset.from_list(examples),
+        args=trainer_arguments(config, device, steps),
+        callbacks=[report_to(run, config, steps)],
     )
-    check_loss_mask(trainer.data_collator(kept[: config.micro_batch]), kept[: config.micro_batch])
+    first = examples[: config.micro_batch]
+    check_loss_mask(trainer.data_collator(first), first)
     trainer.remove_callback(transformers.PrinterCallback)
     run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
     with run:
@@ -283,8 +217,7 @@ def train(
     validation_loss = None
     if validation:
         held_out = [to_example(tokenizer, problem, format) for problem in validation]
-        found = trainer.evaluate(datasets.Dataset.from_list(held_out))
-        validation_loss = found["eval_loss"]
+        validation_loss = trainer.evaluate(datasets.Dataset.from_list(held_out))["eval_loss"]
     history = {
         "stage": "sft",
         "base_model": config.model,
@@ -292,7 +225,7 @@ def train(
         "start_adapter": str(config.adapter) if config.adapter else None,
         "quantize": config.quantize,
         "dataset": config.dataset,
-        "examples": len(kept),
+        "examples": len(examples),
         "step": result.global_step,
         "loss": result.training_loss,
         "validation_loss": validation_loss,
@@ -300,18 +233,114 @@ def train(
         "config": to_dict(config),
     }
     save_adapter(policy, tokenizer, config.output, history)
+    show_end(config, history)
+    return history
+
+
+def to_examples(config: SFTConfig, tokenizer, problems: Sequence[Problem]) -> list[dict]:
+    """What is learned, without what is too long.
+
+    Raises:
+        UsageError: a problem has no solution, or no example is short enough.
+    """
+    unsolved = sum(not problem.solution for problem in problems)
+    if unsolved:
+        raise UsageError(
+            f"--dataset {config.dataset}: {unsolved} of {len(problems)} problems have no solution "
+            "to learn from; SFT needs a `solution` field"
+        )
+    format = FORMATS[config.reasoning_format]
+    examples = [to_example(tokenizer, problem, format) for problem in problems]
+    kept = [e for e in examples if len(e["input_ids"]) <= config.max_length]
+    if not kept:
+        raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
+    return kept
+
+
+def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
+    """The base, with the adapter to go on from or a new one."""
+    from rlm.models import check_base, load_adapter, load_base, new_adapter
+
+    if config.adapter:
+        check_base(config.adapter, config.model, weights)
+    base = load_base(config.model, device, quantize=config.quantize, attn=config.attn)
+    if config.adapter:
+        return load_adapter(base, config.adapter, trainable=True)
+    return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout)
+
+
+def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTConfig:
+    import trl
+
+    return trl.SFTConfig(
+        output_dir=str(config.run_dir),
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.micro_batch,
+        per_device_eval_batch_size=config.micro_batch,
+        gradient_accumulation_steps=config.batch_size // config.micro_batch,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(config.warmup_share * steps),
+        max_grad_norm=1.0,
+        logging_steps=max(1, steps // 20),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        train_sampling_strategy="group_by_length",  # little padding
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=str(device.dtype) == "torch.bfloat16",
+        fp16=str(device.dtype) == "torch.float16",
+        use_cpu=device.type == "cpu",
+        gradient_checkpointing=device.type == "cuda",
+        seed=config.seed,
+    )
+
+
+def report_to(run: RunDirectory, config: SFTConfig, steps: int) -> TrainerCallback:
+    """One line a report, and when to stop: the clock, or a signal."""
+    from transformers import TrainerCallback
+
+    started = time.monotonic()
+
+    class Report(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            if logs and "loss" in logs:
+                figures = {
+                    ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs
+                }
+                run.log({"step": state.global_step - 1, **figures})
+                a_step = (time.monotonic() - started) / state.global_step
+                left = terminal.duration(a_step * (steps - state.global_step))
+                terminal.line(
+                    f"step {state.global_step}/{steps}  loss {float(logs['loss']):.3f}  {left} left"
+                )
+
+        def on_step_end(self, args, state, control, **_):
+            minutes = (time.monotonic() - started) / 60
+            if config.max_minutes is not None and minutes >= config.max_minutes:
+                terminal.line(f"--max-minutes {config.max_minutes:g} reached")
+                control.should_training_stop = True
+            control.should_training_stop |= run.interrupted
+
+    return Report()
+
+
+def show_end(config: SFTConfig, history: dict) -> None:
+    from rlm.machine import peak_memory_gb
+
+    held_out = history["validation_loss"]
     terminal.facts(
         "Stage 1 done",
         {
-            "mean loss": f"{result.training_loss:.3f}"
-            + ("" if validation_loss is None else f", on held-out problems {validation_loss:.3f}"),
-            "time": terminal.duration(time.monotonic() - started),
+            "mean loss": f"{history['loss']:.3f}"
+            + ("" if held_out is None else f", on held-out problems {held_out:.3f}"),
+            "time": terminal.duration(history["seconds"]),
             "peak memory": f"{peak_memory_gb():.1f} GB",
             "adapter": config.output,
             "next": f"python train_grpo.py --sft-adapter {config.output}",
         },
     )
-    return history
 
 
 if __name__ == "__main__":
