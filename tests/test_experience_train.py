@@ -372,6 +372,14 @@ def test_three_at_once_are_as_if_alone(tmp_path, server):
     assert_same(together, alone)
 
 
+def test_the_critic_grades_with_the_tolerance_of_the_problem(place, model):
+    write_problems(place.data, [row | {"rel_tol": 0.01} for row in problems(1)])
+    model.answer = lambda prompt, seed: "Final answer: 2240"  # 0.4 % above 31 · 72
+    assert place.run("all", "--max-problems", 1) == 0
+    assert {r["is_correct"] for r in place.rows()[0]["rollouts"]} == {True}
+    assert {row["is_correct"] for row in place.rows("critic")} == {True}
+
+
 def test_the_critic_takes_the_problems_that_all_three_have(place):
     for number, count in ((1, 3), (2, 1), (3, 2)):
         assert place.run("generator", number, "--max-problems", count) == 0
