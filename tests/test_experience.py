@@ -167,6 +167,18 @@ def test_what_is_no_scaffold_has_a_type_and_a_reason(reply, kind, says):
     assert caught.value.kind == kind
 
 
+def test_half_a_character_is_replaced_as_no_file_could_hold_it():
+    """JSON can spell a lone surrogate, and a model that is cut off inside a pair does."""
+    steps = [{"id": "s", "target": "total", "inputs": [], "description": "\ud83d"}]
+    odd = TOTAL | {"constraints": ["\ud800 one", "😀"], "computation_plan": steps}
+    reply = json.dumps(odd)
+    assert "\\ud800" in reply
+    found = parse_scaffold(reply)
+    assert found.constraints == ["? one", "😀"]
+    assert found.computation_plan[0].description == "?"
+    found.text().encode()
+
+
 def test_a_cycle_is_named():
     loop = scaffold_of(causal_graph=[link(["a"], "b"), link(["b"], "c"), link(["c"], "a")])
     with pytest.raises(ScaffoldError, match=r"^cycle: (a → b → c|b → c → a|c → a → b)"):
@@ -250,6 +262,14 @@ def test_logic_without_a_judge():
         "steps_computed": 0.0,
         "value_is_answer": 0.0,
     }
+    # 9 ** 500 has 478 digits: more than a float has room for.
+    huge = scaffold_of(causal_graph=[link(["pens"], "total", "9 ** 500 + pens * 0")])
+    assert logic_checks(huge, "1080") == dict.fromkeys(logic_checks(huge, "1080"), 1.0) | {
+        "value_is_answer": 0.0
+    }
+    # Within the tolerance: 1080 / 1070 is 0.9 % off.
+    assert logic_checks(scaffold_of(), "1070", 0.01)["value_is_answer"] == 1
+    assert logic_checks(scaffold_of(), "1070", 0.009)["value_is_answer"] == 0
     # Knowing the target is not computing it.
     told = scaffold_of(knowns={"total": 1080}, causal_graph=[link(["x"], "y", "x")])
     assert logic_checks(told, "1080")["value_is_answer"] == 0
@@ -322,22 +342,23 @@ def test_a_judge_gives_r_logic_as_the_mean_of_five():
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "why"),
     [
-        "garbage",
-        "{",
-        '{"coherence": 0.5}',
-        json.dumps(dict.fromkeys(LOGIC_PARTS, 5)),
-        json.dumps(dict.fromkeys(LOGIC_PARTS, True)),
-        json.dumps(dict.fromkeys(LOGIC_PARTS, "high")),
-        RemoteError("500", 500),
+        ("garbage", "no_json"),
+        ("{", "bad_json"),
+        ('{"coherence": 0.5}', "not five scores"),
+        (json.dumps(dict.fromkeys(LOGIC_PARTS, 5)), "not five scores"),
+        (json.dumps(dict.fromkeys(LOGIC_PARTS, True)), "not five scores"),
+        (json.dumps(dict.fromkeys(LOGIC_PARTS, "high")), "not five scores"),
+        (RemoteError("500 broken", 500), "500 broken"),
     ],
     ids=str,
 )
-def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply):
+def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply, why):
     row = scored(FakeRole(reply))
     assert row["rewards"]["r_logic"] is None
     assert row["judge_failed"]
+    assert row["judge_error"].startswith(why)
     assert row["r_total_of"] == ["r_ans", "r_graph"]
     assert row["rewards"]["r_total"] == pytest.approx(1.0)  # (0.5 + 0.25) / 0.75
     assert group_statistics([row["rewards"], scored(None)["rewards"]])[1] == 0.0  # left out
@@ -345,7 +366,12 @@ def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply):
 
 @pytest.mark.parametrize(
     ("reply", "r_ans", "failed"),
-    [("YES", 1.0, False), ("No, it is not.", 0.0, False), ("perhaps", None, True)],
+    [
+        ("YES", 1.0, False),
+        ("No, it is not.", 0.0, False),
+        ("<think>No … but wait.</think>\n**Yes**", 1.0, False),
+        ("perhaps", None, True),
+    ],
 )
 def test_the_judge_is_asked_only_where_the_exact_grader_cannot_tell(reply, r_ans, failed):
     role = FakeRole(reply, json.dumps(dict.fromkeys(LOGIC_PARTS, 1)))
@@ -353,6 +379,7 @@ def test_the_judge_is_asked_only_where_the_exact_grader_cannot_tell(reply, r_ans
     assert [stage for stage, *_ in role.prompts] == ["judge_answer", "judge_logic"]
     assert (row["rewards"]["r_ans"], row["judge_failed"]) == (r_ans, failed)
     assert row["is_correct"] is (r_ans == 1.0)
+    assert row["judge_error"] == ("neither YES nor NO" if failed else None)
     role = FakeRole(json.dumps(dict.fromkeys(LOGIC_PARTS, 1)))
     scored(role, "Final answer: 7")
     assert [stage for stage, *_ in role.prompts] == ["judge_logic"]
@@ -409,8 +436,10 @@ def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
     assert item | expected == item
     assert (item["source_problem"], item["created_at"]) == ("pens", NOW)
     assert load_experiences(path) == (LESSONS[0],)
-    critic = library_in(tmp_path, "critic")
-    assert learn(critic, add(LESSONS[0], "fusion_strategy"))[0]["id"] == "C-001"
+    for role, first in (("generator_2", "G2-001"), ("generator_3", "G3-001"), ("critic", "C-001")):
+        assert learn(library_in(tmp_path, role), add(LESSONS[0]))[0]["id"] == first
+    assert not learn(library_in(tmp_path, "critic"), add(LESSONS[1], "causal_graph"))[0]["kept"]
+    assert not learn(library, add(LESSONS[1], "fusion_strategy"))[0]["kept"]
 
 
 def record(library, before="", operations=(), problem="pens") -> dict:
@@ -606,6 +635,30 @@ def test_a_torn_last_line_is_cut_off_and_another_bad_one_named(tmp_path, caplog)
         read_lines(path)
 
 
+def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
+    path, synced = tmp_path / "rows.jsonl", []
+    monkeypatch.setattr("os.fsync", lambda stream: synced.append(path.read_text()))
+    append_lines(path, [{"a": 1}])
+    append_lines(path, [{"b": 2}, {"c": 3}])
+    assert synced == ['{"a": 1}\n', '{"a": 1}\n{"b": 2}\n{"c": 3}\n']
+
+
+def test_a_library_is_whole_at_any_moment(tmp_path, monkeypatch):
+    """A disk that fills up while the new one is written leaves the old one."""
+    library = library_in(tmp_path)
+    learn(library, add(LESSONS[0]))
+    library.commit(record(library))
+    learn(library, add(LESSONS[1]))
+
+    def full(stream):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        replace_json(library.path, library.items)
+    assert load_experiences(library.path) == (LESSONS[0],)
+
+
 def test_the_journal_remembers(tmp_path):
     journal = Journal(tmp_path / "deep" / "calls.jsonl")
     journal.add("k", {"reply": 1})
@@ -640,6 +693,13 @@ def test_aime_from_files(year):
     for dataset in (f"aime{year}:{PUBLISHED}", str(PUBLISHED / f"aime{year}.jsonl")):
         problems = train.load(dataset, "train", None)
         assert [p.id for p in problems] == [f"aime{year}_{i:03d}" for i in range(1, 31)]
+
+
+def test_nothing_is_looked_for_in_the_working_directory(tmp_path, monkeypatch):
+    here = Prompts().digest
+    monkeypatch.chdir(tmp_path)
+    assert Prompts().digest == here
+    assert len(train.load("physics", "train", None)) == 30
 
 
 def test_word_problems_to_practise_and_to_evaluate_share_none():

@@ -212,12 +212,27 @@ def test_an_empty_library_costs_nothing_more(practised):
     assert (row["lessons"], row["difference"]) == (0, [0.0, 0.0, 0.0])
 
 
-def test_a_failed_call_leaves_its_problem_out_of_every_row(practised):
+def test_a_failed_call_leaves_its_problem_out_of_every_row(practised, capsys):
     path, server = practised
     server.script(refuse(400, "too long"))
     data = ("--dataset", path / "unseen.jsonl", "--library", library(path))
     assert run(path, evaluate, *data, "--seed", 8, "--max-problems", 4) == 0
     assert {row["problems"] for row in evaluation(path).values()} == {3}
+    assert re.search(r"gross_5\d: no reply: .*400 .*too long", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("reply", ["no lesson comes to mind", '{"operations": 3}'])
+def test_an_ablation_that_learns_nothing_says_why(practised, capsys, monkeypatch, reply):
+    path, _ = practised
+    for name in ("generator_extraction", "direct_lessons"):
+        monkeypatch.setattr(Clerk, name, lambda self, prompt, seed: reply)
+    data = ("--dataset", path / "unseen.jsonl", "--library", library(path), "--ablations")
+    assert run(path, evaluate, *data, "--seed", 9, "--samples", 1, "--max-problems", 2) == 0
+    said = capsys.readouterr().out
+    for kind in ("no comparison", "no gold"):
+        assert re.search(rf"{kind}: no lesson from gross_\d+: (no_json|schema): ", said)
+    assert re.search(r"written directly: no lessons: (no_json|schema): ", said)
+    assert evaluation(path)["no gold"]["lessons"] == 0
 
 
 def test_without_a_run_or_a_library_it_says_what_to_do(tmp_path, practised, capsys):

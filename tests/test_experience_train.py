@@ -194,6 +194,26 @@ def test_a_small_difference_teaches_nothing(place, model):
     assert place.summary()["groups with σ > τ"] == "0 of 3 (0 %)"
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [("0.05,0.25,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.0502,0.25,0.6998", "σ=0.050 → Extract (σ>τ)")],
+    ids=["0.05", "0.0501"],
+)
+def test_a_sigma_of_tau_is_not_yet_above_it(place, model, capsys, weights, said):
+    """One attempt right, one wrong: r_ans 1 and 0, r_logic 1 and 0.8, r_graph 1 and 1.
+
+    The totals differ by 0.05 + 0.25 · 0.2 = 0.1 with the first weights: σ is half of that.
+    """
+    answers = [2232, 2233]
+    model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
+    options = ("--rollouts", 2, "--max-problems", 1, "--weights", weights)
+    assert place.run("generator", 1, *options) == 0
+    taught = "Extract" in said
+    assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
+    assert len(place.asked("generator_extraction")) == len(place.lessons()) == taught
+    assert said in capsys.readouterr().err
+
+
 def test_tau_is_the_flag(place):
     assert place.run("generator", 1, "--max-problems", 3, "--tau", 0.9) == 0
     assert place.asked("generator_extraction") == []
@@ -210,6 +230,45 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
             assert r["r_total"] == 0.5 * r["is_correct"]
     assert "First multiply, then be done." in prompt_of(place.asked("answer")[0])
     assert place.summary()["scaffolds parsed"] == "0 of 6 (0 %) (6 no_json)"
+
+
+@pytest.mark.parametrize(
+    ("operation", "reason"),
+    [
+        ({"action": "add", "content": " ".join(["word"] * 50)}, "too_long"),
+        ({"action": "add", "content": "The total is 2,232 pens."}, "gold_leak"),
+        ({"action": "delete", "id": "G1-007"}, "unknown_id"),
+    ],
+    ids=lambda part: str(part)[:20],
+)
+def test_what_a_library_refuses_is_told_counted_and_recorded(
+    place, model, capsys, operation, reason
+):
+    proposed = operation | {"category": "validation"}
+    model.generator_extraction = lambda prompt, seed: operations(proposed)
+    answers = [2232, 2233]
+    model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
+    assert place.run("generator", 1, "--rollouts", 2, "--max-problems", 1) == 0
+    assert place.lessons() == ()
+    (done,) = place.rows()[0]["extraction"]["operations"]
+    assert (done["kept"], done["reason"]) == (False, reason)
+    assert place.summary()["operations"] == f"1 proposed, 0 kept (1 {reason})"
+    assert f"✗ Refused ({reason}): {operation['action']}" in capsys.readouterr().err
+    (audit,) = read_lines(place.libraries / "generator_1_audit.jsonl")
+    assert audit["operations"] == [done]
+
+
+def test_what_no_file_can_hold_ends_no_run(place, model):
+    """Half a character, spelled in JSON; what was paid for would end each resumed run too."""
+    model.scaffold = lambda prompt, seed: json.dumps(
+        plan(*numbers(prompt)) | {"knowns": {"\ud800": 1}}
+    )
+    lesson = {"action": "add", "content": "Check \ud800 it.", "category": "validation"}
+    model.generator_extraction = lambda prompt, seed: operations(lesson)
+    answers = [2232, 2233]
+    model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
+    assert place.run("generator", 1, "--rollouts", 2, "--max-problems", 1) == 0
+    assert place.lessons() == ("Check ? it.",)
 
 
 def test_operations_are_counted_as_proposed_parsed_kept(place, model):
@@ -313,6 +372,14 @@ def test_three_at_once_are_as_if_alone(tmp_path, server):
     assert_same(together, alone)
 
 
+def test_the_critic_grades_with_the_tolerance_of_the_problem(place, model):
+    write_problems(place.data, [row | {"rel_tol": 0.01} for row in problems(1)])
+    model.answer = lambda prompt, seed: "Final answer: 2240"  # 0.4 % above 31 · 72
+    assert place.run("all", "--max-problems", 1) == 0
+    assert {r["is_correct"] for r in place.rows()[0]["rollouts"]} == {True}
+    assert {row["is_correct"] for row in place.rows("critic")} == {True}
+
+
 def test_the_critic_takes_the_problems_that_all_three_have(place):
     for number, count in ((1, 3), (2, 1), (3, 2)):
         assert place.run("generator", number, "--max-problems", count) == 0
@@ -341,12 +408,34 @@ def test_a_judge_that_fails_is_null_and_counted(place, model):
         for r in row["rollouts"]:
             assert r["r_logic"] is None
             assert r["judge_failed"]
+            assert r["judge_error"] == "no_json: the reply holds no {"
             assert r["r_total_of"] == ["r_ans", "r_graph"]
             assert r["r_total"] == pytest.approx((0.5 * r["r_ans"] + 0.25) / 0.75)
         assert row["std"] == 0.0
         assert row["mean"] is None
     assert place.summary()["judge failed"] == "6 of 6 (100 %)"
     assert place.asked("generator_extraction") == []
+
+
+def test_all_roles_share_the_judge_and_its_limits(place, model):
+    """One at a time means one, though three generators ask at once."""
+    place.configure("judge")
+    roles = json.loads(place.config.read_text())
+    roles["judge"]["concurrency"] = 1
+    place.config.write_text(json.dumps(roles))
+    asking, most = [], []
+
+    def judge_logic(prompt, seed):
+        asking.append(seed)
+        most.append(len(asking))
+        time.sleep(0.01)
+        asking.pop()
+        return Model.judge_logic(model, prompt, seed)
+
+    model.judge_logic = judge_logic
+    assert place.run("all", "--max-problems", 2) == 0
+    assert len(most) == 2 * 3 * 3 + 2 * 3
+    assert max(most) == 1
 
 
 # --- failures, limits, cost -----------------------------------------------------------------
@@ -542,6 +631,38 @@ def test_kill_9_and_again(tmp_path, server):
     assert place.run(*options) == 0
     assert_same(place, whole)
     assert len(place.asked()) - total <= total + 3  # at most what was in flight is asked again
+
+
+@pytest.mark.parametrize("name", ["generator_1", "critic"])
+def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
+    whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
+    assert whole.run("all", "--max-problems", 3) == 0
+    if name == "critic":
+        for number in (1, 2, 3):
+            assert place.run("generator", number, "--max-problems", 3) == 0
+    target = ["critic"] if name == "critic" else ["generator", 1, "--max-problems", 3]
+    server.delay = 0.2
+    data = [] if name == "critic" else ["--dataset", place.data]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recipes.experience.train", *place.arguments(*target, *data)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    cache, calls = apprentice.cache_path(place.run_dir, name), place.run_dir / f"{name}_calls.jsonl"
+    while not (cache.exists() and calls.read_bytes().count(b"\n") >= 9):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "Traceback" not in process.stderr.read()
+    problems_done = len(place.rows(name)) // (3 if name == "critic" else 1)
+    assert problems_done == 2  # the first, and the one in hand
+    assert place.summary(name)["problems"] == 2
+    server.delay = 0.0
+    assert place.run("all", "--max-problems", 3) == 0
+    assert_same(place, whole)
 
 
 def test_two_processes_on_one_run_are_refused(place, capsys):

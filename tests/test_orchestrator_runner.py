@@ -191,6 +191,27 @@ def test_a_format_reward_pays_for_valid_graphs():
     assert reward([SUMS[1]], [[GOOD, BAD, BROKEN]]).rewards == [[1.1, 0.1, 0.0]]
 
 
+def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
+    """Their seeds are of the problem and the graph's number in its group, not of a place."""
+
+    def seeds(problems):
+        agents = Scripted(solver)
+        reward = GraphReward(Runner(agents, 9, temperature=0.5), seed=3)
+        reward(problems, [[GOOD, BAD, GOOD]] * len(problems))
+        calls = [call for batch in agents.batches for call in batch]
+        return [call.seed for call in calls if SUMS[2].question in call.text]
+
+    alone = seeds([SUMS[2]])
+    assert len(set(alone)) == 6
+    assert seeds(SUMS) == alone
+
+
+def test_a_share_without_problems_has_no_figures():
+    """Of several processes one may have no group to replace."""
+    scores = GraphReward(Runner(Scripted(solver), 9))([], [])
+    assert (scores.rewards, scores.metrics) == ([], {})
+
+
 def test_a_failed_agent_is_no_verdict():
     reward = GraphReward(Runner(Scripted(lambda call: Reply("", error="down")), 9))
     scores = reward([SUMS[1]], [[GOOD, BROKEN]])

@@ -16,15 +16,18 @@ import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
 from safetensors.torch import load_file
+from scripted_sampler import ScriptedSampler
+from scripted_server import ScriptedServer
 
 from recipes.orchestrator import ask, cold_start, evaluate
 from recipes.orchestrator import train as recipe
-from recipes.orchestrator.agents import AgentModel, LocalAgents
+from recipes.orchestrator.agents import AgentModel, LocalAgents, choose_agents
 from recipes.orchestrator.config import Config
-from recipes.orchestrator.graph import Graph, read_graph
+from recipes.orchestrator.graph import Graph, Invalid, read_graph
 from recipes.orchestrator.orchestrator import OpenRun
 from recipes.orchestrator.prompts import orchestrator_prompt
-from recipes.orchestrator.runner import Reply
+from recipes.orchestrator.reward import try_graphs
+from recipes.orchestrator.runner import Reply, Runner
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
 from rlm.config import UsageError, parse, run_main
 from rlm.data import Problem
@@ -192,6 +195,125 @@ def test_invalid_graphs_are_trained_against(base, start, tmp_path):
     rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
     assert [len(row["graphs"]) for row in rows] == [4] * 4
     assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
+
+
+GOOD, BAD = (Graph.chain("solve", word).text() for word in ("gold", "red"))
+
+
+class Writes(ScriptedSampler):
+    """An orchestrator that writes what the test says: by problem, the graphs of its group."""
+
+    exact = True
+
+
+def watched(base, tmp_path, script, **more):
+    """One step with these completions: the trainer, its log, and the advantages by problem."""
+    found = {}
+
+    class Watched(OrchestratorTrainer):
+        def log(self, metrics, groups, advantages):
+            pairs = zip(groups, advantages.tolist(), strict=True)
+            found.update({group.problem.question: row for group, row in pairs})
+            super().log(metrics, groups, advantages)
+
+    size = len(next(iter(script.values())))
+    more = {"steps": 1, "batch_size": len(script), "group_size": size} | more
+    trainer = Watched(options(base, tmp_path, **more), Scripted(), device=CPU)
+    trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
+    logs, _ = fit(trainer, [p for p in PROBLEMS if p.question in script], (), ())
+    rows = [json.loads(line) for line in (trainer.run.path / "rollouts.jsonl").open()]
+    return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rows}
+
+
+def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
+    """Unreadable graphs stay in their groups, each group with another number of them."""
+    script = {
+        "20 + 400?": [GOOD, "{", BAD],
+        "21 + 441?": ["{", BAD, "{"],
+        "22 + 484?": [BAD, BAD, GOOD],
+    }
+    trainer, log, advantages, written = watched(base, tmp_path, script, sft_adapter=start)
+    rewards = {"20 + 400?": [1, 0, 0], "21 + 441?": [0, 0, 0], "22 + 484?": [0, 0, 1]}
+    assert {q: [graph["reward"] for graph in graphs] for q, graphs in written.items()} == rewards
+    assert [graph["verdict"] for graph in written["21 + 441?"]] == ["bad_json", "wrong", "bad_json"]
+    # 2/3 and −1/3 by a standard deviation of 1/√3 (and 10⁻⁴).
+    right, wrong = (share / (3**-0.5 + 1e-4) for share in (2 / 3, -1 / 3))
+    assert advantages["20 + 400?"] == pytest.approx([right, wrong, wrong], abs=1e-5)
+    assert advantages["21 + 441?"] == [0, 0, 0]
+    assert advantages["22 + 484?"] == pytest.approx([wrong, wrong, right], abs=1e-5)
+    # Of 9 graphs 6 are valid, of two kinds; their agents write a token each. An end token counts.
+    length = len(trainer.tokenizer.encode(GOOD)) + 1
+    assert log["tokens_per_problem"] == pytest.approx((6 * length + 3 * 2 + 6 * 2) / 9)
+    assert log["valid_json_rate"] == pytest.approx(6 / 9)
+    assert log["distinct_graphs"] == pytest.approx(2 / 6)
+    assert log["reward_mean"] == pytest.approx(2 / 9)
+    assert trainer.runner.agents.batches == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "reward"),
+    [({}, 0.0), ({"zero_leaks": False}, 1.0), ({"format_reward": 0.25}, 0.25)],
+    ids=str,
+)
+def test_what_a_leak_earns_is_an_option(base, start, tmp_path, more, reward):
+    leaking = Graph.chain("solve", "gold, 420").text()  # 20 + 400
+    script = {"20 + 400?": [leaking, "{"]}
+    more = {"sft_adapter": start, "max_new_tokens": 24} | more
+    _, log, _, written = watched(base, tmp_path, script, **more)
+    assert [graph["reward"] for graph in written["20 + 400?"]] == [reward, 0.0]
+    assert log["answer_leak_rate"] == 0.5
+
+
+def test_three_agents_are_an_option(base, tmp_path):
+    three = Graph.chain("solve", "red", "gold").text()
+    more = {"max_agents": 3, "max_new_tokens": 200, "lora_r": 2}
+    trainer, *_, written = watched(base, tmp_path, {"20 + 400?": [three, "{"]}, **more)
+    assert written["20 + 400?"][0]["reward"] == 1
+    assert trainer.runner.agents.batches == 3
+
+
+def test_agents_behind_a_server(base, start, tmp_path):
+    """What the options say of agents is what the server is asked."""
+    with ScriptedServer(lambda body: "[420]") as server:
+        config = options(
+            base, tmp_path, sft_adapter=start, steps=1, agent_url=server.url, agent_model="theirs",
+            agent_temperature=0.5, agent_max_tokens=7,
+        )  # fmt: skip
+        agents = choose_agents(config)
+        assert str(agents) == f"theirs at {server.url}"
+        train(config, agents, problems=PROBLEMS[:4])
+        bodies = server.asked("chat/completions")
+    rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
+    graphs = [graph for row in rows for graph in row["graphs"] if graph["graph"]]
+    assert len(bodies) == 2 * len(graphs) > 0
+    asked = [{body[name] for body in bodies} for name in ("model", "temperature", "max_tokens")]
+    assert asked == [{"theirs"}, {0.5}, {7}]
+    assert len({body["seed"] for body in bodies}) == len(bodies)
+    for row in rows:
+        expected = float(row["answer"] == "420")
+        assert {g["reward"] for g in row["graphs"] if g["graph"]} == {expected}
+
+
+def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, capsys):
+    config = options(base, tmp_path, sft_adapter=start)
+
+    class Down(Scripted):
+        def reply(self, calls):
+            return [Reply("", error="out of order") for _ in calls]
+
+    class Broken(Scripted):
+        def reply(self, calls):
+            raise ZeroDivisionError
+
+    trainer = OrchestratorTrainer(config, Down(), device=CPU)
+    outcomes = trainer.greedy_outcomes(PROBLEMS[:4])
+    failed = sum(outcome.run is not None for outcome in outcomes)
+    assert failed
+    assert not any(outcome.correct for outcome in outcomes)
+    said = f"{failed} problems count as unsolved: the agents' server failed"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ZeroDivisionError):
+        train(options(base, tmp_path, "broken", sft_adapter=start), Broken(), PROBLEMS[:4])
 
 
 def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
@@ -504,6 +626,30 @@ def test_the_table_has_every_row(finished, capsys):
     assert "asked twice" in out
 
 
+def test_a_vote_by_hand():
+    def vote(*texts):
+        problem = Problem("p", "how many?", "18")
+        runner = Runner(Says(texts), 9, temperature=1.0)
+        graphs = [Graph.chain("solve")] * len(texts)
+        return evaluate.vote(try_graphs(runner, [problem] * len(texts), graphs))
+
+    class Says:
+        def __init__(self, texts):
+            self.texts = texts
+
+        def reply(self, calls):
+            return [Reply(text) for text in self.texts]
+
+        def release(self):
+            pass
+
+    assert vote("[18]", "18.0", "[7]") == 1.0  # equal numbers are one
+    assert vote("[7]", "[7]", "[18]") == 0.0
+    assert vote("[7]", "[18]") == 0.5  # a tie, broken at random
+    assert vote("no idea", "none", "[18]") == 1.0  # who says nothing does not vote
+    assert vote("no idea", "none") == 0.0
+
+
 def test_asking_shows_graph_texts_and_answer(finished, capsys):
     question = "Tom has 3 pens and buys 4. How many has he?"
     assert run(ask, ask.AskConfig, question, "--run", finished / "run") == 0
@@ -518,13 +664,12 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
     assert "holds no run" in capsys.readouterr().err
     assert run(ask, ask.AskConfig) == 2
     assert "ask something" in capsys.readouterr().err
-    monkeypatch.setattr(
-        "recipes.orchestrator.orchestrator.orchestrator_prompt", lambda most: "say something else"
-    )
-    code = run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2)
-    assert code in (0, 2)  # a tiny model may write a graph all the same
-    if code == 2:
-        assert "no valid graph in 2 tries" in capsys.readouterr().err
+    none = Invalid("bad_json", "cut off")
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.read_graph", lambda text, most: none)
+    assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
+    output = capsys.readouterr()
+    assert output.out.count("no valid graph (bad_json: cut off)") == 2
+    assert "error: no valid graph in 2 tries" in output.err
 
 
 def test_a_finished_run_is_opened_in_three_states(finished):

@@ -52,7 +52,7 @@ class Actor:
 
     @property
     def retries(self) -> int:
-        """Tries after the first, of the role's requests and the judge's."""
+        """Tries after the first, of the role's requests and of the judge, whom all roles share."""
         judge = self.judge.role.client.retries if self.judge.role else 0
         return self.role.client.retries + judge
 
@@ -130,7 +130,8 @@ class Actor:
         parts = ("r_ans", "r_logic", "r_graph", *more, "r_total")
         row = {"answer": "", "is_correct": False, "rewards": dict.fromkeys(parts)}
         row |= {"r_total_of": [], "answer_reason": "no_reply", "scored_by": {}}
-        return row | {"judge_failed": False, "solution": "", "error": str(error)}
+        row |= {"judge_failed": False, "judge_error": None}
+        return row | {"solution": "", "error": str(error)}
 
     def extract(
         self, stage: str, problem: Problem, attempts: str, library: Library, gold: str, now: str
@@ -140,12 +141,22 @@ class Actor:
         values |= {"library": library.listing(), "room": library.room()}
         try:
             reply = self.ask(stage, problem.id, **values)
-            proposed = find_object(reply.text, "operations")["operations"]
-            if not isinstance(proposed, list):
-                raise ScaffoldError("schema", "operations is no list")
+            proposed = find_operations(reply.text)
         except (RemoteError, ScaffoldError) as error:
             return {"error": str(error), "operations": []}
         return {"error": None, "operations": library.apply(proposed, problem, now)}
+
+
+def find_operations(reply: str) -> list[Any]:
+    """What a reply proposes to do with a library.
+
+    Raises:
+        ScaffoldError: no_json, bad_json or schema.
+    """
+    proposed = find_object(reply, "operations")["operations"]
+    if not isinstance(proposed, list):
+        raise ScaffoldError("schema", "operations is no list")
+    return proposed
 
 
 def scaffold_text(scaffold: Scaffold | None, plan: str) -> str:

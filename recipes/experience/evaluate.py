@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.experience.apprentice import cache_path
-from recipes.experience.attempts import Actor, Row, show_attempts
+from recipes.experience.attempts import Actor, Row, find_operations, show_attempts
 from recipes.experience.judge import Judge, grade_answer
 from recipes.experience.library import DIRECTORY, Library
 from recipes.experience.prompting import Prompts
-from recipes.experience.roles import CONFIG, GENERATORS, Role, load_settings
-from recipes.experience.scaffold import ScaffoldError, find_object
+from recipes.experience.roles import CONFIG, GENERATORS, Role, client_of, load_settings
+from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main, to_dict
@@ -102,17 +102,19 @@ def poorer_libraries(actor: Actor, practised: Sequence[Row], run_dir: Path) -> d
             if kind == "no gold":
                 shown, gold = show_attempts(rollouts, scores=False), "(unknown)"
             stage = "generator_experience_extraction"
-            actor.extract(stage, problem, shown, library, gold, row["timestamp"])
+            found = actor.extract(stage, problem, shown, library, gold, row["timestamp"])
+            if found["error"]:
+                terminal.line(f"{kind}: no lesson from {problem.id}: {found['error']}")
         written[kind] = library
     written["written directly"] = library = _fresh(actor, run_dir, "written directly")
     if groups:
         questions = "\n\n".join(row["problem_text"] for row in groups)
         reply = actor.ask("direct_lessons", "all", problems=questions, count=str(len(groups)))
+        source = Problem("none", questions, groups[0]["ground_truth"])
         try:
-            for operation in find_object(reply.text, "operations")["operations"]:
-                source = Problem("none", questions, groups[0]["ground_truth"])
+            for operation in find_operations(reply.text):
                 library.apply([operation], source, groups[0]["timestamp"])
-        except (ScaffoldError, TypeError) as error:
+        except ScaffoldError as error:
             terminal.line(f"written directly: no lessons: {error}")
     for library in written.values():
         replace_json(library.path, library.items)
@@ -134,7 +136,8 @@ def answer_all(
         question = with_experiences(problem.question, lessons)
         try:
             return actor.ask("solve", f"{problem.id} {sample}", problem=question)
-        except RemoteError:
+        except RemoteError as error:
+            terminal.line(f"{problem.id}: no reply: {error}")
             return None
 
     with ThreadPoolExecutor(actor.role.client.concurrency) as pool:
@@ -212,7 +215,8 @@ def main(config: EvaluateConfig) -> int:
     journal = Journal(config.run_dir / "evaluate_calls.jsonl")
     spending = Spending(config.max_cost)
     spending.cost = sum(row["cost"] for row in journal.rows.values())
-    role = Role(config.role, settings[config.role], journal, spending)
+    own = settings[config.role]
+    role = Role(config.role, own, client_of(own, spending), journal)
     judge = Judge(None, prompts, config.max_tokens)
     actor = Actor(role, prompts, judge, config.temperature, config.max_tokens, (), seed=config.seed)
     if config.ablations:

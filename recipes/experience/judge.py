@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,9 +16,9 @@ import networkx
 
 from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
-from recipes.experience.rules import is_rule
+from recipes.experience.rules import Value, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, find_object
-from rlm.answers import grade, parse_number
+from rlm.answers import grade, parse_number, split_completion
 from rlm.data import Problem
 from rlm.remote import RemoteError
 
@@ -82,11 +82,7 @@ def logic_checks(scaffold: Scaffold, answer: str, tolerance: float = 0.0) -> dic
     stated = parse_number(answer)
     value = run.values.get(scaffold.target_variable)
     reached = scaffold.target_variable in run.targets
-    close = (
-        reached
-        and stated is not None
-        and math.isclose(value, stated, rel_tol=max(tolerance, 1e-6), abs_tol=1e-9)
-    )
+    close = reached and stated is not None and _close(value, stated, max(tolerance, 1e-6))
     wanted = {step.target for step in steps}
     return {
         "inputs_there": run.with_inputs / len(steps),
@@ -95,6 +91,12 @@ def logic_checks(scaffold: Scaffold, answer: str, tolerance: float = 0.0) -> dic
         "steps_computed": len(run.targets) / len(wanted),
         "value_is_answer": float(close),
     }
+
+
+def _close(a: Value, b: Value, tolerance: float) -> bool:
+    """As math.isclose, but an exact number may be too large for a float."""
+    a, b = Fraction(a), Fraction(b)
+    return abs(a - b) <= max(Fraction(tolerance) * max(abs(a), abs(b)), Fraction(1, 10**9))
 
 
 def graph_score(scaffold: Scaffold | None) -> float:
@@ -171,6 +173,10 @@ def _rules(scaffold: Scaffold) -> dict[str, set[str]]:
 # --- all of them ----------------------------------------------------------------------------------
 
 
+class _NoScoreError(Exception):
+    """The judge's reply holds none."""
+
+
 class Judge:
     """Scores attempts; asks the judge's role, if there is one, where rules cannot tell."""
 
@@ -188,15 +194,22 @@ class Judge:
     ) -> dict[str, Any]:
         """The scores of one attempt, and who gave them, as the records hold them."""
         correct, answer, reason = grade_answer(solution, problem)
-        r_ans, failed, by = float(correct), False, {"answer": "exact", "logic": "checks"}
+        r_ans, by = float(correct), {"answer": "exact", "logic": "checks"}
+        errors: list[str] = []  # of the judge
+
+        def judged(ask: Callable[..., float], *about: Any) -> float | None:
+            try:
+                return ask(problem, *about, seed)
+            except (RemoteError, ScaffoldError, _NoScoreError) as error:
+                errors.append(str(error))
+                return None
+
         if reason in CANNOT_TELL and self.role:
-            by["answer"], r_ans = "judge", self._same_answer(problem, answer, seed)
-            failed |= r_ans is None
+            by["answer"], r_ans = "judge", judged(self._same_answer, answer)
         if scaffold is None:
             r_logic = 0.0
         elif self.role:
-            by["logic"], r_logic = "judge", self._logic(problem, scaffold, solution, seed)
-            failed |= r_logic is None
+            by["logic"], r_logic = "judge", judged(self._logic, scaffold, solution)
         else:
             tolerance = float(problem.columns.get("rel_tol", 0))
             checks = logic_checks(scaffold, answer, tolerance)
@@ -209,33 +222,27 @@ class Judge:
             "r_total_of": [name for name, score in scores.items() if score is not None],
             "answer_reason": reason,
             "scored_by": by,
-            "judge_failed": failed,
+            "judge_failed": bool(errors),
+            "judge_error": "; ".join(errors) or None,
         }
 
     def _ask(self, name: str, seed: str, **values: str) -> str:
-        prompt = self._prompts.fill(name, **values)
-        return self.role.ask(
-            name, prompt, temperature=0.0, max_tokens=self._max_tokens, seed=seed
-        ).text
+        prompt, limit = self._prompts.fill(name, **values), self._max_tokens
+        reply = self.role.ask(name, prompt, temperature=0.0, max_tokens=limit, seed=seed)
+        return split_completion(reply.text)[1]
 
-    def _same_answer(self, problem: Problem, answer: str, seed: str) -> float | None:
-        try:
-            values = {"problem": problem.question, "gold": problem.answer, "answer": answer}
-            said = re.match(r"\W*(yes|no)\b", self._ask("judge_answer", seed, **values), re.I)
-        except RemoteError:
-            return None
-        return float(said[1].lower() == "yes") if said else None
+    def _same_answer(self, problem: Problem, answer: str, seed: str) -> float:
+        values = {"problem": problem.question, "gold": problem.answer, "answer": answer}
+        said = re.match(r"\W*(yes|no)\b", self._ask("judge_answer", seed, **values), re.I)
+        if not said:
+            raise _NoScoreError("neither YES nor NO")
+        return float(said[1].lower() == "yes")
 
-    def _logic(
-        self, problem: Problem, scaffold: Scaffold, solution: str, seed: str
-    ) -> float | None:
-        """The mean of the judge's five scores; None if one of them is missing or no score."""
+    def _logic(self, problem: Problem, scaffold: Scaffold, solution: str, seed: str) -> float:
+        """The mean of the judge's five scores, all of which must be there and be scores."""
         values = {"problem": problem.question, "scaffold": scaffold.text(), "solution": solution}
-        try:
-            parts = find_object(self._ask("judge_logic", seed, **values), LOGIC_PARTS[0])
-        except (RemoteError, ScaffoldError):
-            return None
+        parts = find_object(self._ask("judge_logic", seed, **values), LOGIC_PARTS[0])
         scores = [parts.get(name) for name in LOGIC_PARTS]
         if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
-            return None
+            raise _NoScoreError(f"not five scores from 0 to 1: {str(scores)[:200]}")
         return math.fsum(scores) / len(scores)

@@ -112,24 +112,28 @@ def _is_loopback(url: str) -> bool:
         return False
 
 
+def client_of(settings: RoleSettings, spending: Spending) -> RemoteClient:
+    """One for a role in a process: it is who keeps the role's limits."""
+    return RemoteClient(
+        settings.base_url,
+        api_key=settings.api_key.get_secret_value(),
+        price=settings.price,
+        spending=spending,
+        concurrency=settings.concurrency,
+        timeout=settings.timeout,
+        attempts=settings.attempts,
+        backoff=settings.backoff,
+        pace=Pace(settings.requests_per_minute, settings.tokens_per_minute),
+    )
+
+
 class Role:
     """An endpoint that answers prompts; any number of threads may share it."""
 
     def __init__(
-        self, name: str, settings: RoleSettings, journal: Journal, spending: Spending
+        self, name: str, settings: RoleSettings, client: RemoteClient, journal: Journal
     ) -> None:
-        self.name = name
-        self.client = RemoteClient(
-            settings.base_url,
-            api_key=settings.api_key.get_secret_value(),
-            price=settings.price,
-            spending=spending,
-            concurrency=settings.concurrency,
-            timeout=settings.timeout,
-            attempts=settings.attempts,
-            backoff=settings.backoff,
-            pace=Pace(settings.requests_per_minute, settings.tokens_per_minute),
-        )
+        self.name, self.client = name, client
         self._journal, self._most = journal, settings.max_tokens or sys.maxsize
         # One name for a run: asked once, and before anything is paid.
         self.model = settings.model or self._told(self.client.models, ())[0]["id"]

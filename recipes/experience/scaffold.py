@@ -116,6 +116,7 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
             break
         try:
             candidate, end = json.JSONDecoder().raw_decode(text, start)
+            candidate = _storable(candidate)
         except (ValueError, RecursionError):  # the latter from nesting very deep
             end, error = start + 1, ScaffoldError("bad_json", "what follows { is not JSON")
         else:
@@ -126,6 +127,11 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
                 error = ScaffoldError("schema", f"no object has {key}")
         start = text.find("{", end)
     raise error
+
+
+def _storable(content: Any) -> Any:
+    """Without lone surrogates: JSON can spell them, but no file or request can hold them."""
+    return json.loads(json.dumps(content, ensure_ascii=False).encode(errors="replace"))
 
 
 def parse_scaffold(reply: str) -> Scaffold:

@@ -27,13 +27,20 @@ from recipes.experience.attempts import Actor
 from recipes.experience.judge import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, Judge
 from recipes.experience.library import DIRECTORY, Library
 from recipes.experience.prompting import Prompts
-from recipes.experience.roles import CONFIG, GENERATORS, Role, RoleSettings, load_settings
+from recipes.experience.roles import (
+    CONFIG,
+    GENERATORS,
+    Role,
+    RoleSettings,
+    client_of,
+    load_settings,
+)
 from recipes.experience.summary import summarise
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main
 from rlm.data import Problem, load_problems
 from rlm.records import read_lines, replace_json
-from rlm.remote import Spending
+from rlm.remote import RemoteClient, Spending
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN = Path("runs/experience/default")
@@ -101,8 +108,8 @@ def connect(
     apprentice: Apprentice,
     config: TrainConfig,
     settings: Mapping[str, RoleSettings],
+    clients: Mapping[str, RemoteClient],
     prompts: Prompts,
-    spending: Spending,
 ) -> Actor:
     """The role at its endpoint, and the judge if there is one.
 
@@ -111,7 +118,7 @@ def connect(
     """
     own = config.of(apprentice.name)
     found = {
-        name: Role(name, settings[name], apprentice.journal, spending)
+        name: Role(name, settings[name], clients[name], apprentice.journal)
         for name in (apprentice.name, "judge")
         if name in settings
     }
@@ -170,14 +177,12 @@ def main(config: TrainConfig) -> int:
             material = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
         spending = Spending(config.max_cost)
         spending.cost = sum(row["cost"] for a in apprentices for row in a.journal.rows.values())
-        actors = {a.name: connect(a, config, settings, prompts, spending) for a in apprentices}
+        clients = {name: client_of(one, spending) for name, one in settings.items()}
+        actors = {a.name: connect(a, config, settings, clients, prompts) for a in apprentices}
         try:
-            generators = [apprentice for apprentice in apprentices if not apprentice.is_critic]
-            together(generators, actors, problems, material)
-            for critic in (a for a in apprentices if a.is_critic):
-                if generators:
-                    problems, material = read_rollouts(config.run_dir)
-                critic.practise(actors["critic"], problems, material, threading.Event())
+            together(apprentices[: len(GENERATORS)], actors, problems, material)
+            if config.target == "all":  # the critic, on what they have just written
+                together(apprentices[-1:], actors, *read_rollouts(config.run_dir))
         finally:
             for apprentice in apprentices:
                 calls, retries = apprentice.journal.rows.values(), actors[apprentice.name].retries
@@ -188,17 +193,17 @@ def main(config: TrainConfig) -> int:
 
 
 def together(
-    generators: Sequence[Apprentice],
+    apprentices: Sequence[Apprentice],
     actors: Mapping[str, Actor],
     problems: Sequence[Problem],
     material: Mapping[str, Sequence[Any]],
 ) -> None:
-    """All generators at once; what ends one ends the others after the problem in hand."""
+    """All of them at once; what ends one, or Ctrl-C, ends all after the problem in hand."""
     stop = threading.Event()
     with ThreadPoolExecutor(len(GENERATORS)) as pool:
         tasks = [
-            pool.submit(generator.practise, actors[generator.name], problems, material, stop)
-            for generator in generators
+            pool.submit(apprentice.practise, actors[apprentice.name], problems, material, stop)
+            for apprentice in apprentices
         ]
         try:
             for task in as_completed(tasks):

@@ -90,12 +90,19 @@ def try_graphs(
     graphs: Sequence[Graph | Invalid],
     *,
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
     max_new_tokens: int | None = None,
 ) -> list[Outcome]:
-    """Run the valid graphs, each on the problem beside it, all at once, and verify."""
+    """Run the valid graphs, each on the problem beside it, all at once, and verify.
+
+    Args:
+        seed: of agents that draw at a temperature.
+        numbers: tells the graphs of a problem apart, for that seed; by default their places.
+    """
+    numbered = zip(problems, graphs, numbers or range(len(graphs)), strict=True)
     jobs = [
-        (problem.question, graph, prompt_seed(seed, problem.id, i))
-        for i, (problem, graph) in enumerate(zip(problems, graphs, strict=True))
+        (problem.question, graph, prompt_seed(seed, problem.id, number))
+        for problem, graph, number in numbered
         if isinstance(graph, Graph)
     ]
     runs = iter(runner.run(*zip(*jobs, strict=True), max_new_tokens) if jobs else ())
@@ -135,9 +142,12 @@ class GraphReward:
         truncated: Sequence[Sequence[bool]] = (),
     ) -> Scores:
         """`truncated` changes nothing: a graph that was cut off is not JSON."""
-        rows = [(p, text) for p, group in zip(problems, groups, strict=True) for text in group]
-        graphs = [read_graph(text, self._max_agents) for _, text in rows]
-        flat = try_graphs(self._runner, [p for p, _ in rows], graphs, seed=self._seed)
+        pairs = zip(problems, groups, strict=True)
+        rows = [(p, text, number) for p, group in pairs for number, text in enumerate(group)]
+        graphs = [read_graph(text, self._max_agents) for _, text, _ in rows]
+        # Not numbered by place: that would change with the other problems, and the processes.
+        options = {"seed": self._seed, "numbers": [number for *_, number in rows]}
+        flat = try_graphs(self._runner, [p for p, *_ in rows], graphs, **options)
         outcomes = iter(flat)
         grouped = [[next(outcomes) for _ in group] for group in groups]
         self._rounds.append(grouped)
@@ -158,6 +168,8 @@ class GraphReward:
 def summary(outcomes: Iterable[Outcome]) -> dict[str, float]:
     """Figures of some outcomes; shares are of all of them, distinct of the valid ones."""
     outcomes = list(outcomes)
+    if not outcomes:  # the share of a process that has no problem to replace
+        return {}
     runs = [outcome.run for outcome in outcomes if outcome.run]
     graphs = [run.graph for run in runs]
     invalid = Counter(o.graph.reason for o in outcomes if isinstance(o.graph, Invalid))
