@@ -48,7 +48,9 @@ def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Add rows; when this returns, they are on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
-        stream.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        # Half a surrogate pair cannot be encoded; its JSON escape reads back as it was.
+        stream.write(text.encode("utf-8", "backslashreplace"))
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -635,6 +635,11 @@ def test_a_torn_last_line_is_cut_off_and_another_bad_one_named(tmp_path, caplog)
         read_lines(path)
 
 
+def test_half_a_surrogate_pair_is_read_back_as_it_was(tmp_path):
+    append_lines(tmp_path / "rows.jsonl", [{"error": "cut off: \ud83d"}, {"b": 2}])
+    assert read_lines(tmp_path / "rows.jsonl") == [{"error": "cut off: \ud83d"}, {"b": 2}]
+
+
 def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
     path, synced = tmp_path / "rows.jsonl", []
     monkeypatch.setattr("os.fsync", lambda stream: synced.append(path.read_text()))
