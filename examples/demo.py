@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the stage scripts, when the package is not inst
 @dataclass
 class DemoConfig:
     output: Path = flag(Path("runs/demo"), "where everything goes")
-    problems: int = flag(240, "held-out test problems")
+    problems: int = flag(200, "held-out test problems")
     samples: int = flag(2, "sampled completions a problem")
     sft_config: Path = flag(ROOT / "configs/demo_sft.yaml", "options of stage 1")
     grpo_config: Path = flag(ROOT / "configs/demo_grpo.yaml", "options of stage 2")
