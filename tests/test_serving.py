@@ -199,6 +199,12 @@ def test_a_prompt_at_the_limit_is_answered(server, tokenizer):
     assert "500" in too_long.json()["detail"]
 
 
+@pytest.mark.parametrize("smallest", [{"temperature": 5e-324}, {"temperature": 1, "top_p": 5e-324}])
+def test_numbers_next_to_zero_are_answered(server, smallest):
+    body = server.post({"prompt": "two and three"} | smallest)
+    assert (body.status_code, body.json()["response"]) == (200, ADD)
+
+
 @pytest.mark.parametrize("prompt", ["{{ 7*7 }} {% for x in y %}", "![](http://169.254.169.254/)"])
 def test_prompts_are_only_text(server, prompt):
     assert server.post({"prompt": prompt}).status_code == 200
