@@ -21,6 +21,7 @@ import pytest
 import torch
 from live_server import make_service
 from safetensors.torch import load_file, save_file
+from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
 from rlm.config import UsageError, run_main
@@ -248,6 +249,38 @@ def test_an_engine_that_dies_twice_ends_the_server_with_code_1(tokenizer, monkey
         assert asyncio.run(serving) == 1
     assert asked.result() == ["engine_down"] * 2
     assert "died twice" in capsys.readouterr().out
+
+
+def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    service, _ = make_service(tokenizer, {})
+    listening = server._listen("127.0.0.1", 0)
+    key = {"X-API-Key": "a-key-of-some-length"}
+
+    def use_it() -> None:
+        until(lambda: server.ENDPOINT.exists() and server.ENDPOINT.read_text().endswith("\n"))
+        public = json.loads(server.ENDPOINT.read_text())
+        assert public == {"url": service.public_url, "path": "/phase1/reasoning"}
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with httpx2.Client(headers=key, timeout=30) as client:
+            info = client.get(public["url"] + "/phase1/info").json()  # from outside
+            assert (info["public_url"], info["needs_key"]) == (public["url"], True)
+            os.kill(agent.facts()["pid"], signal.SIGKILL)
+            until(lambda: not server.ENDPOINT.exists())
+            assert client.get(url + "/phase1/info").json()["public_url"] is None
+            assert client.get(url + "/ready").status_code == 200
+
+    def use_it_and_end() -> None:
+        try:
+            use_it()
+        finally:
+            service.engine.state = "dead"  # the server leaves
+
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use_it_and_end)
+        config, keys = server.ServerConfig(ngrok=True), Keys(key.values())
+        asyncio.run(server._serve(config, service, keys, listening))
+    used.result()
 
 
 def test_a_process_from_start_to_signal(weights, tmp_path):
