@@ -2,6 +2,7 @@
 # make test    everything but the slow tests (under 5 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-load      the server under load for a minute
+# make test-schema    the API against its OpenAPI schema (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make lint    style
 # make clean   remove what was made, but not weights/
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow test-faults test-browser test-load lint clean
+.PHONY: install demo test test-slow test-faults test-browser test-load test-schema lint clean
 
 install: $(STAMP)
 
@@ -44,6 +45,10 @@ test-faults: $(STAMP)
 
 test-load: $(STAMP)
 	$(PYTHON) -m pytest -m load
+
+test-schema: $(STAMP)
+	$(PYTHON) -m pip install --quiet --editable '.[dev,schema]'
+	$(PYTHON) -m pytest -m schema
 
 test-browser: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,browser]'

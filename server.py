@@ -194,7 +194,10 @@ async def _attend(
         return
     shown = f"[{config.host}]" if ":" in config.host else config.host
     terminal.line(f"ready: http://{shown}:{port}  ({service.catalog.default})")
-    tunnel = await _open_tunnel(config, hosts, port) if config.ngrok else None
+    tunnel = None
+    if config.ngrok:
+        _write_endpoint(None)  # that of a server which was killed
+        tunnel = await _open_tunnel(config, hosts, port)
     try:
         while True:
             if tunnel is not None and tunnel.public_url != service.public_url:

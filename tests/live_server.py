@@ -85,10 +85,13 @@ class Live:
 
 
 @contextmanager
-def live(service: Service, keys: Keys | None = None, drain_seconds: float = 5.0):
+def live(
+    service: Service, keys: Keys | None = None, drain_seconds: float = 5.0, **security: object
+):
     """The service behind its walls, on a free port."""
     keys = keys or Keys.none()
-    settings = SecuritySettings(keys=keys, allowed_hosts=AllowedHosts({"127.0.0.1"}))
+    hosts = AllowedHosts({"127.0.0.1"})
+    settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
     app = secure(create_app(service, needs_key=keys.required), settings)
     config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = DrainingServer(config, service, drain_seconds)

@@ -455,8 +455,16 @@ def test_top_k_and_top_p_are_exact():
     assert kept(top_p=0.4) == [False, True, False, False]
     assert kept(top_p=0.6) == [False, True, False, True]
     assert kept(top_p=0.81) == [True, True, False, True]
+    assert kept(top_p=1e-300) == [False, True, False, False]  # zero in single precision
     _, logprob = draw(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1))
     assert logprob.item() == pytest.approx(0)  # under the distribution that was drawn from
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
+def test_a_temperature_next_to_zero_takes_the_likeliest_token(temperature):
+    logits = torch.tensor([[-1e6, 1e6, 999_999.0]] * 2)
+    tokens, logprobs = draw(logits, torch.tensor([0.0, 0.99]), SamplingParams(1, temperature))
+    assert (tokens.tolist(), logprobs.tolist()) == ([1, 1], [0, 0])
 
 
 @pytest.mark.parametrize(

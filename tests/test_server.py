@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -11,12 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
+from live_server import make_service
 from safetensors.torch import load_file, save_file
+from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
 from rlm.config import UsageError, run_main
@@ -32,7 +37,9 @@ from rlm.models import (
 from rlm.prompts import FORMATS, render_prompt
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams
+from rlm.serving.access import Keys
 from rlm.serving.catalog import find_adapters
+from rlm.serving.engine import Engine
 from rlm.serving.lanes import load_lanes
 
 ROOT = Path(__file__).parent.parent
@@ -206,13 +213,84 @@ def test_a_port_in_use(capsys, monkeypatch):
     assert f"port {port}" in error
 
 
-# --- a process ------------------------------------------------------------------------------------
+# --- to the end -----------------------------------------------------------------------------------
+
+
+def until(holds, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_an_engine_that_dies_twice_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
+    def die(self, name):
+        raise MemoryError
+
+    monkeypatch.setattr(Engine, "_step", die)
+    service, _ = make_service(tokenizer, {})
+    listening = server._listen("127.0.0.1", 0)
+
+    def listens() -> bool:
+        return bool(listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+    def ask_twice() -> list[str]:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        codes = []
+        for _ in range(2):
+            until(lambda: listens() and service.engine.state == "ready")
+            with httpx2.Client(base_url=url, timeout=30) as client:
+                codes.append(client.post("/phase1/reasoning", json={"prompt": "x"}).json()["code"])
+        return codes
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_twice)
+        serving = server._serve(server.ServerConfig(), service, Keys.none(), listening)
+        assert asyncio.run(serving) == 1
+    assert asked.result() == ["engine_down"] * 2
+    assert "died twice" in capsys.readouterr().out
+
+
+def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    service, _ = make_service(tokenizer, {})
+    listening = server._listen("127.0.0.1", 0)
+    key = {"X-API-Key": "a-key-of-some-length"}
+
+    def use_it() -> None:
+        until(lambda: server.ENDPOINT.exists() and server.ENDPOINT.read_text().endswith("\n"))
+        public = json.loads(server.ENDPOINT.read_text())
+        assert public == {"url": service.public_url, "path": "/phase1/reasoning"}
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with httpx2.Client(headers=key, timeout=30) as client:
+            info = client.get(public["url"] + "/phase1/info").json()  # from outside
+            assert (info["public_url"], info["needs_key"]) == (public["url"], True)
+            os.kill(agent.facts()["pid"], signal.SIGKILL)
+            until(lambda: not server.ENDPOINT.exists())
+            assert client.get(url + "/phase1/info").json()["public_url"] is None
+            assert client.get(url + "/ready").status_code == 200
+
+    def use_it_and_end() -> None:
+        try:
+            use_it()
+        finally:
+            service.engine.state = "dead"  # the server leaves
+
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use_it_and_end)
+        config, keys = server.ServerConfig(ngrok=True), Keys(key.values())
+        asyncio.run(server._serve(config, service, keys, listening))
+    used.result()
 
 
 def test_a_process_from_start_to_signal(weights, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
     command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
     options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "60", "--ngrok"]
+    options += ["--seats", "4"]
+    endpoint = tmp_path / server.ENDPOINT
+    endpoint.parent.mkdir(parents=True)
+    endpoint.write_text("of a server that was killed")
     process = subprocess.Popen(
         [*map(str, command), *map(str, options)],
         cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -226,6 +304,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
         key = re.search(r"shown once: (\S+)", said)[1]
         url = re.search(r"ready: (\S+)", said)[1]
         assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on
+        assert not endpoint.exists()
         with httpx2.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "What is 2 + 3?", "n": 3}
             assert client.post("/phase1/reasoning", json=body).status_code == 401
@@ -235,7 +314,14 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
             assert answer["model"]["adapter"] == "final_rlm_lora"
             other = client.post("/phase1/reasoning", json=body | {"adapter": "sft.v2"}).json()
             assert other["response"] != answer["response"]
-            process.send_signal(signal.SIGTERM)
+            with ThreadPoolExecutor(5) as pool:  # a signal with five in flight: all have an end
+                many = [{"prompt": "x", "n": 8, "seed": i, "stream": i > 2} for i in range(5)]
+                asked = [pool.submit(client.post, "/phase1/reasoning", json=body) for body in many]
+                until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
+                process.send_signal(signal.SIGTERM)
+                ends = [one.result() for one in asked]
+            assert [end.status_code for end in ends] == [200] * 5
+            assert all("event: done" in end.text for end in ends[3:])
         assert process.wait(30) == 0
         log = process.stderr.read()
         assert key not in log + said.replace(f"shown once: {key}", "")

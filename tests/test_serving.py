@@ -91,6 +91,16 @@ def test_a_budget_is_kept_and_reported(server):
     assert (body["thinking"]["budget"], body["final_answer"]) == (12, "7")
 
 
+@pytest.mark.parametrize("said", ["9**9**9**9", "9" * 250, "__import__('os').abort()"])
+def test_an_answer_is_read_and_never_computed(tokenizer, said):
+    text = f"<think>\nx\n</think>\n<answer>{said}</answer>"
+    service, _ = make_service(tokenizer, {"": text}, limits=replace(LIMITS, new_tokens=400))
+    with live(service) as server:
+        body = server.post({"prompt": "x", "n": 2, "expected_answer": "9**9**9**9"}).json()
+    assert (body["answer"], body["final_answer"], body["vote"]["valid"]) == (said, None, 0)
+    assert not body["verifier"]["correct"]
+
+
 def test_another_adapter(server):
     body = server.post({"prompt": "two and three", "adapter": "base"}).json()
     assert (body["response"], body["model"]["adapter"]) == ("0", "base")
@@ -163,6 +173,7 @@ REFUSED = [
     ({"prompt": "x", "stop": ["a"] * 5}, 422),
     ({"prompt": "x", "stop": ["a" * 65]}, 422),
     ({"prompt": "x", "stop": "a"}, 422),
+    ({"prompt": "x", "stop": ["a"] * 10_000}, 422),
     ({"prompt": "x", "tokenize": True}, 422),
     ({"prompt": "x", "__proto__": {}}, 422),
     ({"prompt": "x", "chat_template_kwargs": {}}, 422),
@@ -170,6 +181,7 @@ REFUSED = [
     ({"prompt": "x", "adapter": "/etc/passwd"}, 404),
     ({"prompt": "x", "adapter": "tuned/../base"}, 404),
     ({"prompt": "x", "adapter": "tuned "}, 404),
+    ({"prompt": "x", "adapter": "..%2fx"}, 404),
     ({"prompt": "x", "adapter": "ｔuned"}, 404),
     ({"prompt": "x", "adapter": "a" * 256}, 422),
     ({"prompt": "x", "adapter": "a\x00"}, 400),
@@ -199,9 +211,57 @@ def test_a_prompt_at_the_limit_is_answered(server, tokenizer):
     assert "500" in too_long.json()["detail"]
 
 
-@pytest.mark.parametrize("prompt", ["{{ 7*7 }} {% for x in y %}", "![](http://169.254.169.254/)"])
+@pytest.mark.parametrize("smallest", [{"temperature": 5e-324}, {"temperature": 1, "top_p": 5e-324}])
+def test_numbers_next_to_zero_are_answered(server, smallest):
+    body = server.post({"prompt": "two and three"} | smallest)
+    assert (body.status_code, body.json()["response"]) == (200, ADD)
+
+
+JSON = "application/json"
+BODIES = [
+    (b"[]", JSON, 422),
+    (b'"a question"', JSON, 422),
+    (b"null", JSON, 422),
+    (b'{"prompt": "x", "temperature": NaN}', JSON, 400),
+    (b'{"prompt": "x", "top_p": 1e999}', JSON, 400),
+    (b'{"prompt": "\\ud800"}', JSON, 400),
+    (b'{"prompt": "x", "stop": ["\\ud800"]}', JSON, 400),
+    (b'{"prompt": "x", "prompt": "y"}', JSON, 400),
+    (b'{"prompt": "\xff"}', JSON, 400),
+    ('{"prompt": "x"}'.encode("utf-16"), JSON, 400),
+    (b"[" * 20_000, JSON, 400),
+    (b'{"prompt": "x"}', "text/plain", 415),
+    (b"prompt=x", "application/x-www-form-urlencoded", 415),
+    (b'{"prompt": "x"}', None, 415),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "status"), BODIES, ids=range(len(BODIES)))
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_bodies_that_are_no_request(server, path, body, kind, status):
+    with server.client() as client:
+        headers = {} if kind is None else {"Content-Type": kind}
+        response = client.post(path, content=body, headers=headers)
+    assert response.status_code == status, response.text
+    assert response.json()["status"] == status
+
+
+PROMPTS = [
+    "{{ 7*7 }} {% for x in y %}",
+    "![](http://169.254.169.254/)",
+    "\u202eesrever",
+    "🍎\u200d?",
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=ascii)
 def test_prompts_are_only_text(server, prompt):
     assert server.post({"prompt": prompt}).status_code == 200
+
+
+def test_a_tag_as_stop_text_ends_no_reasoning(server):
+    body = server.post({"prompt": "two and three", "stop": ["</think>", "<answer>"]}).json()
+    assert (body["reasoning"], body["final_answer"]) == ("2 + 3 = 5", "5")
 
 
 WATCHED: list[list[str]] = []  # where to write down what leaves the process, or opens a file
@@ -414,6 +474,22 @@ def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
         connection.close()
         wait_until(lambda: service.requests == 0 and sampler.idle, seconds=1.0)
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
+
+
+def test_leaving_the_queue_or_the_batch_disturbs_nobody(tokenizer):
+    service, sampler = make_service(tokenizer, SCRIPT, seats=2, pause=0.02)
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        staying = pool.submit(server.post, {"prompt": "long"})
+        wait_until(lambda: service.requests == 1)
+        beside = send(server.port, {"prompt": "loop"})
+        wait_until(lambda: service.requests == 2)
+        behind = send(server.port, {"prompt": "loop"})  # no seat is free
+        wait_until(lambda: service.requests == 3)
+        for connection, left in ((behind, 2), (beside, 1)):
+            connection.close()
+            wait_until(lambda left=left: service.requests == left, seconds=1.0)
+        assert staying.result().json()["response"] == LONG
+        assert sampler.idle
 
 
 def test_answer_now(tokenizer):

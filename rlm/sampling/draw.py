@@ -13,6 +13,7 @@ import torch
 from rlm.sampling.params import SamplingParams
 
 BLOCK = 256  # tokens; blocks and tokens of a block are then about equally many
+COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
@@ -49,7 +50,7 @@ def draw(
         chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens, chosen - logits.logsumexp(-1)
     if params.temperature != 1:
-        logits = logits / params.temperature
+        logits = logits / max(params.temperature, COLDEST)
     logits = truncate(logits, params)
     rows, vocabulary = logits.shape
     peak = logits.amax(-1, keepdim=True)
@@ -92,6 +93,8 @@ def truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         ordered, order = logits.sort(-1, descending=True)
         probabilities = ordered.softmax(-1)
         mass_before = probabilities.cumsum(-1) - probabilities
-        excluded = (mass_before >= params.top_p).scatter(-1, order, mass_before >= params.top_p)
+        beyond = mass_before >= params.top_p
+        beyond[:, 0] = False  # a top_p below the smallest single-precision number compares as 0
+        excluded = beyond.scatter(-1, order, beyond)
         logits = logits.masked_fill(excluded, -torch.inf)
     return logits

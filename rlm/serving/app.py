@@ -69,7 +69,7 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
     app.add_exception_handler(Exception, _bug)
-    docs.complete_schema(app)
+    docs.complete_schema(app, service, needs_key)
     return app
 
 
@@ -89,7 +89,12 @@ def _state_routes(service: Service) -> APIRouter:
             raise problem
         return {"status": "ready"}
 
-    @router.get("/metrics", summary="Counters in Prometheus' text format", response_class=Response)
+    @router.get(
+        "/metrics",
+        summary="Counters in Prometheus' text format",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -103,7 +108,7 @@ def _phase1_routes(service: Service, needs_key: bool) -> APIRouter:
         "/reasoning",
         summary="Answer a question, with the reasoning",
         response_model=ReasoningResponse,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": docs.event_stream(*phase1.EVENTS)}},
     )
     async def reasoning(body: ReasoningRequest, request: Request) -> Response:
         running = await service.accept(phase1.to_ask(body))
@@ -133,7 +138,7 @@ def _openai_routes(service: Service) -> APIRouter:
         "/chat/completions",
         summary="OpenAI's protocol",
         response_model=dict[str, Any],
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": docs.event_stream()}},
     )
     async def chat(body: openai.ChatRequest, request: Request) -> Response:
         running = await service.accept(openai.to_ask(body))

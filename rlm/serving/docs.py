@@ -8,6 +8,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from rlm.serving.security import PUBLIC
+from rlm.serving.service import Service
+
 PROBLEM = {
     "type": "object",
     "description": "RFC 9457 problem details and OpenAI's error in one",
@@ -33,8 +36,19 @@ KEYS = {
 }
 
 
-def complete_schema(app: FastAPI) -> None:
-    """Say of every operation what a refusal looks like, and how keys are sent."""
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def event_stream(*names: str) -> dict[str, Any]:
+    """The content of a response in server-sent events; each has one of the names, if any."""
+    data = {"type": "string", "description": "JSON"}
+    event = {"event": {"type": "string", "enum": list(names)}} if names else {}
+    item = {"type": "object", "properties": event | {"data": data}, "required": [*event, "data"]}
+    return {"text/event-stream": {"itemSchema": item}}
+
+
+def complete_schema(app: FastAPI, service: Service, needs_key: bool) -> None:
+    """Say what this server offers, what a refusal looks like, whether and how keys are sent."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -45,16 +59,53 @@ def complete_schema(app: FastAPI) -> None:
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
             schemas["Problem"] = PROBLEM
+            _narrow(schemas, service)
             made["components"]["securitySchemes"] = KEYS
-            made["security"] = [{}, {"bearer": []}, {"header": []}]
-            for operations in made["paths"].values():
+            made["security"] = [{"bearer": []}, {"header": []}] if needs_key else [{}]
+            for path, operations in made["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
                     operation["responses"]["default"] = REFUSED
-            app.openapi_schema = made
+                    if path in PUBLIC:
+                        operation["security"] = []
+            app.openapi_schema = _whole_bounds(made)
         return app.openapi_schema
 
     app.openapi = schema
+
+
+def _narrow(schemas: dict[str, Any], service: Service) -> None:
+    """The fields whose range this server has fixed: names of adapters, and the longest completion.
+
+    The model classes cannot say it: they are the same for every server.
+    """
+    chat, reasoning = (schemas[name]["properties"] for name in ("ChatRequest", "ReasoningRequest"))
+    for entry in (chat["model"], reasoning["adapter"]["anyOf"][0]):
+        entry["enum"] = list(service.catalog.offered)
+    for fields, name in (
+        (reasoning, "max_new_tokens"),
+        (chat, "max_tokens"),
+        (chat, "max_completion_tokens"),
+    ):
+        fields[name]["anyOf"][0]["maximum"] = service.limits.new_tokens
+
+
+def _whole_bounds(schema: Any) -> Any:
+    """The schema with bounds like 16.0 as whole numbers: of an integer FastAPI makes a float.
+
+    >>> _whole_bounds({"n": [{"type": "integer", "maximum": 16.0}], "maximum": 0.5})
+    {'n': [{'type': 'integer', 'maximum': 16}], 'maximum': 0.5}
+    """
+    if isinstance(schema, list):
+        return [_whole_bounds(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: int(value)
+        if name in BOUNDS and isinstance(value, float) and value.is_integer()
+        else _whole_bounds(value)
+        for name, value in schema.items()
+    }
 
 
 STYLE = """

@@ -57,7 +57,9 @@ class ChatRequest(Strict):
     """`POST /v1/chat/completions`. `model` is an adapter's name, or base."""
 
     model: str = Field(min_length=1, max_length=128)
-    messages: list[Message] = Field(min_length=1, max_length=64)
+    messages: list[Message] = Field(
+        min_length=1, max_length=64, examples=[[{"role": "user", "content": "What is 2 + 3?"}]]
+    )
     max_tokens: int | None = Field(None, ge=1, le=1_000_000)
     max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
     temperature: float | None = Field(None, ge=0, le=2)

@@ -11,6 +11,8 @@ from rlm.serving.errors import Problem
 from rlm.serving.schema import ModelReport, ReasoningRequest, ReasoningResponse, Timings
 from rlm.serving.service import Ask, Running, Service, elapsed_ms
 
+EVENTS = ("start", "reasoning", "answer", "sample", "done", "error")
+
 
 def to_ask(request: ReasoningRequest) -> Ask:
     return Ask(

@@ -27,7 +27,12 @@ def _says_something(text: str) -> str:
 class ReasoningRequest(Strict):
     """A question, and how to answer it. Only `prompt` is needed."""
 
-    prompt: str = Field(min_length=1, max_length=PROMPT_CHARS, description="the question")
+    prompt: str = Field(
+        min_length=1,
+        max_length=PROMPT_CHARS,
+        description="the question",
+        examples=["What is 2 + 3?"],
+    )
     n: int = Field(1, ge=1, le=MOST_SAMPLES, description="answers to draw; above 1 they vote")
     max_new_tokens: int | None = Field(
         None, ge=1, le=1_000_000, description="longest completion (none: the server's limit)"
