@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -778,6 +779,37 @@ def test_the_shipped_adapter_is_small_complete_and_says_where_it_comes_from(fini
     assert str(finished.grid) not in everything
     model, _ = load_rlm_model(finished.weights, model=str(model_dir))
     assert model.rlm_format.reasoning_tag == "think"
+
+
+def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finished, tmp_path):
+    from benchmarks.evidence.ship import ship
+
+    run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
+    shutil.copytree(finished.folder(Cell("grpo", 0)) / "adapter", run / "final_rlm_lora")
+    config = replace(finished, command="ship", cell=str(run), weights=weights, other_problems=4)
+    with pytest.raises(UsageError, match="make demo"):
+        ship(config)
+    counted = {"correct": 2, "total": 4, "low": 0.15, "high": 0.85}
+    drawn = {"mean": 0.25, "low": 0.1, "high": 0.4}
+    summary = {
+        "accuracy": {
+            row: {"strict": counted, "lenient": counted} for row in ("base", "sft", "grpo")
+        },
+        "sampled_accuracy": {row: {"strict": drawn} for row in ("sft", "grpo")},
+        "gain": {"points": 12.9, "low": 8.8, "high": 17.1},
+        "seconds": {"total": 1140.0},
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    ship(config)
+    card = (weights / "README.md").read_text()
+    assert "`make demo` at commit" in card
+    assert "19 minutes" in card
+    assert "| after GRPO | 50.0 (15.0–85.0) | 50.0 (15.0–85.0) | 25.0 (10.0–40.0) |" in card
+    assert "+12.9 points (+8.8 to +17.1)" in card
+    assert "| families nobody saw | 4 |" in card
+    tensors = load_file(weights / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert read_json(weights / "run.json")["command"] == "make demo"
 
 
 def test_a_base_has_nothing_to_ship(finished):

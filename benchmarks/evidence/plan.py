@@ -99,7 +99,7 @@ COMMANDS = ("run", "report", "failures", "ship")
 @dataclass
 class EvidenceConfig(TRLFlags):
     command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
-    cell: str | None = flag(None, "failures, ship: of which cell", positional=True)
+    cell: str | None = flag(None, "failures, ship: which (or a demo run)", positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
     minutes: float | None = flag(None, "start no cell after this many minutes")

@@ -10,22 +10,23 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.evidence.failures import judged
 from benchmarks.evidence.intervals import crossed_bootstrap
-from benchmarks.evidence.judging import GRADINGS, Judge
+from benchmarks.evidence.judging import GRADINGS, Judge, as_rows
 from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
-from benchmarks.evidence.pools import TITLES, judged_sets
+from benchmarks.evidence.pools import TITLES, JudgedSet, judged_sets
 from benchmarks.evidence.results import collect, load_results, per_cent, pooled_sets
 from benchmarks.evidence.sections import summary_rows
 from rlm import machine, models, terminal
 from rlm.config import UsageError
+from rlm.evaluation import Evaluation
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12
@@ -38,6 +39,10 @@ def ship(config: EvidenceConfig) -> None:
         UsageError: the cell is not done, or trains no adapter, or the adapter is too large.
     """
     machine.prepare_process()
+    if config.cell and Path(config.cell).is_dir():
+        from benchmarks.evidence.ship_demo import ship_demo
+
+        return ship_demo(config, Path(config.cell))
     cell = config.named_cell() if config.cell else best_on_validation(config)
     if ARMS[cell.arm].kind == "base":
         raise UsageError(f"{cell.name} trains no adapter")
@@ -45,34 +50,49 @@ def ship(config: EvidenceConfig) -> None:
     if not (source / "result.json").exists():
         raise UsageError(f"{cell.name} is not done: python -m benchmarks.evidence")
     result = read_json(source / "result.json")
-    config.weights.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=config.weights.parent) as scratch:
+    with made_in(config.weights) as made:
+        write_rounded(source / "adapter", made, config.model)
+        judged = judge_rounded(config, made, judged_sets(config))
+        write_json(made / "run.json", run_json(config, cell, result, judged))
+        collect(config)
+        (made / "README.md").write_text(card(config, cell, result, judged), encoding="utf-8")
+    terminal.line(f"{config.weights}: {cell.name} in bf16")
+
+
+@contextmanager
+def made_in(target: Path) -> Iterator[Path]:
+    """An empty directory that takes the target's place when all is written in it.
+
+    Raises:
+        UsageError: more was written than should be committed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "adapter"
         made.mkdir()
-        peft_config = read_json(source / "adapter" / "adapter_config.json")
-        peft_config["base_model_name_or_path"] = config.model  # not a place on this machine
-        _write(made / "adapter_config.json", peft_config)
-        weights = load_file(source / "adapter" / "adapter_model.safetensors")
-        rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-        save_file(rounded, made / "adapter_model.safetensors", metadata={"format": "pt"})
-        scores = judge_rounded(config, made)
-        run = run_json(config, cell, result, scores)
-        _write(made / "run.json", run)
-        collect(config)
-        (made / "README.md").write_text(card(config, cell, result, scores), encoding="utf-8")
+        yield made
         size = sum(file.stat().st_size for file in made.iterdir()) / 1e6
         if size > LARGEST_MB:
-            raise UsageError(f"{cell.name}: {size:.1f} MB are too many to commit ({LARGEST_MB})")
-        previous = config.weights.with_name(config.weights.name + ".prev")
-        if config.weights.exists():
+            raise UsageError(f"{target}: {size:.1f} MB are too many to commit ({LARGEST_MB})")
+        previous = target.with_name(target.name + ".prev")
+        if target.exists():
             shutil.rmtree(previous, ignore_errors=True)
-            config.weights.rename(previous)
+            target.rename(previous)
         made.chmod(0o755)
-        made.rename(config.weights)
-    terminal.line(f"{config.weights}: {cell.name} in bf16, {size:.1f} MB")
+        made.rename(target)
 
 
-def _write(file: Path, content: dict[str, Any]) -> None:
+def write_rounded(adapter: Path, made: Path, model: str) -> None:
+    """The adapter's weights in bf16, and its config with the model's name instead of a place."""
+    peft_config = read_json(adapter / "adapter_config.json")
+    peft_config["base_model_name_or_path"] = model
+    write_json(made / "adapter_config.json", peft_config)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+    save_file(rounded, made / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -93,24 +113,19 @@ def best_on_validation(config: EvidenceConfig) -> Cell:
     return max(scores, key=scores.__getitem__)
 
 
-def judge_rounded(config: EvidenceConfig, adapter: Path) -> dict[str, dict[str, Any]]:
-    """Greedy bits of each test set: {"taught": {"strict": "010…", "lenient": "…"}}."""
+def judge_rounded(
+    config: EvidenceConfig, adapter: Path, tests: Sequence[JudgedSet]
+) -> dict[str, Evaluation]:
+    """One greedy completion of each test problem."""
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, machine.pick_device())
     policy = models.load_adapter(base, adapter, trainable=False)
     judge = Judge(Sampler(policy, tokenizer), tokenizer, config.max_new_tokens, seed=0)
-    found = {}
-    for test in judged_sets(config):
-        result = judge(test.problems, 1)
-        found[test.name] = {
-            name: "".join(str(int(score)) for score in result.per_problem(strict))
-            for name, strict in GRADINGS.items()
-        }
-    return found
+    return {test.name: judge(test.problems, 1) for test in tests}
 
 
 def run_json(
-    config: EvidenceConfig, cell: Cell, result: dict[str, Any], scores: dict[str, dict[str, str]]
+    config: EvidenceConfig, cell: Cell, result: dict[str, Any], judged: Mapping[str, Evaluation]
 ) -> dict[str, Any]:
     """The adapter's own, without this machine's paths, and where the cell came from."""
     run = models.read_run(config.folder(cell) / "adapter")
@@ -123,17 +138,19 @@ def run_json(
         "commit": result["commit"],
         "date": result["date"],
         "numbers": "bfloat16, rounded from float32",
-        "greedy_after_rounding": {
-            name: {grading: bits.count("1") for grading, bits in found.items()}
-            | {"total": len(found["strict"])}
-            for name, found in scores.items()
-        },
+        "greedy_after_rounding": {name: counts(found) for name, found in judged.items()},
         "config": {"reasoning_format": "deepseek"},
     }
 
 
+def counts(found: Evaluation) -> dict[str, int]:
+    """How many of a test set's problems are right."""
+    right = {name: int(sum(found.per_problem(strict))) for name, strict in GRADINGS.items()}
+    return right | {"total": len(found.problems)}
+
+
 def examples(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The first right and the first wrong greedy answer before rounding, as they came."""
+    """The first right and the first wrong greedy answer, as they came."""
     lines = []
     for right in (True, False):
         found = [r for r in rows if (r["completions"][0]["strict"] == "correct") is right]
@@ -144,19 +161,24 @@ def examples(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def score_rows(judged: Mapping[str, Evaluation]) -> list[str]:
+    """A table row of each test set, with intervals over problems."""
+    return [
+        f"| {TITLES.get(name, name)} | {len(found.problems)} | "
+        + " | ".join(
+            per_cent(crossed_bootstrap([found.per_problem(strict)])) for strict in GRADINGS.values()
+        )
+        + " |"
+        for name, found in judged.items()
+    ]
+
+
 def card(
-    config: EvidenceConfig, cell: Cell, result: dict[str, Any], scores: dict[str, dict[str, str]]
+    config: EvidenceConfig, cell: Cell, result: dict[str, Any], judged: Mapping[str, Evaluation]
 ) -> str:
     """The model card, made from the results alone."""
     settings, training = result["settings"], result["training"]
-    rounded = [
-        f"| {TITLES.get(name, name)} | {len(bits['strict'])} | "
-        + " | ".join(
-            per_cent(crossed_bootstrap([[float(b) for b in bits[grading]]])) for grading in GRADINGS
-        )
-        + " |"
-        for name, bits in scores.items()
-    ]
+    rounded = score_rows(judged)
     results = load_results(config.docs / "evidence")
     rows = summary_rows(results, pooled_sets(results))
     base = settings["model"]
@@ -213,7 +235,7 @@ def card(
             "",
             "## One right, one wrong",
             "",
-            *examples(judged(config.folder(cell))),
+            *examples(as_rows(next(iter(judged.values())))),
             "## Limits",
             "",
             "- It was chosen by validation problems; the test problems decided nothing."

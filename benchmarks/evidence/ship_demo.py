@@ -1,0 +1,153 @@
+"""The adapter of a run of `make demo`, rounded to bf16, with a model card: `ship runs/demo`.
+
+The card's first table is of these very weights, judged again after rounding; the second is what
+the run itself wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.judging import as_rows
+from benchmarks.evidence.plan import EvidenceConfig, read_json
+from benchmarks.evidence.pools import (
+    OTHER,
+    JudgedSet,
+    gym_installed,
+    gym_problems,
+    made,
+)
+from benchmarks.evidence.ship import (
+    counts,
+    examples,
+    judge_rounded,
+    made_in,
+    score_rows,
+    write_json,
+    write_rounded,
+)
+from rlm import machine, models, terminal
+from rlm.config import UsageError
+from rlm.data import load_problems
+from rlm.evaluation import Evaluation, wilson_interval
+
+KEPT = ("stage", "base_model", "base_hash", "dataset", "step", "accuracy", "validated_on", "commit")
+LEARNED, UNSEEN = "families it learned, other numbers", "families nobody saw"
+
+
+def ship_demo(config: EvidenceConfig, run: Path) -> None:
+    """
+    Raises:
+        UsageError: the directory does not hold a finished run, or the adapter is too large.
+    """
+    machine.prepare_process()
+    adapter, summary_file = run / "final_rlm_lora", run / "summary.json"
+    if not (adapter / "run.json").exists() or not summary_file.exists():
+        raise UsageError(f"{run} holds no finished run: make demo")
+    history, summary = models.read_run(adapter), read_json(summary_file)
+    if history["base_model"] != config.model:
+        raise UsageError(f"{run} trained {history['base_model']}, not --model {config.model}")
+    total = summary["accuracy"]["grpo"]["strict"]["total"]
+    tests = [
+        JudgedSet(LEARNED, load_problems(history["dataset"], "test", max_samples=total), 0),
+        JudgedSet(UNSEEN, made("test_families", config.greedy_problems, 0, None), 0),
+    ]
+    if gym_installed():
+        tests.append(JudgedSet(OTHER, gym_problems(config.other_problems), 0))
+    with made_in(config.weights) as folder:
+        write_rounded(adapter, folder, config.model)
+        judged = judge_rounded(config, folder, tests)
+        steps = {key: history["config"][key] for key in ("steps", "batch_size", "group_size")}
+        write_json(
+            folder / "run.json",
+            {key: history[key] for key in KEPT if key in history}
+            | {
+                "command": "make demo",
+                "numbers": "bfloat16, rounded from float32",
+                "greedy_after_rounding": {name: counts(found) for name, found in judged.items()},
+                "config": {"reasoning_format": history["config"]["reasoning_format"]} | steps,
+            },
+        )
+        (folder / "README.md").write_text(_card(history, summary, judged), encoding="utf-8")
+    terminal.line(f"{config.weights}: the adapter of {run} in bf16")
+
+
+def _card(history: dict[str, Any], summary: dict[str, Any], judged: dict[str, Evaluation]) -> str:
+    steps = history["config"]
+    table = []
+    for name, title in (("base", "base model"), ("sft", "after SFT"), ("grpo", "after GRPO")):
+        found = summary["accuracy"][name]
+        greedy = [_share(found[grading]) for grading in ("strict", "lenient")]
+        drawn = summary["sampled_accuracy"].get(name)
+        sampled = "–" if drawn is None else _percent(drawn["strict"])
+        table.append(f"| {title} | {greedy[0]} | {greedy[1]} | {sampled} |")
+    gain, minutes = summary["gain"], summary["seconds"]["total"] / 60
+    total = summary["accuracy"]["grpo"]["strict"]["total"]
+    return "\n".join(
+        [
+            "---",
+            "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
+            "library_name: peft",
+            "license: apache-2.0",
+            "---",
+            "",
+            "# A reasoning adapter for SmolLM2-135M: SFT, then GRPO",
+            "",
+            "LoRA in bf16 that makes the base reason between `<think>` and `</think>` and give one "
+            "number between `<answer>` and `</answer>`. It is a demonstration: it does small "
+            "arithmetic told as a story, and little else.",
+            "",
+            "## Where it comes from",
+            "",
+            f"`make demo` at commit {history['commit'][:8]}: SFT on 400 worked solutions, then "
+            f"{history['step']} steps of {steps['batch_size']} problems × {steps['group_size']} "
+            f"completions, {minutes:.0f} minutes on two CPU cores in all; then `python -m "
+            "benchmarks.evidence ship runs/demo`, which rounds it.",
+            "",
+            "The base comes dequantised from a Q4_1 file: figures published for SmolLM2 do not "
+            "apply to it, and this adapter belongs to these very weights (`base_hash` in "
+            "run.json).",
+            "",
+            "Data: word problems of one step from this project's own generator (Apache-2.0). "
+            "Base: Apache-2.0 (Hugging Face). Adapter: Apache-2.0.",
+            "",
+            "## What it scores",
+            "",
+            "These very weights, greedy, right in per cent with a 95 % interval over problems:",
+            "",
+            "| test set | problems | strict | lenient |",
+            "|---|---|---|---|",
+            *score_rows(judged),
+            "",
+            f"The run it comes from, before rounding, on {total} test problems of the families it "
+            "learned:",
+            "",
+            "| | greedy, strict | greedy, lenient | sampled at temperature 1, strict |",
+            "|---|---|---|---|",
+            *table,
+            "",
+            f"GRPO over SFT, sampled, paired by problem: {gain['points']:+.1f} points "
+            f"({gain['low']:+.1f} to {gain['high']:+.1f}).",
+            "",
+            "## One right, one wrong",
+            "",
+            *examples(as_rows(judged[LEARNED])),
+            "## Limits",
+            "",
+            "- One run, one seed; validation problems chose the step, test problems nothing.",
+            "- English, integers of two or three digits, one step. Longer problems, other wordings "
+            "and other languages were not learned; the sets nobody saw show how it fails.",
+            "- The reasoning can be wrong where the answer is right.",
+            "",
+        ]
+    )
+
+
+def _share(found: dict[str, Any]) -> str:
+    low, high = wilson_interval(found["correct"], found["total"])
+    return _percent({"mean": found["correct"] / found["total"], "low": low, "high": high})
+
+
+def _percent(found: dict[str, float]) -> str:
+    return "{:.1f} ({:.1f}–{:.1f})".format(*(100 * found[key] for key in ("mean", "low", "high")))
