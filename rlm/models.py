@@ -40,10 +40,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm import tensor_hashes
-from rlm.checkpoints import sync, write_whole, writing
+from rlm.checkpoints import writing
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.quantize import keep_as_packed, packing, unpacked
+from rlm.records import replace_json, sync
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
@@ -292,6 +293,11 @@ def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
+def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
+    """The layers that wear an adapter."""
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
 def is_plain_lora(layer: LoraLayer) -> bool:
     """Whether its adapters are W + s B A and no more: DoRA and bias terms are left to PEFT."""
     return not any(layer.use_dora.values()) and not any(layer.lora_bias.values())
@@ -338,8 +344,8 @@ def use_lean_lora(policy: PeftModel) -> None:
                 rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
         return rows.view_as(result)
 
-    for module in policy.modules():
-        if isinstance(module, LoraLayer) and is_plain_lora(module):
+    for module in lora_layers(policy):
+        if is_plain_lora(module):
             module.forward = MethodType(forward, module)
 
 
@@ -400,7 +406,7 @@ def save_adapter(
         try:
             policy.save_pretrained(scratch, selected_adapters=["default"])
             tokenizer.save_pretrained(scratch)
-            write_whole(scratch / "run.json", json.dumps(run, indent=2) + "\n")
+            replace_json(scratch / "run.json", run)
             _check_export(policy, scratch)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():

@@ -268,6 +268,13 @@ def test_replaced_groups_count_nowhere():
     assert [(r.problem, list(r.prompt), r.weight) for r in rollouts] == [(0, [9], 1 / 3)] * 2
 
 
+@pytest.mark.parametrize("aggregation", ["sequence", "constant", "token"])
+def test_a_step_whose_groups_were_all_replaced_has_nothing_to_learn(aggregation):
+    group = [Completion([1, 2], []), Completion([3], [])]
+    options = {"aggregation": aggregation, "constant": 8, "kept": [False]}
+    assert make_rollouts([[9]], [group], torch.zeros(1, 2), **options) == []
+
+
 def test_what_a_step_draws_next():
     problems = [Problem(str(i), "?", "1") for i in range(7)]
 
