@@ -238,7 +238,8 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 
 
 def check_base(adapter: Path, model: str, model_hash: str) -> None:
-    """Refuse an adapter that was trained on other weights (known from its run.json).
+    """Refuse an adapter that was trained on other weights (known from its run.json) or on prompts
+    of another chat template (kept beside it).
 
     Raises:
         UsageError: it was.
@@ -249,6 +250,23 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
             f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
             f"those of --model {model}"
         )
+    templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
+    if len(templates) > 1:
+        raise UsageError(
+            f"adapter {adapter} was trained with another chat template than that of --model {model}"
+        )
+
+
+def _chat_template(directory: Path) -> str | None:
+    """As the files beside a tokenizer have it; None if they do not, or no such directory is here
+    (what the hub has is identified by its commit)."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = None
+    if config.is_file():
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None  # older files may name several
 
 
 def load_adapter(

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -282,6 +283,18 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, tokenizer, cap
     ):
         assert run(script, *arguments, "--model", other) == 2
         assert "other weights" in capsys.readouterr().err
+
+
+def test_another_chat_template_than_in_training_is_refused(trained, model_dir, tmp_path, capsys):
+    """The prompts would be others than those it learned to answer."""
+    other = shutil.copytree(model_dir, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+    assert run(inference, "hi", "--adapter", trained / "grpo", "--model", other) == 2
+    assert "another chat template" in capsys.readouterr().err
+    template.rename(other / "elsewhere")  # unknown: nothing to compare
+    with pytest.raises(UsageError, match="no chat template"):
+        run(inference, "hi", "--adapter", trained / "grpo", "--model", other)
 
 
 def test_an_unwritable_place_is_refused_before_training(model_dir, tmp_path, capsys):
