@@ -191,6 +191,7 @@ def test_help_lists_every_option(script, monkeypatch, capsys):
 def test_importing_rlm_loads_no_torch():
     code = (
         "import rlm, rlm.config, rlm.data, rlm.answers, rlm.prompts, rlm.evaluation, sys\n"
+        "import rlm.rewards\n"
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
