@@ -44,7 +44,7 @@ from rlm.checkpoints import writing
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.quantize import keep_as_packed, packing, unpacked
-from rlm.records import replace_json, sync
+from rlm.records import replace_file, sync
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
@@ -424,7 +424,7 @@ def save_adapter(
         try:
             policy.save_pretrained(scratch, selected_adapters=["default"])
             tokenizer.save_pretrained(scratch)
-            replace_json(scratch / "run.json", run)
+            replace_file(scratch / "run.json", json.dumps(run, indent=2) + "\n")
             _check_export(policy, scratch)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():

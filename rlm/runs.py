@@ -26,7 +26,7 @@ from rlm.config import Interrupted, UsageError, to_dict
 from rlm.grpo_config import GRPOConfig
 from rlm.interrupts import Interrupts
 from rlm.parallel import Team
-from rlm.records import replace_file, replace_json, sync
+from rlm.records import replace_file, sync
 from rlm.tracking import Tracker, open_tracker
 
 LOCK = ".lock"
@@ -126,7 +126,7 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, object]) -> None:
         if self.writes:
             with writing(self.path / "config.json"):
-                replace_json(self.path / "config.json", config)
+                replace_file(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def read_config(self) -> dict[str, object]:
         return json.loads((self.path / "config.json").read_text(encoding="utf-8"))

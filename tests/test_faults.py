@@ -411,7 +411,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
     def spoil():
         import rlm.models
 
-        write = rlm.models.replace_json
+        write = rlm.models.replace_file
 
         def and_flip(file, content):
             write(file, content)
@@ -421,7 +421,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
                 content[-1] ^= 1
                 written.write_bytes(content)
 
-        rlm.models.replace_json = and_flip
+        rlm.models.replace_file = and_flip
 
     ended = runs.run("run", before=spoil)
     assert ended.code == 2
