@@ -25,14 +25,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
+
+from rlm.config import check_command_line, run_main
+from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
+    COMMAND_LINE = {"description": __doc__, "presets": PRESETS, "epilog": algorithms_help()}
+    check_command_line(GRPOConfig, **COMMAND_LINE)
 
 import torch
-from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlm import doctor, machine, models, report, start, terminal
-from rlm.config import run_main
 from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.grpo import (
@@ -50,7 +55,6 @@ from rlm.grpo import (
     split,
     token_logprobs,
 )
-from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
 from rlm.parallel import Team
 from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_problem
@@ -60,6 +64,10 @@ from rlm.runs import check_writable, open_run
 from rlm.sampling import SamplingParams, prompt_seed
 from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
 
 class GRPOTrainer:
@@ -131,7 +139,7 @@ class GRPOTrainer:
         first_step = self.state.begin(run, config, problems, eval_problems, team)
         self.plan = team.agree(start.plan(self, [*problems, *eval_problems], len(eval_problems)))
         before = self._evaluate(eval_problems, 0) if first_step == 0 else None
-        run.leave_if(team.agree(run.interrupted))
+        run.leave_if(team.any(run.interrupted))
         for step in range(first_step, config.steps):
             seconds: dict[str, float] = {}
             tried: list[Group] = []
@@ -185,8 +193,8 @@ class GRPOTrainer:
             if step == 0 and before is not None:
                 metrics["eval/start_accuracy"] = before
             done = step + 1
-            out_of_time = time.monotonic() - started >= 60 * time_limit
-            out_of_time, interrupted = team.agree((out_of_time, run.interrupted))
+            out_of_time = team.agree(time.monotonic() - started >= 60 * time_limit)
+            interrupted = team.any(run.interrupted)
             last = done == config.steps or out_of_time
             if last or (config.eval_every and done % config.eval_every == 0):
                 accuracy = self._evaluate(eval_problems, done)
@@ -273,7 +281,7 @@ class GRPOTrainer:
             return None
         mine = self.team.share(problems)
         with terminal.progress("evaluating", len(mine)) as advance:
-            correct = self.count_correct(mine, advance)
+            correct = self.count_correct(mine, advance) if mine else 0
         self.sampler.release()
         correct, total = sum(self.team.gather([correct])), len(problems)
         share = correct / total
@@ -323,4 +331,4 @@ def main(config: GRPOConfig) -> int:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    run_main(main, GRPOConfig, description=__doc__, presets=PRESETS, epilog=algorithms_help())
+    run_main(main, GRPOConfig, **COMMAND_LINE)

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or do not exist, and files that are written whole.
+"""Checkpoints that are complete or do not exist.
 
     checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from rlm import terminal
 from rlm.config import UsageError
+from rlm.records import replace_file, sync
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 # What reading a damaged or hostile checkpoint raises.
@@ -68,9 +68,9 @@ class Checkpoints:
                 scratch.mkdir(parents=True)
                 save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
                 sync(scratch / TENSORS)
-                write_whole(scratch / STATE, _json({**state, "step": step}))
+                replace_file(scratch / STATE, _json({**state, "step": step}))
                 manifest = {name: file_hash(scratch / name) for name in (TENSORS, STATE)}
-                write_whole(scratch / MANIFEST, _json(manifest))
+                replace_file(scratch / MANIFEST, _json(manifest))
                 if target.exists():
                     self._delete(target)
                 scratch.rename(target)
@@ -169,30 +169,9 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_whole(file: Path, content: str) -> None:
-    """Replace a file's content at once, and have it on the disk: never half of it."""
-    scratch = file.with_name(f".{file.name}.new")
-    try:
-        scratch.write_text(content, encoding="utf-8")
-        sync(scratch)
-        scratch.replace(file)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-
-
 def file_hash(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have a file or a directory on the disk before what comes next."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _json(content: object) -> str:

@@ -136,6 +136,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
+def check_command_line(cls: type, **parse_options: Any) -> None:
+    """Answer --help, or refuse a mistake, and exit; else do nothing.
+
+    For a script whose imports take seconds, before them. `run_main` parses again.
+    """
+    _open_standard_streams()
+    try:
+        parse(cls, **parse_options)
+    except UsageError as error:
+        sys.exit(_refuse(error))
+
+
 def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any) -> NoReturn:
     """Parse the command line, call `main(config)` and exit with the code it returns."""
     _open_standard_streams()
@@ -143,8 +155,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         code = main(parse(cls, **parse_options))
         sys.stdout.flush()
     except UsageError as error:
-        _tell(f"error: {' '.join(str(error).split())}")
-        code = 2
+        code = _refuse(error)
     except Interrupted as error:
         if error.note:
             _tell(error.note + _how_to_resume(cls, parse_options.get("argv")))
@@ -177,6 +188,12 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
+
+
+def _refuse(error: UsageError) -> int:
+    """Say a mistake in one line; the exit code."""
+    _tell(f"error: {' '.join(str(error).split())}")
+    return 2
 
 
 def _tell(text: str) -> None:

@@ -377,6 +377,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Row]]:
     """The rows of a data set on the hub, or in the hub's cache on this machine."""
     import datasets
+    import httpx2
     from huggingface_hub import HfApi
 
     hub = {"split": split} | HUB[name]
@@ -384,11 +385,11 @@ def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Row]]:
     try:
         try:
             HfApi().dataset_info(hub["path"], timeout=HUB_TIMEOUT)
-        except Exception:  # of several HTTP libraries, by version; a refusal comes up again below
+        except (OSError, httpx2.HTTPError):  # a refusal comes up again below
             # load_dataset would retry for 23 s before it looks in its cache. Now it looks at once.
             datasets.config.HF_HUB_OFFLINE = True
         yield from enumerate(datasets.load_dataset(**hub), 1)
-    except Exception as error:  # whatever it is, these are the ways out
+    except (OSError, ValueError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
         offline = isinstance(error, ConnectionError)
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
         raise UsageError(

@@ -168,7 +168,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
     if aggregation == "sequence":
         return [1 / (samples * max(length, 1)) for length in lengths]
     if aggregation == "constant":
-        return [1 / (samples * constant)] * samples
+        return [1 / (samples * constant) for _ in lengths]
     if aggregation == "token":
         return [1 / max(sum(lengths), 1)] * samples
     raise ValueError(f"unknown aggregation {aggregation!r}")

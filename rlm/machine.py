@@ -95,7 +95,9 @@ def fill_in(
     chosen = {"model": setup.model, "dataset": setup.dataset, "quantize": setup.quantize}
     if setup.quantize == "4bit":
         chosen |= gpu_defaults
-    typed = explicit(config) | ({"quantize"} if "use_4bit" in explicit(config) else set())
+    typed = set(explicit(config))
+    if "use_4bit" in typed or ("model" in typed and not start_run):
+        typed.add("quantize")  # packed is what we choose, not what somebody else chose
     chosen = {name: value for name, value in chosen.items() if name not in typed}
     named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
     terminal.line(f"chosen: {named} ({setup.reason})")

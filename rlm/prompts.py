@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlm.config import UsageError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -64,7 +66,7 @@ def _render_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
 ) -> str:
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
             "use an instruct model"
         )
@@ -107,7 +109,7 @@ def render_prompt(
             out.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the template alters the messages.
+        UsageError: the tokenizer has no chat template, or the template alters the messages.
     """
     messages, texts = [], []
     if system_prompt is None:
@@ -126,7 +128,7 @@ def render_prompt(
 
     pieces = _render_template(tokenizer, messages, add_generation_prompt=True).split(_SENTINEL)
     if len(pieces) != len(texts) + 1:
-        raise ValueError(
+        raise UsageError(
             f"the chat template of {tokenizer.name_or_path!r} drops or repeats messages: "
             f"{len(texts)} went in, {len(pieces) - 1} came out"
         )
@@ -166,7 +168,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if token in tokenizer.all_special_ids:
             return token
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no end token")
+        raise UsageError(f"the tokenizer of {tokenizer.name_or_path!r} has no end token")
     return tokenizer.eos_token_id
 
 
@@ -176,12 +178,12 @@ def render_completion(
     """Token ids of a perfect completion, with the end-of-turn token exactly once, at the end.
 
     Raises:
-        ValueError: decoding the ids does not give the text back (a tokenizer that eats the tags).
+        UsageError: decoding the ids does not give the text back (a tokenizer that eats the tags).
     """
     text = format.completion(reasoning, answer)
     ids = encode_text(tokenizer, text)
     if tokenizer.decode(ids).strip() != text:
-        raise ValueError(
+        raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path!r} does not give {text[:40]!r}… back"
         )
     return [*ids, end_of_turn_id(tokenizer)]

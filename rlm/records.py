@@ -56,19 +56,30 @@ def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file: the old one stays until the new one is complete."""
+    """Write a whole file: the old one stays until the new one is complete and on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")  # one name: no litter
-    with scratch.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    scratch.replace(path)
+    scratch = path.with_name(f".{path.name}.new")  # one name: no litter
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        sync(scratch)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def replace_json(path: Path, content: Any) -> None:
     """The same, as indented JSON."""
     replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Have a file or a directory on the disk before what comes next."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Journal:

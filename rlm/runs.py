@@ -21,11 +21,12 @@ from types import TracebackType
 from typing import IO
 
 from rlm import terminal
-from rlm.checkpoints import Checkpoints, sync, write_whole, writing
+from rlm.checkpoints import Checkpoints, writing
 from rlm.config import Interrupted, UsageError, to_dict
 from rlm.grpo_config import GRPOConfig
 from rlm.interrupts import Interrupts
 from rlm.parallel import Team
+from rlm.records import replace_file, sync
 from rlm.tracking import Tracker, open_tracker
 
 LOCK = ".lock"
@@ -125,7 +126,7 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, object]) -> None:
         if self.writes:
             with writing(self.path / "config.json"):
-                write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+                replace_file(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def read_config(self) -> dict[str, object]:
         return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
@@ -172,7 +173,7 @@ class RunDirectory:
             kept = [row for row in _read_jsonl(file) if row["step"] < step]
             with writing(file):
                 lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-                write_whole(file, "".join(lines))
+                replace_file(file, "".join(lines))
 
     def sync_logs(self) -> None:
         """Have on the disk what was logged: a checkpoint says that it is there."""

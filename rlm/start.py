@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 
 from rlm import machine, models, terminal
 from rlm.config import UsageError, changed, set_by_preset
@@ -14,6 +13,9 @@ from rlm.data import Problem, load_problems
 from rlm.grpo_config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
 from rlm.memory import MemoryPlan, plan_memory
 from rlm.prompts import longest_prompts
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 TEACH = "run: python train_sft.py"
 

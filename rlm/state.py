@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 
 from rlm import terminal
@@ -19,6 +19,9 @@ from rlm.grpo_config import GRPOConfig
 from rlm.models import adapter_tensors
 from rlm.parallel import Team
 from rlm.runs import RunDirectory
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 GIVE_UP_AFTER = 3  # updates in a row without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlm.checkpoints import Checkpoints, check_space, file_hash, write_whole
+from rlm.checkpoints import Checkpoints, check_space, file_hash
 from rlm.config import UsageError
+from rlm.records import replace_file
 from rlm.runs import RunDirectory, lock
 
 
@@ -201,14 +202,14 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
-    write_whole(file, "old")
+    replace_file(file, "old")
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_whole(file, "new")
+        replace_file(file, "new")
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["config.json"]
     with pytest.raises(UsageError, match=r"No space left.*untouched"):

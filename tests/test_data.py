@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import httpx2
 import pytest
 
 from rlm.answers import parse_number
@@ -411,11 +412,15 @@ def test_aime(year):
 # The hub.
 
 
+class DatasetsError(Exception):
+    """What the errors of `datasets` itself are."""
+
+
 @pytest.fixture
 def hub(monkeypatch):
     """Stand-ins for `datasets` and `huggingface_hub`: rows, calls, whether it is up."""
     state = SimpleNamespace(
-        rows=[], calls=[], up=True, config=SimpleNamespace(HF_HUB_OFFLINE=False)
+        rows=[], calls=[], down=None, config=SimpleNamespace(HF_HUB_OFFLINE=False)
     )
 
     def load_dataset(**arguments):
@@ -427,11 +432,15 @@ def hub(monkeypatch):
     class HfApi:
         def dataset_info(self, repo_id, timeout):
             assert 0 < timeout <= 10
-            if not state.up:
-                raise ConnectionError("no route to host")
+            if state.down:
+                raise state.down
 
     for name, members in {
-        "datasets": {"load_dataset": load_dataset, "config": state.config},
+        "datasets": {
+            "load_dataset": load_dataset,
+            "config": state.config,
+            "exceptions": SimpleNamespace(DatasetsError=DatasetsError),
+        },
         "huggingface_hub": {"HfApi": HfApi},
     }.items():
         module = ModuleType(name)
@@ -467,8 +476,11 @@ def test_openmathinstruct_is_streamed_until_the_pool_is_full(hub):
     assert max(int(problem.answer) for problem in problems) > 1000
 
 
-def test_a_hub_out_of_reach_falls_back_to_its_cache(hub):
-    hub.up = False
+@pytest.mark.parametrize(
+    "down", [ConnectionError("no route to host"), httpx2.ConnectTimeout("too slow")], ids=repr
+)
+def test_a_hub_out_of_reach_falls_back_to_its_cache(hub, down):
+    hub.down = down
     hub.rows = [{"question": "?", "answer": "#### 1"}]
     assert len(load_gsm8k("test")) == 1
     assert hub.calls[0]["offline"]
@@ -479,7 +491,9 @@ def test_a_hub_out_of_reach_falls_back_to_its_cache(hub):
     ("error", "reason"),
     [
         (ConnectionError("Couldn't reach it\non the Hub"), "the hub is out of reach"),
-        (RuntimeError("gated\ndata set"), "gated data set"),
+        (DatasetsError("gated\ndata set"), "gated data set"),
+        (httpx2.ReadTimeout("the read operation timed out"), "the read operation timed out"),
+        (ValueError("no such configuration"), "no such configuration"),
     ],
 )
 def test_a_failure_of_the_hub_is_one_line_that_names_the_ways_out(hub, error, reason):
@@ -488,6 +502,13 @@ def test_a_failure_of_the_hub_is_one_line_that_names_the_ways_out(hub, error, re
         f"data set gsm8k: {reason}; offline, use --dataset word-problems or a JSONL file "
         "(--dataset gsm8k:PATH for downloaded files)"
     )
+    assert not hub.config.HF_HUB_OFFLINE
+
+
+def test_a_bug_behind_the_hub_keeps_its_traceback(hub):
+    hub.rows = TypeError("load_dataset() got an unexpected argument")
+    with pytest.raises(TypeError):
+        load_gsm8k("test")
     assert not hub.config.HF_HUB_OFFLINE
 
 

@@ -11,21 +11,25 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import faults
 import pytest
 import torch
 from conftest import byte_tokenizer
+from safetensors.torch import load
 from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
 import train_grpo
 from rlm.config import run_main
 from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
+from rlm.parallel import Team
 from rlm.sampling import Sampler
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +56,7 @@ class Runs:
         }  # fmt: skip
         return [f"--{key}={value}" for key, value in (options | changes).items()]
 
-    def start(self, name, *flags, before=lambda: None, **changes) -> int:
+    def start(self, name, *flags, before=lambda: None, said=None, **changes) -> int:
         """A run that begins with `before`, as `python train_grpo.py` would run."""
 
         def main(config):
@@ -68,10 +72,29 @@ class Runs:
             before()
             run_main(main, GRPOConfig, argv=[*self.options(name, **changes), *flags])
 
-        return faults.start(action, self.said)
+        return faults.start(action, said or self.said)
 
     def run(self, name, *flags, **arguments) -> faults.Ended:
         return faults.wait(self.start(name, *flags, **arguments), self.said)
+
+    def together(self, name, *flags, before=(lambda: None,) * 2, **changes) -> list[faults.Ended]:
+        """A run of two processes that find each other as `torchrun` would tell them."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        def join(rank):
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            team = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank} | where
+            os.environ.update({key: str(value) for key, value in team.items()})
+            before[rank]()
+
+        said = [self.folder / f"said{rank}.txt" for rank in (0, 1)]
+        started = [
+            self.start(name, *flags, before=partial(join, rank), said=said[rank], **changes)
+            for rank in (0, 1)
+        ]
+        return [faults.wait(*each) for each in zip(started, said, strict=True)]
 
     def watched(self, name, react, *flags, **arguments) -> faults.Ended:
         """A run in which `react` sees what is about to be changed on the disk."""
@@ -388,7 +411,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
     def spoil():
         import rlm.models
 
-        write = rlm.models.write_whole
+        write = rlm.models.replace_file
 
         def and_flip(file, content):
             write(file, content)
@@ -398,7 +421,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
                 content[-1] ^= 1
                 written.write_bytes(content)
 
-        rlm.models.write_whole = and_flip
+        rlm.models.replace_file = and_flip
 
     ended = runs.run("run", before=spoil)
     assert ended.code == 2
@@ -478,6 +501,73 @@ def test_bad_gradients_from_the_start_are_the_start_weights_again(runs):
     ended = runs.run("run", before=lambda: poison({0, 1, 2}), **FOREVER)
     assert ended.code == 0, ended.text
     assert "weights of step 0 again" in ended.text
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(undisturbed, model_dir, tmp_path_factory):
+    """The result of a run that two processes share and to which nothing happens."""
+    runs = Runs(model_dir, tmp_path_factory.mktemp("pair"))
+    leader, follower = runs.together("run")
+    assert (leader.code, follower.code) == (0, 0), (leader.text, follower.text)
+    assert "2 processes share this run" in leader.text
+    result = runs.result("run")
+    assert result[1][0]["reward/mean"] == undisturbed[1][0]["reward/mean"]  # the same rollouts
+    return result
+
+
+@pytest.mark.parametrize("rank", some([0, 1], [1]))
+def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undisturbed_pair, rank):
+    before = [lambda: None, lambda: None]
+    before[rank] = sends(signal.SIGTERM)
+    leader, follower = runs.together("run", before=before, save_every=0)
+    assert (leader.code, follower.code) == (143, 143), (leader.text, follower.text)
+    assert "is saved up to step 2; go on with: python " in leader.text
+    assert "go on with" not in follower.text  # it is said once
+    ended = runs.together("run", "--resume", save_every=0)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert runs.result("run") == undisturbed_pair
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_processes_is_killed_and_both_resume(runs, undisturbed_pair, rank):
+    before = [lambda: None, lambda: None]
+    before[rank] = lambda: on_call(torch.nn.utils, "clip_grad_norm_", 2, kill)
+    ended = runs.together("run", before=before)
+    assert ended[rank].code == KILLED
+    assert ended[1 - rank].code not in (0, KILLED)  # it does not wait for ever
+    ended = runs.together("run", "--resume")
+    assert [each.code for each in ended] == [0, 0], ended
+    assert runs.result("run") == undisturbed_pair
+
+
+def test_two_processes_go_back_together(runs):
+    """The bad gradients are one's alone; their sum is everyone's."""
+
+    def poison_mine():
+        add, count = Team.add_gradients, -1
+
+        def poisoned(team, parameters):
+            nonlocal count
+            count += 1
+            parameters = list(parameters)
+            if count in {2, 3, 4}:
+                parameters[0].grad = torch.full_like(parameters[0], torch.nan)
+            add(team, parameters)
+
+        Team.add_gradients = poisoned
+
+    shorter = FOREVER | {"steps": 6}
+    ended = runs.together("two", before=(lambda: None, poison_mine), **shorter)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert "weights of step 1 again, half the learning rate" in ended[0].text
+    assert rates(runs, "two") == ([0.01] * 5 + [0.005], [0, 0, 1, 2, 3, 3])
+    assert runs.run("one", before=lambda: poison({2, 3, 4}), **shorter).code == 0
+    one, two = (load(runs.result(name)[0]) for name in ("one", "two"))
+    assert all(torch.allclose(tensor, two[name], atol=1e-4) for name, tensor in one.items())
 
 
 # --- what a resumed run may change --------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,6 +269,13 @@ def test_replaced_groups_count_nowhere():
     assert [(r.problem, list(r.prompt), r.weight) for r in rollouts] == [(0, [9], 1 / 3)] * 2
 
 
+@pytest.mark.parametrize("aggregation", ["sequence", "constant", "token"])
+def test_a_step_whose_groups_were_all_replaced_has_nothing_to_learn(aggregation):
+    group = [Completion([1, 2], []), Completion([3], [])]
+    options = {"aggregation": aggregation, "constant": 8, "kept": [False]}
+    assert make_rollouts([[9]], [group], torch.zeros(1, 2), **options) == []
+
+
 def test_what_a_step_draws_next():
     problems = [Problem(str(i), "?", "1") for i in range(7)]
 
@@ -383,18 +391,19 @@ def test_entropy_by_hand():
     assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
 
 
-def gradients(policy, rollouts, max_rows, max_tokens=10_000):
+def gradients(policy, rollouts, max_rows, max_tokens=10_000, algorithm="grpo", drift=0.0):
+    """The adapter's, of one update; `drift` moves the old policy away, to both sides."""
     policy.zero_grad()
     for micro in split(rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
+        sides = torch.tensor([(-1) ** length for length in micro.lengths])
         loss, _ = policy_loss(
             logprobs,
-            logprobs.detach(),
+            logprobs.detach() + (drift * sides * micro.advantages)[:, None],
             micro.advantages,
             micro.weights,
             micro.completion_mask,
-            clip_eps_low=0.2,
-            clip_eps_high=0.2,
+            **ALGORITHMS[algorithm].of_loss,
         )
         loss.backward()
     return torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
@@ -410,14 +419,20 @@ def policy():
     return policy
 
 
-def test_gradient_does_not_depend_on_micro_batches_or_order(policy):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm):
     rollouts = some_rollouts()
-    expected = gradients(policy, rollouts, 99)
+    lengths = [len(rollout.completion) for rollout in rollouts]
+    weights = row_weights(lengths, ALGORITHMS[algorithm].aggregation, 8)
+    rollouts = [replace(r, weight=w) for r, w in zip(rollouts, weights, strict=True)]
+    options = {"algorithm": algorithm, "drift": 0.4}
+    expected = gradients(policy, rollouts, 99, **options)
     assert expected.abs().max() > 1e-4
+    assert not torch.allclose(gradients(policy, rollouts, 99, algorithm=algorithm), expected)
     for rows in (1, 2, 4, 8):
-        assert torch.allclose(gradients(policy, rollouts, rows), expected, atol=1e-6)
+        assert torch.allclose(gradients(policy, rollouts, rows, **options), expected, atol=1e-6)
     shuffled = random.Random(1).sample(rollouts, len(rollouts))
-    assert torch.allclose(gradients(policy, shuffled, 4), expected, atol=1e-6)
+    assert torch.allclose(gradients(policy, shuffled, 4, **options), expected, atol=1e-6)
 
 
 def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 from conftest import CHATML, byte_tokenizer
 from tokenizers import processors
 
+from rlm.config import UsageError
 from rlm.data import Problem, load_problems
 from rlm.prompts import (
     FORMATS,
@@ -183,13 +184,13 @@ def test_end_of_turn_is_the_templates(tokenizer):
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     bare = byte_tokenizer(template=None)
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(UsageError, match="no chat template"):
         render_prompt(bare, "x", DEEPSEEK)
 
 
 def test_a_template_that_drops_messages_is_refused():
     deaf = byte_tokenizer(template="<|im_start|>assistant\n")
-    with pytest.raises(ValueError, match="drops"):
+    with pytest.raises(UsageError, match="drops"):
         render_prompt(deaf, "x", DEEPSEEK)
 
 
@@ -197,7 +198,7 @@ def test_a_tokenizer_that_eats_tags_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(
         type(tokenizer), "decode", lambda self, ids, **_: bytes(len(ids)).decode(), raising=False
     )
-    with pytest.raises(ValueError, match="back"):
+    with pytest.raises(UsageError, match="back"):
         render_completion(tokenizer, "1 + 1 = 2", "2", DEEPSEEK)
 
 

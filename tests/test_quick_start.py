@@ -1,10 +1,11 @@
-"""The examples a reader tries first, run as they are written: Python blocks and command lines.
+"""The examples that the project was asked to run, as written: Python blocks, command lines.
 
-The model is a tiny one that ends early, and the hub is played by our own word problems. Where the
-document that the examples come from lies beside the checkout, its own blocks are run too, changed
-in import lines, script path and model name only.
+The model is a tiny one that ends early, and the hub is played by our own word problems. Changed are
+import lines, script path and model name; where the document that the examples come from is at hand,
+a test compares them with it.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -20,42 +21,89 @@ from rlm.algorithms import ALGORITHMS
 from rlm.config import run_main
 from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = next(iter((ROOT.parent / "shared" / "seeds").glob("002_*.txt")), None)
+FOLDERS = [parent / "shared" / "seeds" for parent in Path(__file__).resolve().parents]
+DOCUMENT = next((file for folder in FOLDERS for file in folder.glob("002_*.txt")), None)
 
 BLOCKS = [
     """
-from rlm import GRPOConfig, load_gsm8k
+from rlm import GRPOConfig
 from train_grpo import GRPOTrainer
+from rlm.data import load_gsm8k
 
 dataset = load_gsm8k(split="train", max_samples=1000)
+
 config = GRPOConfig.from_preset("reasoning_small")
-trainer = GRPOTrainer(model_name="MODEL", config=config)
+
+trainer = GRPOTrainer(
+    model_name="MODEL",
+    config=config,
+)
+
 trainer.train(dataset)
 """,
     """
-from rlm.rewards import CombinedReward, FormatReward, GSM8KReward, ReasoningQualityReward
+config = GRPOConfig.from_preset("grpo")
+config = GRPOConfig.from_preset("drgrpo")
+config = GRPOConfig.from_preset("dapo")
+config = GRPOConfig.from_preset("reasoning_small")
+config = GRPOConfig.from_preset("reasoning_large")
+""",
+    """
+config = GRPOConfig(
+    algorithm="drgrpo",
+    group_size=8,
+    batch_size=4,
+    train_batch_size=2,
+    max_new_tokens=512,
+    temperature=0.7,
+    clip_eps_low=0.2,
+    clip_eps_high=0.28,
+    kl_weight=0.0,
+    use_lora=True,
+    lora_r=16,
+    use_4bit=True,
+)
+""",
+    """
+from rlm.rewards import (
+    FormatReward,
+    ReasoningQualityReward,
+    GSM8KReward,
+    CombinedReward,
+)
 
 reward_fn = CombinedReward([
-    FormatReward(weight=1.0), ReasoningQualityReward(weight=0.5), GSM8KReward(weight=2.0),
+    FormatReward(weight=1.0),
+    ReasoningQualityReward(weight=0.5),
+    GSM8KReward(weight=2.0),
 ])
-trainer = GRPOTrainer(model_name="MODEL", config=GRPOConfig(steps=1), reward_fn=reward_fn)
-trainer.train(dataset)
 """,
     """
 from rlm.rewards import RewardFunction
 
 class MyReward(RewardFunction):
     def __call__(self, completion, reference_answer, **kwargs):
-        return 1.0 if "correct" in completion.lower() else 0.0
+        if "correct" in completion.lower():
+            return 1.0
+        return 0.0
 
-trainer = GRPOTrainer(model_name="MODEL", reward_fn=MyReward())
+trainer = GRPOTrainer(
+    model_name="MODEL",
+    reward_fn=MyReward(),
+)
 """,
 ]
-COMMANDS = [
-    "train_grpo.py --model MODEL --algorithm drgrpo --max_samples 5000 --preset reasoning_small",
-    "train_grpo.py --model MODEL --batch_size 2 --group_size 4 --reasoning_format simple",
-]
+COMMANDS = {  # and what the run's config must say
+    "train_grpo.py --model MODEL": {"algorithm": "grpo", "tracker": "none"},
+    "train_grpo.py --model MODEL --algorithm drgrpo --use_wandb --max_samples 5000": {
+        "algorithm": "drgrpo", "tracker": "wandb", "max_samples": 5000,
+    },
+    "train_grpo.py --model MODEL --use_4bit --batch_size 2 --group_size 4": {
+        "quantize": "4bit", "batch_size": 2, "group_size": 4,
+    },
+}  # fmt: skip
+OURS = "train_grpo.py --model MODEL --preset reasoning_small --reasoning_format simple"
+OURS += " --steps 1 --eval_samples 4"
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +154,26 @@ def test_python_blocks(early_model, here, capsys):
     out = capsys.readouterr().out
     assert "starts from a new adapter" in out
     assert "4-bit base is for CUDA GPUs" in out
-    row = json.loads((here / "runs/grpo/metrics.jsonl").read_text().splitlines()[0])
-    assert {"reward/FormatReward", "reward/GSM8KReward"} <= set(row)
+    # What the blocks make, and do not use themselves:
+    assert names["reward_fn"]("<think>so</think><answer>5</answer>", "5") > 0.5
+    reward = names["MyReward"]()
+    assert [reward("That is Correct.", "5"), reward("<answer>5</answer>", "5")] == [1.0, 0.0]
+    scores = names["trainer"].scorer(names["dataset"][:1], [["correct", "5"]])
+    assert scores.rewards == [[1.0, 0.0]]
+    assert names["config"].group_size == 8
 
 
-@pytest.mark.skipif(DOCUMENT is not None, reason="the document's own are run")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_lines(command, early_model, here):
+@pytest.mark.parametrize("command", [*COMMANDS, OURS])
+def test_command_lines(command, early_model, here, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     assert run_command(command, early_model) == 0
     assert left_behind(here)
     config = json.loads((here / "runs/grpo/config.json").read_text())
     assert config["sft_adapter"] is None
-    if "preset" in command:
-        assert (config["batch_size"], config["fixed_length_normalizer"]) == (4, 512)
+    expected = COMMANDS.get(command, {"batch_size": 4, "fixed_length_normalizer": 512})
+    assert {name: config[name] for name in expected} == expected
+    # It is an extra: where it is missing, one line says so, and the run goes on.
+    assert ("tracker: " in capsys.readouterr().out) == ("--use_wandb" in command)
 
 
 def test_help_tells_every_algorithm_and_preset(capsys):
@@ -140,45 +195,24 @@ IMPORTS = {
     "from homellm.training.rl.rewards.base import": "from rlm.rewards import",
     "from homellm.training.rl.rewards import": "from rlm.rewards import",
 }
-needs_document = pytest.mark.skipif(DOCUMENT is None, reason="the document is not here")
 
 
-def documents(language):
-    """The document's blocks of a language, in order."""
-    if DOCUMENT is None:
-        return []
-    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def documented_commands():
-    lines = "".join(documents("bash")).replace("\\\n", " ").splitlines()
-    lines = [line for line in lines if line.startswith("python -m homellm.training.rl.train_rl")]
-    model = r"--model\s+\S+"
-    return [
-        re.sub(model, "--model MODEL", line.replace("python -m homellm.training.rl.train_rl", ""))
-        for line in lines
+@pytest.mark.skipif(DOCUMENT is None, reason="the document is not here")
+def test_the_examples_are_the_documents():
+    """As syntax trees: comments are the document's own."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for theirs, ours in IMPORTS.items():
+        blocks = [block.replace(theirs, ours) for block in blocks]
+    blocks = [re.sub(r'model_name="[^"]*"', 'model_name="MODEL"', block) for block in blocks]
+    assert [ast.dump(ast.parse(block)) for block in blocks] == [
+        ast.dump(ast.parse(block)) for block in BLOCKS
     ]
-
-
-@needs_document
-def test_the_documents_python_blocks(early_model, here):
-    names = {}
-    for block in documents("python"):
-        for theirs, ours in IMPORTS.items():
-            block = block.replace(theirs, ours)
-        block = re.sub(r'model_name="[^"]*"', f'model_name="{early_model}"', block)
-        exec(block, names)
-    assert len(names["dataset"]) == 1000
-    assert left_behind(here)
-    assert names["trainer"].scorer is not None
-
-
-@needs_document
-@pytest.mark.parametrize("command", documented_commands())
-def test_the_documents_command_lines(command, early_model, here, monkeypatch):
-    if "--use_wandb" in command:
-        pytest.importorskip("wandb", reason="an extra: pip install 'rlm[track]'")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    code = run_command("train_grpo.py " + command, early_model)
-    assert code == 0
-    assert left_behind(here)
+    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    commands = commands.replace("python -m homellm.training.rl.train_rl", "train_grpo.py")
+    commands = [
+        shlex.split(re.sub(r"--model\s+\S+", "--model MODEL", line))
+        for line in commands.splitlines()
+    ]
+    commands = [words for words in commands if words[:1] == ["train_grpo.py"]]
+    assert commands == [command.split() for command in COMMANDS]

@@ -1,9 +1,11 @@
 """The four scripts, in-process, on a tiny model: SFT → GRPO → evaluation → inference."""
 
+import ast
 import dataclasses
 import importlib.util
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +71,18 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
 def test_sft_changed_every_adapter_tensor(trained):
     tensors = load_file(trained / "sft" / "adapter_model.safetensors")
     assert all(tensor.abs().max() > 0 for name, tensor in tensors.items() if "lora_B" in name)
+
+
+def test_sft_learns_its_examples(model_dir, tmp_path):
+    """Every step has the same eight, so that nothing but learning lowers the loss."""
+    code = run(
+        train_sft, "--model", model_dir, *DATA, "--max-samples", 8, "--batch-size", 8, "--epochs",
+        6, "--eval-samples", 0, "--output", tmp_path / "sft", "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0
+    losses = [json.loads(line)["loss/sft"] for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_evaluate_writes_its_files(trained, capsys):
@@ -177,9 +191,47 @@ def test_help_lists_every_option(script, monkeypatch, capsys):
 def test_importing_rlm_loads_no_torch():
     code = (
         "import rlm, rlm.config, rlm.data, rlm.answers, rlm.prompts, rlm.evaluation, sys\n"
+        "import rlm.rewards\n"
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_mistakes_are_answered_before_torch_is_loaded(script):
+    """Loading it takes seconds; here it fails at once."""
+    for argument, code in (("--help", 0), ("--hlep", 2)):
+        run_it = (
+            "import runpy, sys\nsys.modules['torch'] = None\n"
+            f"sys.argv = ['{script}.py', '{argument}']\n"
+            f"runpy.run_path('{script}.py', run_name='__main__')"
+        )
+        command = [sys.executable, "-c", run_it]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("usage: " in done.stdout, "--help?" in done.stderr) == (code == 0, code == 2)
+
+
+def importers(library):
+    """The files of ours that import a library, other than for the sake of annotations."""
+    found = set()
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("rlm/**/*.py")]:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        if library in {name.partition(".")[0] for name in names}:
+            found.add(str(file.relative_to(ROOT)))
+    return found
+
+
+def test_who_imports_what():
+    """The loop is ours; and PEFT imports bitsandbytes, which `rlm.models` must do first, its way
+    (`rlm.quantize.import_bitsandbytes`)."""
+    assert importers("trl") == {"train_sft.py"}
+    assert importers("peft") <= {"rlm/models.py", "rlm/serving/lanes.py"}
 
 
 def test_importing_a_script_runs_nothing(tmp_path):
@@ -282,6 +334,18 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, tokenizer, cap
     ):
         assert run(script, *arguments, "--model", other) == 2
         assert "other weights" in capsys.readouterr().err
+
+
+def test_another_chat_template_than_in_training_is_refused(trained, model_dir, tmp_path, capsys):
+    """The prompts would be others than those it learned to answer."""
+    other = shutil.copytree(model_dir, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+    assert run(inference, "hi", "--adapter", trained / "grpo", "--model", other) == 2
+    assert "another chat template" in capsys.readouterr().err
+    template.unlink()  # of a base model that was never taught to chat
+    assert run(inference, "hi", "--adapter", trained / "grpo", "--model", other) == 2
+    assert "no chat template; use an instruct model" in capsys.readouterr().err
 
 
 def test_an_unwritable_place_is_refused_before_training(model_dir, tmp_path, capsys):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
+import train_grpo
 from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
 from rlm.data import Problem
@@ -241,6 +242,50 @@ def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypa
     assert (summary["step"], summary["accuracy"]) == (2, 0.75)
     assert all(torch.equal(t, kept[2][name]) for name, t in trainer.adapter.items())
     assert not all(torch.equal(kept[3][name], kept[2][name]) for name in kept[2])
+
+
+def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
+    """Best after step 1; then worse ones, the checkpoint of step 1 deleted, and a resume."""
+    right = iter([0, 3, 1, 1, 2])
+    monkeypatch.setattr(GRPOTrainer, "count_correct", lambda self, problems, advance: next(right))
+    options = {"eval_every": 1, "keep_checkpoints": 1}
+    config = a_config(tmp_path, steps=3, **options)
+    train(model_dir, config, evaluate_on=PROBLEMS[:4])
+    assert not (config.run_dir / "checkpoints" / "step_000001").exists()
+    best = load_file(config.output / "adapter_model.safetensors")
+    resumed = a_config(tmp_path, steps=4, resume=True, **options)
+    trainer, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:4])
+    assert not list(right)
+    assert (summary["step"], summary["accuracy"], summary["steps_run"]) == (1, 0.75, 4)
+    again = load_file(config.output / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in best.items())
+    last = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")
+    assert not all(torch.equal(t, last[f"adapter/{name}"]) for name, t in trainer.adapter.items())
+
+
+def test_validation_counts_right_answers_whatever_is_rewarded(model_dir, tmp_path):
+    config = a_config(tmp_path, steps=1, eval_every=1)
+    train(model_dir, config, lambda completions: [1.0] * len(completions), PROBLEMS[:3])
+    (row,) = rows(config)
+    assert (row["reward/mean"], row["eval/accuracy"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeypatch, kl_weight):
+    scored, learned = [], []
+
+    def count(name, calls):
+        function = getattr(train_grpo, name)
+        monkeypatch.setattr(
+            train_grpo, name, lambda *a, **k: calls.append(name) or function(*a, **k)
+        )
+
+    count("token_logprobs", scored)
+    count("policy_loss", learned)
+    train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
+    batches = len(learned) // 2  # an update; the reference is scored in the first alone
+    assert batches
+    assert len(scored) == len(learned) + (batches if kl_weight else 0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
@@ -573,11 +618,12 @@ REWARDS = {
 
 
 def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
-    """Uneven: one process has no signal, so with dynamic sampling both must agree to refill."""
+    """Uneven: one process has no signal, so with dynamic sampling both must agree to refill, and
+    none of the validation problems."""
     options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
     options |= {"algorithm": "dapo"} if kind == "uneven" else {}
     config = a_config(folder, name, **options)
-    train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[:5])
+    train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
-
-from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from rlm.config import UsageError
 from rlm.grpo_config import GRPOConfig
@@ -18,6 +15,10 @@ from rlm.prompts import stop_token_ids
 from rlm.remote import RemoteClient, RemoteError
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
 # Said although it is nothing: vLLM would look into the model's generation_config.json instead.
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.config import UsageError
-from rlm.models import active_adapters, decoder_and_head, is_plain_lora, merged_weight
+from rlm.models import (
+    active_adapters,
+    decoder_and_head,
+    is_plain_lora,
+    lora_layers,
+    merged_weight,
+)
 from rlm.sampling.cache import Attend
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -90,8 +95,7 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
-    adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    if not all(map(is_plain_lora, adapted)):
+    if not all(map(is_plain_lora, lora_layers(model))):
         return "its adapter is more than plain LoRA"
     return None
 
