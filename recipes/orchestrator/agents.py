@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import Config
@@ -19,6 +19,9 @@ from rlm import machine, models
 from rlm.prompts import render_prompt
 from rlm.remote import RemoteClient, RemoteError
 from rlm.sampling import Request, Sampler
+
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models sees to it
+    from peft import PeftModel
 
 
 @dataclass(frozen=True)

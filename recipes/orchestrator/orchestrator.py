@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.agents import AgentModel, RemoteAgents, choose_agents, open_agents
@@ -18,6 +18,9 @@ from rlm import machine, models
 from rlm.config import UsageError, parse
 from rlm.prompts import render_prompt
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
+
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models sees to it
+    from peft import PeftModel
 
 
 @dataclass(frozen=True)

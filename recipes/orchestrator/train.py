@@ -19,10 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +37,9 @@ from rlm.data import Problem, load_problems
 from rlm.grpo import Group
 from rlm.runs import check_writable
 from train_grpo import GRPOTrainer
+
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models sees to it
+    from peft import PeftModel
 
 # Column of train_logs.csv → metric of a step.
 LOGS = {
