@@ -608,7 +608,7 @@ def test_the_table_has_every_row(finished, capsys):
     result = json.loads((finished / "evaluation" / "evaluation.json").read_text())
     rows = result["rows"]
     assert list(rows)[:6] == [
-        "single agent", "asked twice", "two agents, prompts by hand",
+        "single agent", "asked twice", "two agents, by hand",
         "orchestrator, bare model", "orchestrator, untrained", "orchestrator, trained",
     ]  # fmt: skip
     assert re.fullmatch(r"single agent, vote of \d+", list(rows)[6])

@@ -36,11 +36,11 @@ from rlm.evaluation import (
 )
 from rlm.remote import Price
 
-FIXED = {"asked twice": ASKED_TWICE, "two agents, prompts by hand": HAND_WRITTEN}
+FIXED = {"asked twice": ASKED_TWICE, "two agents, by hand": HAND_WRITTEN}
 SHARES = {
     "valid": "valid_rate",
-    "distinct": "distinct",
-    "similar": "similarity",
+    "differ": "distinct",
+    "alike": "similarity",
     "leaks": "leak_rate",
 }
 
@@ -130,22 +130,34 @@ def vote(outcomes: Sequence[Outcome]) -> float:
 
 
 def show(figures: dict[str, dict], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    tokens = ("written", "orchestrator", "read")
-    for head in ("", "accuracy, %", "against single", *tokens, "cost of 1000", *SHARES):
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    """Two tables, each as wide as a plain terminal: who is right, and what it takes."""
+    right, takes = (_table(name) for name in (title, "Tokens a problem; cost of 1000; graphs"))
+    for head in ("accuracy, %", "against single"):
+        right.add_column(head, justify="right", no_wrap=True)
+    for head in ("agents", "graph", "read", "cost", *SHARES):
+        takes.add_column(head, justify="right", no_wrap=True)
     for name, row in figures.items():
         of, gain = row["accuracy"], row["against_single"]
-        shares = [row.get(f"graph/{share}") for share in SHARES.values()]
-        table.add_row(
+        right.add_row(
             name,
             f"{100 * of['mean']:.1f} ({100 * of['low']:.0f}–{100 * of['high']:.0f})",
             f"{gain['points']:+.1f} ({gain['low']:+.1f} to {gain['high']:+.1f})",
-            *(f"{row[kind]:.0f}" for kind in tokens),
+        )
+        shares = [row.get(f"graph/{share}") for share in SHARES.values()]
+        takes.add_row(
+            name,
+            *(f"{row[kind]:.0f}" for kind in ("written", "orchestrator", "read")),
             f"{row['cost_of_1000']:.3g}",
             *("" if share is None else f"{share:.2f}" for share in shares),
         )
-    terminal.console.print(table)
+    terminal.console.print(right)
+    terminal.console.print(takes)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    return table
 
 
 def main(config: EvaluateConfig) -> int:
