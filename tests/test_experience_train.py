@@ -649,6 +649,8 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and a child inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     cache, calls = apprentice.cache_path(place.run_dir, name), place.run_dir / f"{name}_calls.jsonl"
     while not (cache.exists() and calls.read_bytes().count(b"\n") >= 9):
