@@ -35,7 +35,7 @@ demo: $(STAMP)
 # One torch thread each: on the tiny models of the tests a second gains nothing. Some tests wait, so
 # three processes keep two cores busy.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3 --dist loadgroup
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow

@@ -30,7 +30,7 @@ def ids(groups):
 # The unmerged path is transformers' own forward pass, whatever the family.
 @pytest.mark.parametrize(
     ("family", "merged"),
-    [(family, True) for family in FAMILIES]
+    [pytest.param(f, True, marks=pytest.mark.slow if f == "mistral" else []) for f in FAMILIES]
     + [pytest.param(f, False, marks=[] if f == "llama" else pytest.mark.slow) for f in FAMILIES],
 )
 def test_greedy_equals_generate(family, merged, tokenizer):

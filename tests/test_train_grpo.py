@@ -144,7 +144,7 @@ def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
             {"updates_per_batch": 2, "algorithm": "gspo"}, id="gspo", marks=pytest.mark.slow
         ),
         pytest.param({"kl_weight": 0.1}, id="kl", marks=pytest.mark.slow),
-        pytest.param({"algorithm": "dapo", "group_size": 2}, id="dapo"),
+        pytest.param({"algorithm": "dapo", "group_size": 2}, id="dapo", marks=pytest.mark.slow),
     ],
 )
 def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, options):
