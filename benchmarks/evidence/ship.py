@@ -30,6 +30,19 @@ from rlm.evaluation import Evaluation
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12
+WHAT_IT_IS = (
+    "LoRA in bf16 that makes the base reason between `<think>` and `</think>` and give one number "
+    "between `<answer>` and `</answer>`. It is a demonstration: it does small arithmetic told as a "
+    "story, and little else."
+)
+EMBEDDED = (
+    "The base comes dequantised from a Q4_1 file: figures published for SmolLM2 do not apply to "
+    "it, and this adapter belongs to these very weights (`base_hash` in run.json)."
+)
+WHAT_IT_KNOWS = (
+    "- English, integers of two or three digits, one step. Longer problems, other wordings and "
+    "other languages were not learned; the sets nobody saw show how it fails."
+)
 
 
 def ship(config: EvidenceConfig) -> None:
@@ -182,12 +195,7 @@ def card(
     results = load_results(config.docs / "evidence")
     rows = summary_rows(results, pooled_sets(results))
     base = settings["model"]
-    embedded = (
-        "\nThe base comes dequantised from a Q4_1 file: figures published for SmolLM2 do not apply "
-        "to it, and this adapter belongs to these very weights (`base_hash` in run.json)."
-        if base == machine.EMBEDDED_MODEL
-        else ""
-    )
+    embedded = f"\n{EMBEDDED}" if base == machine.EMBEDDED_MODEL else ""
     return "\n".join(
         [
             "---",
@@ -200,9 +208,7 @@ def card(
             "",
             f"# A reasoning adapter: {ARMS[cell.arm].title}, seed {cell.seed}",
             "",
-            "LoRA in bf16 that makes the base reason between `<think>` and `</think>` and give one "
-            "number between `<answer>` and `</answer>`. It is a demonstration: it does small "
-            "arithmetic told as a story, and little else.",
+            WHAT_IT_IS,
             "",
             "## Where it comes from",
             "",
@@ -242,8 +248,7 @@ def card(
             if not config.cell
             else "- The cell was named by hand.",
             "- Its seed is one of several: the table above has their spread.",
-            "- English, integers of two or three digits, one step. Longer problems, other wordings "
-            "and other languages were not learned; the sets nobody saw show how it fails.",
+            WHAT_IT_KNOWS,
             "- The reasoning can be wrong where the answer is right; the failure files of the "
             "report list such cases.",
             "",

@@ -19,6 +19,9 @@ from benchmarks.evidence.pools import (
     made,
 )
 from benchmarks.evidence.ship import (
+    EMBEDDED,
+    WHAT_IT_IS,
+    WHAT_IT_KNOWS,
     counts,
     examples,
     judge_rounded,
@@ -94,9 +97,7 @@ def _card(history: dict[str, Any], summary: dict[str, Any], judged: dict[str, Ev
             "",
             "# A reasoning adapter for SmolLM2-135M: SFT, then GRPO",
             "",
-            "LoRA in bf16 that makes the base reason between `<think>` and `</think>` and give one "
-            "number between `<answer>` and `</answer>`. It is a demonstration: it does small "
-            "arithmetic told as a story, and little else.",
+            WHAT_IT_IS,
             "",
             "## Where it comes from",
             "",
@@ -105,9 +106,7 @@ def _card(history: dict[str, Any], summary: dict[str, Any], judged: dict[str, Ev
             f"completions, {minutes:.0f} minutes on two CPU cores in all; then `python -m "
             "benchmarks.evidence ship runs/demo`, which rounds it.",
             "",
-            "The base comes dequantised from a Q4_1 file: figures published for SmolLM2 do not "
-            "apply to it, and this adapter belongs to these very weights (`base_hash` in "
-            "run.json).",
+            EMBEDDED,
             "",
             "Data: word problems of one step from this project's own generator (Apache-2.0). "
             "Base: Apache-2.0 (Hugging Face). Adapter: Apache-2.0.",
@@ -135,9 +134,8 @@ def _card(history: dict[str, Any], summary: dict[str, Any], judged: dict[str, Ev
             *examples(as_rows(judged[LEARNED])),
             "## Limits",
             "",
-            "- One run, one seed; validation problems chose the step, test problems nothing.",
-            "- English, integers of two or three digits, one step. Longer problems, other wordings "
-            "and other languages were not learned; the sets nobody saw show how it fails.",
+            "- One run, one seed; it is the adapter after the last step, no score chose it.",
+            WHAT_IT_KNOWS,
             "- The reasoning can be wrong where the answer is right.",
             "",
         ]
