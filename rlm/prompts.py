@@ -7,6 +7,7 @@ vocabulary rows, so an adapter stays small and loads on the unchanged base.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 
 # Llama 3's template names the day: else each day's prompt would be another one.
 DATE = "26 Jul 2024"
-# Stands where a message goes while the chat template is rendered; no template or text contains it.
 IGNORED = -100  # the label of a token that is not learned, as PyTorch's cross-entropy has it
+# Stands where a message goes while the chat template is rendered; no template or text contains it.
 _SENTINEL = "\ue000content\ue001"
+# Whether special tokens are split is not an argument of the tokenizer that transformers wraps but
+# its state: of two threads, one would encode a user's text with what the other has set.
+_ENCODING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,14 @@ def _render_template(
 
 def _encode_template(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of text that we or the template wrote: special tokens in it count as such."""
-    return tokenizer.encode(text, add_special_tokens=False)
+    with _ENCODING:
+        return tokenizer.encode(text, add_special_tokens=False)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of text that a user or a data set wrote: special tokens in it stay plain text."""
-    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    with _ENCODING:
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 
 def render_prompt(
