@@ -33,9 +33,9 @@ demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
 # One torch thread each: on the tiny models of the tests a second gains nothing. Some tests wait, so
-# three processes keep two cores busy.
+# three processes keep two cores busy. A file stays in one, so what its tests share is made once.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3 --dist loadgroup
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3 --dist loadfile
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow

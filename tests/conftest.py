@@ -7,6 +7,7 @@ what it says; the byte-level tokenizer needs no vocabulary file.
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries below are imported
 
@@ -73,6 +74,14 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
         **({"sliding_window": None} if family == "mistral" else {}) | options,
     )
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes three times as long as a tiny model's run. test_scripts draws what it trains
+    (in a fixture of its module, which this one does not reach), test_evaluation every case."""
+    if "train_grpo" in sys.modules:
+        monkeypatch.setattr("train_grpo.learning_curves", lambda rows, path: path.touch())
 
 
 @pytest.fixture(scope="session")

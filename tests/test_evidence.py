@@ -28,7 +28,6 @@ from rlm.config import UsageError, parse, run_main
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared" / "data"
-pytestmark = pytest.mark.xdist_group("evidence")  # one process: the grid is run once
 
 TOY = {
     "solved": 8, "sft_batch": 4, "lora_r": 4, "steps": 2, "batch_size": 2, "group_size": 2,

@@ -84,13 +84,6 @@ def base(tmp_path_factory):
     return path
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch, request):
-    """Drawing takes longer than training here; one test looks for the picture."""
-    if "files" not in request.node.name:
-        monkeypatch.setattr("train_grpo.learning_curves", lambda *_: None)
-
-
 def options(base, tmp_path, name="run", **more):
     defaults = {
         "model": str(base),

@@ -39,11 +39,14 @@ def test_greedy_equals_generate(family, merged, tokenizer):
     groups = Sampler(model, tokenizer, seats=5, merged=merged).sample(
         prompts, 1, SamplingParams(20, temperature=0), [0] * 64
     )
-    for prompt, (completion,) in zip(prompts, groups, strict=True):
-        full = model.generate(
-            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=258
-        )
-        assert completion.token_ids == full[0, len(prompt) :].tolist()
+    completions = {tuple(p): c.token_ids for p, (c,) in zip(prompts, groups, strict=True)}
+    for length in {len(prompt) for prompt in prompts}:  # equally long ones need no padding
+        same = [prompt for prompt in prompts if len(prompt) == length]
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 258}
+        for full in model.generate(torch.tensor(same), **options).tolist():
+            drawn = completions[tuple(full[:length])]
+            assert drawn == full[length:][: len(drawn)]
+            assert set(full[length + len(drawn) :]) <= {258}
 
 
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])

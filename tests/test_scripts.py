@@ -65,6 +65,7 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
         history = json.loads((trained / stage / "run.json").read_text())
         assert history["stage"] == stage
         assert history["dataset"] == "word-problems:1"
+    assert (trained / "run_grpo" / "curves.png").stat().st_size > 10_000
     assert not list(trained.glob(".*"))  # nothing half-written stays
 
 
@@ -234,6 +235,7 @@ def test_who_imports_what():
     assert importers("peft") <= {"rlm/models.py", "rlm/serving/lanes.py"}
 
 
+@pytest.mark.slow
 def test_importing_a_script_runs_nothing(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(SCRIPTS)}"
     result = subprocess.run(
