@@ -83,9 +83,11 @@ def test_64_clients(server):
     assert statuses.count(200) > SECONDS
     later = [rss for at, rss in memory if at >= SECONDS / 6]
     shown = str([rss // 2**20 for rss in later])
-    assert max(later) - min(later) < 0.07 * (max(later) + min(later)), shown  # 0.053 here
+    print(shown)
+    # ± 5 % and a little for other machines: 0.039 to 0.047 here.
+    assert max(later) - min(later) < 0.06 * (max(later) + min(later)), shown
     end_of_it = later[len(later) // 2 :]
-    assert max(end_of_it) < 1.04 * min(end_of_it), shown  # 1.02 here
+    assert max(end_of_it) < 1.05 * min(end_of_it), shown  # 1.02 to 1.03 here
     with httpx2.Client(base_url=url, timeout=60) as http:
         assert http.post("/phase1/reasoning", json={"prompt": "x"}).status_code == 200
         assert "rlm_rows_running 0.0" in http.get("/metrics").text

@@ -7,7 +7,9 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,6 +98,8 @@ class Service:
         self.limits, self.metrics = limits, metrics
         self.public_url: str | None = None
         self._running: dict[str, Running] = {}
+        # One: the tokenizer encodes one text at a time, and every thread keeps memory of its own.
+        self._renderer = ThreadPoolExecutor(1, "render")
 
     def not_ready(self) -> Problem | None:
         """What keeps new requests out now."""
@@ -118,7 +122,8 @@ class Service:
         new_tokens = ask.max_new_tokens or self.limits.new_tokens
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
-        prompt = await asyncio.to_thread(self._render, ask, offered)
+        rendering = partial(self._render, ask, offered)
+        prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, rendering)
         if len(prompt) > self.limits.prompt_tokens:
             raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
         self._admit(len(prompt) + ask.n * new_tokens)  # again: time has passed
