@@ -66,7 +66,7 @@ def test_cells_are_chosen_by_pattern():
 def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
     EvidenceConfig(grid=tmp_path).fix()
     EvidenceConfig(grid=tmp_path, seeds=(0, 7), minutes=1.0).fix()  # these may change
-    with pytest.raises(UsageError, match="begun with --steps 12, not 13"):
+    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
         EvidenceConfig(grid=tmp_path, steps=13).fix()
 
 

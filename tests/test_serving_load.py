@@ -83,7 +83,6 @@ def test_64_clients(server):
     assert statuses.count(200) > SECONDS
     later = [rss for at, rss in memory if at >= SECONDS / 6]
     shown = str([rss // 2**20 for rss in later])
-    print(shown)
     # ± 5 % and a little for other machines: 0.039 to 0.047 here.
     assert max(later) - min(later) < 0.06 * (max(later) + min(later)), shown
     end_of_it = later[len(later) // 2 :]

@@ -5,23 +5,23 @@ A seed decides everything about it: the worked solutions, the practice problems,
 what is drawn. Cells of one seed share data and SFT start.
 
 The setting: worked solutions are scarce (`solved`, from the *taught* families), problems with an
-answer alone are not (from the taught and the *practised* families). All arms get the same worked
-solutions; what GRPO adds comes out of answers. "SFT, all solved" has worked solutions for GRPO's
-problems too: it is no rival at equal information but says what a teacher would be worth.
+answer alone are not (half from the taught families, half from the *practised* ones). All arms get
+the same worked solutions; what GRPO adds comes out of answers. "SFT, all solved" has worked
+solutions for GRPO's problems too: it is no rival at equal information but says what a teacher
+would be worth.
 
 Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
 
-- one-step word problems. SFT on 400 leaves the model right in about 28 % of its samples, so most
-  groups of 8 hold a difference; with two-step problems it was 2 to 8 % (docs/log.md).
-- 12 steps of 20 × 8 = 1,920 completions of about 31 tokens: nine minutes on both cores, fifteen on
-  one. Many problems a step and a rate that falls linearly learned best in the log; 6 steps of
-  16 × 8 at a higher rate raised sampled accuracy by 2 points and cost 14 greedy ones.
+- one-step word problems: after SFT on 400 examples (200 solutions, twice) most groups of 8 hold a
+  difference; of two-step problems only 2 to 8 % of the samples were right (docs/log.md).
+- 6 steps of 16 × 8 = 768 completions of about 31 tokens: four minutes on both cores. The demo's
+  longer run gains more (docs/results/demo); here every arm gets as little, so that there is time
+  for all of them three times. At a higher rate so few completions cost greedy accuracy (the log).
 - the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
   same samples, which takes it about five times as long: its cell is the one long one, and resumes.
-- judging: 100 problems greedily and 16 samples of 24, for each of three sets of word problems, and
-  fewer of another hand's: 1,800 completions, as long again as the training. Three seeds on the
-  same 300 problems tell greedy accuracies apart that differ by about 7 points, sampled ones by
-  about 5; more of the same minutes would go into seeds, not into problems.
+- judging: 80 problems greedily and 16 samples of 16, for each of three sets of word problems, and
+  fewer of another hand's: 1,250 completions. More of the same minutes would go into seeds, not
+  into problems.
 
 Cells may run side by side, each on its share of the cores (two shells, `OMP_NUM_THREADS=1` on two
 cores): a cell that another process is at is left alone. One thread a cell wastes less in waiting,
@@ -110,24 +110,25 @@ class EvidenceConfig(TRLFlags):
 
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory", group="settings")
     dataset: str = flag("word-problems", "or gsm8k:DIRECTORY (hash checked)", group="settings")
-    solved: int = flag(400, "worked solutions", group="settings")
+    solved: int = flag(200, "worked solutions", group="settings")
+    sft_passes: int = flag(2, "of SFT over them", group="settings")
     sft_rate: float = flag(1e-3, "learning rate of SFT", group="settings")
     more_rate: float = flag(5e-4, "of SFT that goes on from SFT", group="settings")
     sft_batch: int = flag(16, "examples per update", group="settings")
     lora_r: int = flag(16, "rank of the adapter", group="settings")
-    steps: int = flag(12, "of GRPO", group="settings")
-    batch_size: int = flag(20, "problems a step", group="settings")
+    steps: int = flag(6, "of GRPO", group="settings")
+    batch_size: int = flag(16, "problems a step", group="settings")
     group_size: int = flag(8, "completions of each", group="settings")
     learning_rate: float = flag(2e-4, "of GRPO, falling linearly", group="settings")
     max_new_tokens: int = flag(96, "longest completion", group="settings")
     base_new_tokens: int = flag(192, "of the base, which rambles", group="settings")
-    greedy_problems: int = flag(100, "of each test set, decoded greedily", group="settings")
-    sampled_problems: int = flag(24, "the first of them, sampled", group="settings")
+    greedy_problems: int = flag(80, "of each test set, decoded greedily", group="settings")
+    sampled_problems: int = flag(16, "the first of them, sampled", group="settings")
     base_sampled: int = flag(8, "the first of them, where the base samples", group="settings")
     samples: int = flag(16, "completions of each", group="settings")
-    other_problems: int = flag(40, "reasoning-gym's, greedily", group="settings")
-    other_sampled: int = flag(8, "the first of them, sampled", group="settings")
-    curve_problems: int = flag(60, "to validate on along the way", group="settings")
+    other_problems: int = flag(24, "reasoning-gym's, greedily", group="settings")
+    other_sampled: int = flag(4, "the first of them, sampled", group="settings")
+    curve_problems: int = flag(40, "to validate on along the way", group="settings")
     curve_samples: int = flag(2, "completions of each, besides the greedy one", group="settings")
     curve_every: int = flag(3, "steps of GRPO from point to point", group="settings")
     prompt_problems: int = flag(24, "to choose the base's prompts on", group="settings")
@@ -242,6 +243,7 @@ class EvidenceConfig(TRLFlags):
 # What changes for GSM8K: its solutions have about 110 tokens, and all of its test set is judged.
 GSM8K = {
     "solved": 800,
+    "sft_passes": 1,
     "max_new_tokens": 256,
     "base_new_tokens": 256,
     "greedy_problems": 1319,

@@ -82,8 +82,10 @@ def pools(config: EvidenceConfig, seed: int) -> Pools:
     if config.dataset == "word-problems":
         solved = made("train", config.solved, seed, TAUGHT)
         shown = {problem.question for problem in solved}
-        more = made("train", wanted + config.solved, seed + 1000, TAUGHT + PRACTISED)
-        practice = [problem for problem in more if problem.question not in shown][:wanted]
+        new = made("train", wanted, seed + 1000, PRACTISED)
+        more = made("train", wanted + config.solved, seed + 1000, TAUGHT)
+        known = [problem for problem in more if problem.question not in shown]
+        practice = [problem for pair in zip(new, known, strict=False) for problem in pair][:wanted]
         validation = made("validation", config.curve_problems, 0, TAUGHT + PRACTISED)
     else:
         check_gsm8k(config.dataset)

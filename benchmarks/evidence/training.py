@@ -58,7 +58,8 @@ def train(config: EvidenceConfig, cell: Cell) -> Record:
 
 def _sft(config: EvidenceConfig, cell: Cell) -> Record:
     solved = pools(config, cell.seed).solved
-    return _fine_tune(config, cell, solved, config.sft_rate, start=None)
+    shown = problems_for_step(solved, 0, config.sft_passes * len(solved), cell.seed)
+    return _fine_tune(config, cell, shown, config.sft_rate, start=None)
 
 
 def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
