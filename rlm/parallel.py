@@ -8,7 +8,8 @@ gradients are added up once per update.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlm import terminal
+from rlm.config import UsageError
 
 T = TypeVar("T")
 
@@ -57,7 +59,8 @@ class Team:
         if self.size == 1:
             return list(shares)
         parts: list[list[T]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(parts, list(shares))
+        with _others_may_end():
+            dist.all_gather_object(parts, list(shares))
         return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
 
     def agree(self, value: T) -> T:
@@ -65,7 +68,8 @@ class Team:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box)
+        with _others_may_end():
+            dist.broadcast_object_list(box)
         return box[0]
 
     def any(self, value: bool) -> bool:
@@ -83,7 +87,22 @@ class Team:
                 for p in parameters
             ]
         )
-        dist.all_reduce(flat)
+        with _others_may_end():
+            dist.all_reduce(flat)
         parts = flat.split([p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+@contextmanager
+def _others_may_end() -> Iterator[None]:
+    """A process that waits for one that has ended: the reason stands in the other's output."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistBackendError) and "gloo" not in str(error):
+            raise
+        raise UsageError(
+            "another of the processes that share this run has ended or does not answer; "
+            "what it printed says why"
+        ) from error

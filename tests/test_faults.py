@@ -568,6 +568,17 @@ def test_two_processes_go_back_together(runs):
     assert all(torch.allclose(tensor, two[name], atol=1e-4) for name, tensor in one.items())
 
 
+def test_what_ends_one_of_two_processes_is_said_by_it_and_ends_the_other(runs):
+    def fill_the_disk():
+        faults.on_file_events(runs.folder, faults.at(*FULL["metrics"], full))
+
+    leader, other = runs.together("two", before=(fill_the_disk, lambda: None))
+    assert (leader.code, other.code) == (2, 2), (leader, other)
+    assert "No space left on device" in leader.text
+    assert "another of the processes that share this run has ended" in other.text
+    assert "Traceback" not in leader.text + other.text
+
+
 # --- what a resumed run may change --------------------------------------------------------------
 
 
