@@ -31,6 +31,7 @@ from recipes.orchestrator.runner import Reply, Runner
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
 from rlm.config import UsageError, parse, run_main
 from rlm.data import Problem
+from rlm.evaluation import majority_score
 from rlm.machine import Device, Setup
 from rlm.models import load_base, load_tokenizer, new_adapter, save_adapter
 from rlm.sampling import SamplingParams
@@ -624,7 +625,8 @@ def test_a_vote_by_hand():
         problem = Problem("p", "how many?", "18")
         runner = Runner(Says(texts), 9, temperature=1.0)
         graphs = [Graph.chain("solve")] * len(texts)
-        return evaluate.vote(try_graphs(runner, [problem] * len(texts), graphs))
+        outcomes = try_graphs(runner, [problem] * len(texts), graphs)
+        return majority_score([outcome.verdict for outcome in outcomes])
 
     class Says:
         def __init__(self, texts):

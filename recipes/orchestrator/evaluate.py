@@ -24,13 +24,11 @@ from recipes.orchestrator.prompts import ASKED_TWICE, HAND_WRITTEN, SINGLE
 from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
-from rlm.answers import parse_number
 from rlm.config import flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import (
     bootstrap_interval,
-    majority,
-    mean_at_k,
+    majority_score,
     paired_bootstrap,
     wilson_interval,
 )
@@ -117,16 +115,9 @@ def vote_row(run: OpenRun, problems: Sequence[Problem], k: int, seed: int) -> Ro
     outcomes = try_graphs(runner, asked, [SINGLE] * len(asked), seed=seed)
     row = Row.of(outcomes)
     row.read, row.written = k * row.read, k * row.written
-    row.scores = [vote(outcomes[i : i + k]) for i in range(0, len(outcomes), k)]
+    verdicts = [outcome.verdict for outcome in outcomes]
+    row.scores = [majority_score(verdicts[i : i + k]) for i in range(0, len(verdicts), k)]
     return row
-
-
-def vote(outcomes: Sequence[Outcome]) -> float:
-    """The share of the most frequent numbers (several on a tie) that is right."""
-    numbers = [parse_number(outcome.verdict.answer or "") for outcome in outcomes]
-    right = {n for n, outcome in zip(numbers, outcomes, strict=True) if outcome.correct}
-    winners = majority(numbers)
-    return mean_at_k([number in right for number in winners]) if winners else 0.0
 
 
 def show(figures: dict[str, dict], title: str) -> None:
