@@ -14,11 +14,20 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm import terminal
 from rlm.config import flag, parse, run_main
+
+if TYPE_CHECKING:
+    from rlm.evaluation import Evaluation
+    from rlm.grpo_config import GRPOConfig
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the stage scripts, when the package is not installed
@@ -34,42 +43,80 @@ class DemoConfig:
 
 
 def main(config: DemoConfig) -> int:
-    import evaluate
     import train_grpo
     import train_sft
-    from inference import generate_reasoning, load_rlm_model
-    from rlm.data import load_problems
-    from rlm.evaluation import paired_bootstrap
-    from rlm.machine import peak_memory_gb, pick_device, prepare_process
-    from rlm.models import load_adapter, load_base, load_tokenizer
+    from rlm.machine import peak_memory_gb, prepare_process
 
     prepare_process()
-    began, seconds = time.monotonic(), {}
-    sft_adapter, grpo_adapter = config.output / "sft_lora", config.output / "final_rlm_lora"
-
-    def options(cls, file: Path, **paths: Path):
-        typed = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
-        return parse(cls, ["--config", str(file), *typed])
-
-    sft = options(
-        train_sft.SFTConfig, config.sft_config, output=sft_adapter, run_dir=config.output / "sft"
+    began, clock = time.monotonic(), Clock()
+    adapters = {"sft": config.output / "sft_lora", "grpo": config.output / "final_rlm_lora"}
+    sft = _options(
+        train_sft.SFTConfig,
+        config.sft_config,
+        output=adapters["sft"],
+        run_dir=config.output / "sft",
     )
-    grpo = options(
+    grpo = _options(
         train_grpo.GRPOConfig,
         config.grpo_config,
-        output=grpo_adapter,
-        sft_adapter=sft_adapter,
+        output=adapters["grpo"],
+        sft_adapter=adapters["sft"],
         run_dir=config.output / "grpo",
     )
+    with clock("sft"):
+        train_sft.main(sft)
+    with clock("grpo"):
+        train_grpo.main(grpo)
+    results = _evaluate(config, grpo, adapters, clock)
 
-    def timed(stage: str, work, *args):
+    clock.seconds["total"] = round(time.monotonic() - began, 1)
+    summary = _summary(results) | {
+        "seconds": clock.seconds,
+        "peak_memory_gb": round(peak_memory_gb(), 2),
+    }
+    (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    gain = summary["gain"]
+    terminal.line(
+        f"GRPO over SFT, sampled: {gain['points']:+.1f} points ({gain['low']:+.1f} to "
+        f"{gain['high']:+.1f}); {terminal.duration(clock.seconds['total'])} in all, "
+        f"{config.output}/summary.json"
+    )
+    _show_one_answer(grpo, adapters["grpo"])
+    terminal.line(
+        f'\nNext:\n  python inference.py --adapter {adapters["grpo"]} "your question"\n'
+        f"  python evaluate.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "
+        "--samples 8\n"
+        "  python train_sft.py && python train_grpo.py    # longer, into weights/"
+    )
+    return 0
+
+
+class Clock:
+    """What each stage took: `with clock("sft"): …`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
         started = time.monotonic()
-        result = work(*args)
-        seconds[stage] = round(time.monotonic() - started, 1)
-        return result
+        yield
+        self.seconds[stage] = round(time.monotonic() - started, 1)
 
-    timed("sft", train_sft.main, sft)
-    timed("grpo", train_grpo.main, grpo)
+
+def _options(cls: type[T], file: Path, **paths: Path) -> T:
+    typed = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
+    return parse(cls, ["--config", str(file), *typed])
+
+
+def _evaluate(
+    config: DemoConfig, grpo: GRPOConfig, adapters: Mapping[str, Path], clock: Clock
+) -> dict[str, dict[str, Evaluation]]:
+    """Base and adapters on the same test problems, one after the other on one copy of the base."""
+    import evaluate
+    from rlm.data import load_problems
+    from rlm.machine import pick_device
+    from rlm.models import load_adapter, load_base, load_tokenizer
 
     problems = load_problems(grpo.dataset, "test", max_samples=config.problems)
     settings = evaluate.EvaluateConfig(
@@ -79,61 +126,57 @@ def main(config: DemoConfig) -> int:
         samples=config.samples,
         temperature=grpo.temperature,
         max_new_tokens=grpo.max_new_tokens,
-        sft_adapter=sft_adapter,
-        adapter=grpo_adapter,
+        sft_adapter=adapters["sft"],
+        adapter=adapters["grpo"],
         output=config.output / "evaluation",
     )
     tokenizer = load_tokenizer(grpo.model)
     results = {}
     base = load_base(grpo.model, pick_device())
-    for row, adapter in {"base": None, "sft": sft_adapter, "grpo": grpo_adapter}.items():
+    for row, adapter in {"base": None, **adapters}.items():
         model = load_adapter(base, adapter, trainable=False) if adapter else base
         kinds = ("greedy", "sampled") if adapter else ("greedy",)  # sampling the base says little
-        arguments = (row, model, tokenizer, problems, (), settings, kinds)
-        results[row] = timed(f"evaluate {row}", evaluate.evaluate_row, *arguments)
+        with clock(f"evaluate {row}"):
+            arguments = (row, model, tokenizer, problems, (), settings, kinds)
+            results[row] = evaluate.evaluate_row(*arguments)
         base = model.unload() if adapter else base
     evaluate.report(results, f"{grpo.dataset}, test, n = {len(problems)}", {}, settings.output)
+    return results
 
+
+def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
+    from evaluate import GRADINGS
+    from rlm.evaluation import paired_bootstrap
+
+    counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
     gain = paired_bootstrap(before, after)
-    seconds["total"] = round(time.monotonic() - began, 1)
-    summary = {
+    return {
         "accuracy": {
             row: {
-                name: {
-                    key: kinds["greedy"].accuracy(strict)[key]
-                    for key in ("correct", "total", "low", "high")
-                }
-                for name, strict in evaluate.GRADINGS.items()
+                name: {key: kinds["greedy"].accuracy(strict)[key] for key in counts}
+                for name, strict in GRADINGS.items()
             }
             for row, kinds in results.items()
         },
         "sampled_accuracy": {
             row: {
                 name: results[row]["sampled"].mean_accuracy(strict)
-                for name, strict in evaluate.GRADINGS.items()
+                for name, strict in GRADINGS.items()
             }
             for row in ("sft", "grpo")
         },
         "gain": {"points": gain.points, "low": gain.low, "high": gain.high},
-        "seconds": seconds,
-        "peak_memory_gb": round(peak_memory_gb(), 2),
     }
-    (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    terminal.line(
-        f"GRPO over SFT, sampled: {gain.points:+.1f} points ({gain.low:+.1f} to {gain.high:+.1f}); "
-        f"{terminal.duration(seconds['total'])} in all, {config.output}/summary.json"
-    )
+
+
+def _show_one_answer(grpo: GRPOConfig, adapter: Path) -> None:
+    from inference import generate_reasoning, load_rlm_model
+    from rlm.data import load_problems
 
     unseen = load_problems(grpo.dataset, "test_families", max_samples=1)[0].question
     terminal.line(f"\nA kind of problem it never saw: {unseen}")
-    terminal.line(generate_reasoning(unseen, *load_rlm_model(grpo_adapter)))
-    terminal.line(
-        f'\nNext:\n  python inference.py --adapter {grpo_adapter} "your question"\n'
-        f"  python evaluate.py --sft-adapter {sft_adapter} --adapter {grpo_adapter} --samples 8\n"
-        "  python train_sft.py && python train_grpo.py    # longer, into weights/"
-    )
-    return 0
+    terminal.line(generate_reasoning(unseen, *load_rlm_model(adapter)))
 
 
 if __name__ == "__main__":
