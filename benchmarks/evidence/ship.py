@@ -214,7 +214,8 @@ def card(
             "",
             f"`{result['command']}`, then `python -m benchmarks.evidence ship {cell.name}`; "
             f"commit {result['commit']}, {result['date']}. "
-            f"SFT on {settings['solved']} worked solutions, then {settings['steps']} steps of "
+            f"SFT on {settings['solved']} worked solutions ({settings['sft_passes']} passes), then "
+            f"{settings['steps']} steps of "
             f"{settings['batch_size']} × {settings['group_size']} completions "
             f"({training['seconds'] / 60:.1f} minutes on {result['machine']['cpu']}, "
             f"{result['machine']['cores']} cores).{embedded}",
