@@ -39,7 +39,8 @@ def head(results: Results) -> list[str]:
         "",
         f"Model: `{settings['model']}`; data: {settings['dataset']}; "
         f"machine: {'; and '.join(machines)}.",
-        f"Learning: SFT on {settings['solved']} worked solutions ({settings['sft_passes']} passes); then {settings['steps']} steps "
+        f"Learning: SFT on {settings['solved']} worked solutions ({settings['sft_passes']} "
+        f"passes); then {settings['steps']} steps "
         f"of {settings['batch_size']} problems × {settings['group_size']} completions, "
         f"rate {settings['learning_rate']:g}, at most {settings['max_new_tokens']} tokens. "
         f"Training seeds: {', '.join(map(str, seeds))}.",
