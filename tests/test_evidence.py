@@ -704,7 +704,10 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
     page = "\n".join(audit.algorithms(found | {"cispo": better}, pools.WORDS))
     rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
-    assert "+100.0 (+100.0 to +100.0): above zero | 0.0 (0.0 to 0.0): tie" in rows["CISPO"]
+    assert (
+        "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
+        in rows["CISPO"]
+    )
     assert rows["GSPO"].count("tie") == 2
 
 
@@ -713,6 +716,8 @@ def test_numbers_are_written_with_their_intervals():
     assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 3, 9)) == "above zero"
     assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 3, 9)) == "below zero"
     assert results.verdict(intervals.Interval(0.1, -0.05, 0.2, 3, 9)) == "zero lies inside"
+    one_seed = intervals.Interval(0.1, 0.05, 0.2, 1, 9)
+    assert results.verdict(one_seed) == "above zero, for one seed"
 
 
 def test_failures_are_written_for_reading_and_keep_what_a_person_wrote(finished, capsys):

@@ -90,10 +90,11 @@ def points(interval: Interval) -> str:
 
 
 def verdict(interval: Interval) -> str:
-    """What the interval says, in words."""
+    """What the interval says, in words. That of a single seed holds for this seed alone."""
     if 0 in interval:
         return "zero lies inside"
-    return "above zero" if interval.low > 0 else "below zero"
+    side = "above zero" if interval.low > 0 else "below zero"
+    return side if interval.seeds > 1 else f"{side}, for one seed"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
