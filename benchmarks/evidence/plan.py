@@ -14,13 +14,13 @@ Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
 
 - one-step word problems: after SFT on 400 examples (200 solutions, twice) most groups of 8 hold a
   difference; of two-step problems only 2 to 8 % of the samples were right (docs/log.md).
-- 6 steps of 16 × 8 = 768 completions of about 31 tokens: four minutes on both cores. The demo's
+- 6 steps of 16 × 8 = 768 completions of about 31 tokens: six minutes on one core. The demo's
   longer run gains more (docs/results/demo); here every arm gets as little, so that there is time
   for all of them three times. At a higher rate so few completions cost greedy accuracy (the log).
 - the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
   same samples, which takes it about five times as long: its cell is the one long one, and resumes.
 - judging: 80 problems greedily and 16 samples of 16, for each of three sets of word problems, and
-  fewer of another hand's: 1,250 completions. More of the same minutes would go into seeds, not
+  fewer of another hand's: about 1,200 completions. More of the same minutes would go into seeds, not
   into problems.
 
 Cells may run side by side, each on its share of the cores (two shells, `OMP_NUM_THREADS=1` on two
