@@ -20,8 +20,8 @@ Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
 - the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
   same samples, which takes it about five times as long: its cell is the one long one, and resumes.
 - judging: 80 problems greedily and 16 samples of 16, for each of three sets of word problems, and
-  fewer of another hand's: about 1,200 completions. More of the same minutes would go into seeds, not
-  into problems.
+  fewer of another hand's: about 1,200 completions. More of the same minutes would go into seeds,
+  not into problems.
 
 Cells may run side by side, each on its share of the cores (two shells, `OMP_NUM_THREADS=1` on two
 cores): a cell that another process is at is left alone. One thread a cell wastes less in waiting,
