@@ -67,6 +67,7 @@ def run_child(
     payload: Mapping[str, Any],
     memory_limit_gb: float | None = None,
     log: Path | None = None,
+    inherited: Sequence[int] = (),
 ) -> dict[str, Any]:
     """`module.function(**payload)` in a process of its own; its dict, with `peak_memory_gb`.
 
@@ -74,6 +75,7 @@ def run_child(
         log: where what it writes is added; none: only the end is shown, and only if it fails.
         memory_limit_gb: beyond it allocations fail in the child, before the system has to choose
             which process to kill.
+        inherited: descriptors that stay open in it, such as a lock's.
 
     Raises:
         ChildFailed: it did not exit with 0.
@@ -91,6 +93,7 @@ def run_child(
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 check=False,
+                pass_fds=inherited,
             ).returncode
         if code:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])

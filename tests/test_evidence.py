@@ -386,7 +386,7 @@ def test_a_reward_without_reasoning_is_seen():
 def in_process():
     """Cells run in this process: imports take longer than a tiny model's whole cell."""
 
-    def run_child(module, function, payload, log):
+    def run_child(module, function, payload, log, inherited):
         return getattr(importlib.import_module(module), function)(**payload)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -535,10 +535,38 @@ def test_no_cell_starts_after_the_minutes(model_dir, tmp_path, in_process, capsy
 
 def test_a_cell_that_another_process_is_at_is_left_alone(model_dir, tmp_path, in_process, capsys):
     config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
-    with grid.locked(config.folder(Cell("base_zero", 0))) as free:
-        assert free
+    with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
+        assert lock is not None
         assert grid.run(config) == [Cell("base_zero", 0)]
     assert "another process is at it" in capsys.readouterr().out
+
+
+def test_a_killed_grid_leaves_its_cell_to_the_child(tmp_path):
+    """The child inherits the lock: while it lives nobody else may begin the cell."""
+    with grid.locked(tmp_path) as lock:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    with grid.locked(tmp_path) as lock:
+        assert lock is None
+    child.kill()
+    child.wait()
+    with grid.locked(tmp_path) as lock:
+        assert lock is not None
+
+
+def test_a_cell_is_locked_from_training_to_judging(model_dir, tmp_path, monkeypatch):
+    config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
+    parts = []
+
+    def run_child(module, function, payload, log, inherited):
+        with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
+            assert lock is None
+        assert len(inherited) == 1
+        os.fstat(*inherited)
+        parts.append(function)
+
+    monkeypatch.setattr(grid.harness, "run_child", run_child)
+    grid.run(config)
+    assert parts == ["train_cell", "judge_cell"]
 
 
 class Killed(Exception):

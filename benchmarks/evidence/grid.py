@@ -56,17 +56,39 @@ def run(config: EvidenceConfig) -> list[Cell]:
         if not all(is_trained(config, needed) for needed in cell.needs):
             terminal.line(f"{cell.name}: left for later, what it needs is not done")
             continue
-        with locked(config.folder(cell)) as free:
-            if not free:
+        with locked(config.folder(cell)) as lock:
+            if lock is None:
                 terminal.line(f"{cell.name}: another process is at it")
-                continue
-        begun = time.monotonic()
-        for part in ("train_cell", "judge_cell"):
-            payload = {"config": config.payload(), "arm": cell.arm, "seed": cell.seed}
-            log = config.folder(cell).resolve() / "log.txt"
-            harness.run_child(THIS, part, payload, log=log)
-        terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
+            elif not is_done(config, cell):  # it may have ended since we looked
+                run_cell(config, cell, lock)
     return [cell for cell in chosen if not is_done(config, cell)]
+
+
+def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> None:
+    """Train and judge a cell, each in a process of its own that keeps the lock while it lives."""
+    begun = time.monotonic()
+    for part in ("train_cell", "judge_cell"):
+        payload = {"config": config.payload(), "arm": cell.arm, "seed": cell.seed}
+        log = config.folder(cell).resolve() / "log.txt"
+        harness.run_child(THIS, part, payload, log=log, inherited=(lock,))
+    terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[int | None]:
+    """The lock on a cell, or none: another process holds it.
+
+    It belongs to all who hold the descriptor: a killed grid's child lives on, inherits it, and no
+    second process writes into its cell. The system frees it when the last of them ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield stream.fileno()
 
 
 # --- in a cell's own process --------------------------------------------------------------------
@@ -76,11 +98,8 @@ def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]
     from benchmarks.evidence.training import train
 
     settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
-    with locked(settings.folder(cell)) as free:
-        if not free:
-            raise RuntimeError(f"{cell.name}: another process is at it")
-        if not is_trained(settings, cell):
-            write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
+    if not is_trained(settings, cell):
+        write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
     return {}
 
 
@@ -88,31 +107,11 @@ def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]
     from benchmarks.evidence.judging import judge
 
     settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
-    with locked(settings.folder(cell)) as free:
-        if not free:
-            raise RuntimeError(f"{cell.name}: another process is at it")
-        if not is_done(settings, cell):
-            judge(settings, cell)
-        # Hundreds of megabytes that only a resume or the curve needed.
-        for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):
-            shutil.rmtree(leftover)
+    judge(settings, cell)
+    # Hundreds of megabytes that only a resume or the curve needed.
+    for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):
+        shutil.rmtree(leftover)
     return {}
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Whether the cell is ours for as long as this lasts; the system frees it when a process ends.
-
-    A killed grid's child may live on: a second one must not write into the same cell.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
 
 
 # --- what is done and what is left --------------------------------------------------------------
