@@ -75,7 +75,7 @@ def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
     Raises:
         UsageError: it does not, files are missing, or there is no adapter at all.
     """
-    from rlm.models import check_adapter
+    from rlm.adapters import check_adapter
 
     found: dict[str, Path] = {}
     for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
@@ -280,8 +280,9 @@ def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         every = "max_samples" not in explicit(config)
         return audit_run(config.run_dir, config.output, None if every else config.max_samples)
+    from rlm.adapters import check_base, load_adapter, read_run
     from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
-    from rlm.models import base_hash, check_base, load_adapter, load_base, load_tokenizer, read_run
+    from rlm.models import base_hash, load_base, load_tokenizer
 
     prepare_process()
     adapters = find_adapters(config)

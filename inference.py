@@ -89,16 +89,9 @@ def load_rlm_model(
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
     """
+    from rlm.adapters import check_adapter, check_base, load_adapter, read_run
     from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
-    from rlm.models import (
-        base_hash,
-        check_adapter,
-        check_base,
-        load_adapter,
-        load_base,
-        load_tokenizer,
-        read_run,
-    )
+    from rlm.models import base_hash, load_base, load_tokenizer
     from rlm.sampling import Sampler
 
     prepare_process()

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from rlm import doctor, machine, models, report, start, terminal
+from rlm.adapters import save_adapter, use_checkpointing, use_lean_lora, use_reference
 from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.grpo import (
@@ -52,9 +53,8 @@ from rlm.grpo import (
     policy_loss,
     reward_tensor,
     share_rollouts,
-    split,
-    token_logprobs,
 )
+from rlm.logprobs import split, token_logprobs
 from rlm.parallel import Team
 from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_problem
@@ -96,8 +96,8 @@ class GRPOTrainer:
         reward = reward_fn or CorrectnessReward()
         self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
-        models.use_lean_lora(self.policy)
-        models.use_checkpointing(self.policy, config.checkpointing)
+        use_lean_lora(self.policy)
+        use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.masters  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.team.rank)
@@ -228,7 +228,7 @@ class GRPOTrainer:
                 if update == 0:  # the current log-probabilities are the old ones
                     old |= dict(zip(micro.rows, logprobs.detach(), strict=True))
                     if config.kl_weight:
-                        with torch.no_grad(), models.use_reference(self.policy, config.sft_adapter):
+                        with torch.no_grad(), use_reference(self.policy, config.sft_adapter):
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
                 before = torch.stack([old[row] for row in micro.rows])
@@ -308,9 +308,7 @@ class GRPOTrainer:
         results = (self.state, len(rows), validated_on, seconds)
         summary = report.run_summary(config, self.model_name, *results)
         if self.team.leads:
-            models.save_adapter(
-                self.policy, self.tokenizer, config.output, summary, keep_previous=True
-            )
+            save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)
             self.run.write_csv()
             learning_curves(rows, self.run.path / "curves.png")
         return summary

@@ -131,8 +131,8 @@ def show_example(tokenizer, example: dict[str, list[int]]) -> None:
 
 
 def main(config: SFTConfig) -> int:
+    from rlm.adapters import check_adapter, read_run
     from rlm.machine import fill_in, prepare_process
-    from rlm.models import check_adapter, read_run
 
     prepare_process()
     if config.adapter:
@@ -163,8 +163,9 @@ def train(
     import datasets
     import transformers
 
+    from rlm.adapters import save_adapter
     from rlm.machine import pick_device
-    from rlm.models import base_hash, load_tokenizer, save_adapter
+    from rlm.models import base_hash, load_tokenizer
     from rlm.runs import RunDirectory, check_writable
     from rlm.sft import SFTTrainer
     from rlm.tracking import open_tracker
@@ -259,7 +260,8 @@ def to_examples(config: SFTConfig, tokenizer, problems: Sequence[Problem]) -> li
 
 def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
     """The base, with the adapter to go on from or a new one."""
-    from rlm.models import check_base, load_adapter, load_base, new_adapter
+    from rlm.adapters import check_base, load_adapter, new_adapter
+    from rlm.models import load_base
 
     if config.adapter:
         check_base(config.adapter, config.model, weights)

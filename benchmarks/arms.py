@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlm import machine, models
+from rlm import adapters, machine
 from rlm.data import Problem, load_problems
 from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
@@ -186,4 +186,4 @@ def run_ours(**work: Any) -> dict[str, Any]:
 
 
 def save(trainer: GRPOTrainer, path: Path) -> None:
-    models.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})
+    adapters.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})

@@ -18,7 +18,7 @@ from recipes.orchestrator.agents import LocalAgents
 from recipes.orchestrator.cold_start import written_graph
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.runner import Runner
-from rlm import machine, models
+from rlm import adapters, machine, models
 from rlm.config import flag, run_main
 from rlm.data import load_problems
 from rlm.sampling import Sampler
@@ -67,7 +67,7 @@ def main(config: GraphsConfig) -> int:
     machine.prepare_process()
     model = models.load_base(config.model, machine.pick_device())
     if config.adapter:
-        model = models.load_adapter(model, config.adapter, trainable=False)
+        model = adapters.load_adapter(model, config.adapter, trainable=False)
     tokenizer = models.load_tokenizer(config.model)
     # As in training, where the weights are merged once a step: kept from batch to batch here,
     # so that the one-at-a-time arm does not pay for it every time.

@@ -85,7 +85,7 @@ def work_of(config: LearningCurveConfig, model: str, arm: str) -> Work:
 
 def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> dict[str, Any]:
     """Strict greedy verdict (1 or 0) on each validation problem, for each snapshot."""
-    from rlm import models
+    from rlm import adapters, models
     from rlm.sampling import Sampler
 
     machine.prepare_process()
@@ -95,7 +95,7 @@ def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> 
     base = models.load_base(work.model, machine.pick_device())
     bits = []
     for done in steps:
-        policy = models.load_adapter(base, snapshot_path(work.snapshots, done), trainable=False)
+        policy = adapters.load_adapter(base, snapshot_path(work.snapshots, done), trainable=False)
         sampler = Sampler(policy, tokenizer)
         result = evaluate(sampler, tokenizer, problems, FORMAT, max_new_tokens=work.max_new_tokens)
         bits.append([int(score) for score in result.per_problem(strict=True)])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import floor, harness, peers, shapes
-from rlm import machine, models, terminal
+from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, flag, run_main
 from rlm.data import Problem, load_problems
 from rlm.prompts import FORMATS, render_prompt
@@ -144,7 +144,9 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     tokenizer = models.load_tokenizer(model)
     base = models.load_base(model, device, quantize=config.quantize)
     cost = floor.ModelCost.of(base)
-    policy = models.load_adapter(base, config.adapter, trainable=False) if config.adapter else base
+    policy = (
+        adapters.load_adapter(base, config.adapter, trainable=False) if config.adapter else base
+    )
     arms: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
     generate = None
     if only in (None, harness.OURS):
@@ -245,7 +247,7 @@ def record_lengths(config: RolloutConfig, model: str) -> None:
     """Sample with an adapter as training does, and keep how long the completions were."""
     base = models.load_base(model, machine.pick_device())
     tokenizer = models.load_tokenizer(model)
-    policy = models.load_adapter(base, config.record_lengths, trainable=False)
+    policy = adapters.load_adapter(base, config.record_lengths, trainable=False)
     problems = load_problems(
         config.dataset, "train", max_samples=RECORDED_ROWS // GROUP, seed=config.seed
     )

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.arms import FORMAT, Recorder, Work, reward_function
-from rlm import machine, models
+from rlm import adapters, machine, models
 from rlm.data import Problem
 from rlm.prompts import render_prompt, stop_token_ids
 
@@ -94,14 +94,14 @@ def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     # TRL stops at the ends that the model's config names: all of those that ours stops at.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
     if work.adapter:
-        policy = models.load_adapter(base, Path(work.adapter), trainable=True)
+        policy = adapters.load_adapter(base, Path(work.adapter), trainable=True)
     else:
         torch.manual_seed(work.seed)
-        policy = models.new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r)
+        policy = adapters.new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r)
     base_hash = models.base_hash(work.model)
     recorder = Recorder(
         work,
-        lambda path: models.save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
+        lambda path: adapters.save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
     )
     clock = Clock(work.minutes)
     with tempfile.TemporaryDirectory() as folder:

@@ -114,9 +114,10 @@ def _evaluate(
 ) -> dict[str, dict[str, Evaluation]]:
     """Base and adapters on the same test problems, one after the other on one copy of the base."""
     import evaluate
+    from rlm.adapters import load_adapter
     from rlm.data import load_problems
     from rlm.machine import pick_device
-    from rlm.models import load_adapter, load_base, load_tokenizer
+    from rlm.models import load_base, load_tokenizer
 
     problems = load_problems(grpo.dataset, "test", max_samples=config.problems)
     settings = evaluate.EvaluateConfig(

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from rlm import terminal
 from rlm.config import UsageError
-from rlm.grpo import LOGITS_CHUNK, Rollout, split, token_logprobs
+from rlm.grpo import Rollout
 from rlm.grpo_config import GRPOConfig
+from rlm.logprobs import LOGITS_CHUNK, split, token_logprobs
 from rlm.machine import available_memory
 from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.sampling.remote import RemoteSampler

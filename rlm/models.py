@@ -1,7 +1,7 @@
-"""Base models and LoRA adapters: find, load, save, and know which base an adapter belongs to.
+"""Base models: find, load, and know which weights they are.
 
 Nothing that can execute is loaded: safetensors only, no remote code. Base weights are never
-written: adapters stay unmerged on the model that is trained.
+written.
 """
 
 from __future__ import annotations
@@ -10,26 +10,16 @@ from rlm.quantize import import_bitsandbytes
 
 import_bitsandbytes()  # before peft does: it says there why
 
-import errno
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 
 import torch
-import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
-from safetensors.torch import save
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,23 +27,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlm import tensor_hashes
-from rlm.checkpoints import writing
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
-from rlm.quantize import keep_as_packed, packing, unpacked
-from rlm.records import replace_file, sync
+from rlm.quantize import keep_as_packed, packing
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
     "or a directory with a downloaded model"
 )
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-# --- base models ----------------------------------------------------------------------------
 
 
 def model_directory(name: str) -> str:
@@ -205,270 +187,3 @@ def base_hash(name: str) -> str:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return f"sha256:{digest.hexdigest()}"
-
-
-# --- adapters -------------------------------------------------------------------------------
-
-
-def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
-    """A fresh LoRA on every linear layer but the head; its output starts at exactly zero."""
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=r,
-            lora_alpha=alpha,
-            lora_dropout=dropout,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        ),
-    )
-
-
-def check_adapter(path: Path, how_to_make: str) -> Path:
-    """The path, if an adapter's files lie there.
-
-    Raises:
-        UsageError: they do not; the message says what to run.
-    """
-    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
-    if missing:
-        what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
-        raise UsageError(f"adapter {path} {what}; {how_to_make}")
-    return path
-
-
-def check_base(adapter: Path, model: str, model_hash: str) -> None:
-    """Refuse an adapter that was trained on other weights (known from its run.json) or on prompts
-    of another chat template (kept beside it).
-
-    Raises:
-        UsageError: it was.
-    """
-    run = read_run(adapter)
-    if run.get("base_hash") not in (None, model_hash):
-        raise UsageError(
-            f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
-            f"those of --model {model}"
-        )
-    templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
-    if len(templates) > 1:
-        raise UsageError(
-            f"adapter {adapter} was trained with another chat template than that of --model {model}"
-        )
-
-
-def _chat_template(directory: Path) -> str | None:
-    """As the files beside a tokenizer have it; None if they do not, or no such directory is here
-    (what the hub has is identified by its commit)."""
-    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = None
-    if config.is_file():
-        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    return template if isinstance(template, str) else None  # older files may name several
-
-
-def load_adapter(
-    model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
-) -> PeftModel:
-    """The base with the adapter of a directory on it (beside those it has), in eval mode.
-
-    Raises:
-        UsageError: the files cannot be read, the tensors belong to another base, or one of their
-            values is not finite.
-    """
-    options = {"is_trainable": trainable, "use_safetensors": True}
-    try:
-        if isinstance(model, PeftModel):
-            policy = model
-            policy.load_adapter(path, name, **options)
-        else:
-            policy = PeftModel.from_pretrained(model, path, name, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
-    for key, tensor in policy.named_parameters():
-        if name in key.split(".") and not tensor.isfinite().all():
-            raise UsageError(f"adapter {path}: {key} holds values that are not finite")
-    return policy.eval()
-
-
-def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """The tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
-    return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
-
-
-def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The LoRA matrices that take part in a forward pass now, by name; {} without an adapter."""
-    return {
-        f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and not module.disable_adapters
-        for adapter in module.active_adapters
-        if adapter in module.lora_A
-        for side in ("lora_A", "lora_B")
-    }
-
-
-def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
-    """The layers that wear an adapter."""
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
-def is_plain_lora(layer: LoraLayer) -> bool:
-    """Whether its adapters are W + s B A and no more: DoRA and bias terms are left to PEFT."""
-    return not any(layer.use_dora.values()) and not any(layer.lora_bias.values())
-
-
-@torch.no_grad()
-def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
-    """The weight of a linear layer, (out, in), with its active adapters added in a new tensor.
-
-    Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
-    """
-    lora = isinstance(linear, LoraLayer)
-    weight = unpacked(linear.get_base_layer() if lora else linear)
-    if not lora or linear.disable_adapters:
-        return weight
-    total = weight.float()
-    for adapter in linear.active_adapters:
-        if adapter in linear.lora_A:
-            down, up = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
-            total = total + linear.scaling[adapter] * (up.float() @ down.float())
-    return total.to(weight.dtype)
-
-
-def use_lean_lora(policy: PeftModel) -> None:
-    """Let the adapter be added inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
-
-    PEFT scales and adds in passes of their own over every layer's output, and once more in the
-    backward pass. The result is the same; it takes dropout 0, which eval mode guarantees. Layers
-    with more than plain LoRA stay as PEFT has them. Packed layers' products may not be changed in
-    place (autograd refuses it for 8 bits): there the sum is a new tensor.
-    """
-
-    def forward(self: LoraLayer, x: torch.Tensor) -> torch.Tensor:
-        result = self.base_layer(x)
-        if self.disable_adapters:
-            return result
-        rows = result.view(-1, result.shape[-1])
-        plain = type(self.get_base_layer()) is torch.nn.Linear
-        for adapter in self.active_adapters:
-            if adapter in self.lora_A:
-                down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                inner = F.linear(x.flatten(0, -2).to(down.dtype), down) * self.scaling[adapter]
-                factors = inner.to(rows.dtype), up.t().to(rows.dtype)
-                rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
-        return rows.view_as(result)
-
-    for module in lora_layers(policy):
-        if is_plain_lora(module):
-            module.forward = MethodType(forward, module)
-
-
-def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
-    """Keep only each layer's input for the backward pass, and compute the layer again there.
-
-    transformers does so in training mode only. We train in eval mode (no dropout), so the layers
-    themselves are told that they train, and what is inside them is not.
-    """
-    if not wanted:
-        return
-    policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-    for module in policy.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
-
-
-@contextmanager
-def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Inside, the policy computes as it did when training started: the reference of the KL term.
-
-    After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
-    training started from none.
-    """
-    if start_adapter is None:
-        with policy.disable_adapter():
-            yield
-        return
-    if "reference" not in policy.peft_config:
-        policy.load_adapter(str(start_adapter), adapter_name="reference", is_trainable=False)
-    policy.set_adapter("reference", inference_mode=True)
-    try:
-        yield
-    finally:
-        policy.set_adapter("default")
-
-
-def save_adapter(
-    policy: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    run: dict[str, object],
-    *,
-    keep_previous: bool = False,
-) -> None:
-    """Write adapter, tokenizer and run.json under `path`, complete or not at all.
-
-    Only the adapter "default" is saved. It takes the place of what stood there once another
-    process has read the tensors back; with `keep_previous` that is kept beside, as `<name>.prev`.
-
-    Raises:
-        UsageError: it cannot be written, or does not read back; what stood there stays.
-    """
-    scratch, previous = path.with_name(f".{path.name}.new"), path.with_name(f"{path.name}.prev")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            policy.save_pretrained(scratch, selected_adapters=["default"])
-            tokenizer.save_pretrained(scratch)
-            replace_file(scratch / "run.json", json.dumps(run, indent=2) + "\n")
-            _check_export(policy, scratch)
-            mode = (scratch / "run.json").stat().st_mode
-            for file in scratch.iterdir():
-                file.chmod(mode)  # safetensors' own are for their owner alone
-                sync(file)
-            sync(scratch)
-            if path.exists():
-                shutil.rmtree(previous, ignore_errors=True)
-                path.rename(previous)
-            scratch.rename(path)
-            sync(path.parent)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            if previous.exists() and not path.exists():
-                previous.rename(path)
-            raise
-    if not keep_previous:
-        shutil.rmtree(previous, ignore_errors=True)
-
-
-def _check_export(policy: PeftModel, folder: Path) -> None:
-    """
-    Raises:
-        OSError: a fresh process finds other tensors in the folder than the model has.
-    """
-    tensors = get_peft_model_state_dict(policy, adapter_name="default")
-    in_memory = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    command = [sys.executable, "-P", tensor_hashes.__file__, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode or json.loads(found.stdout) != tensor_hashes.hashes_in(in_memory):
-        last_line = (found.stderr.strip().splitlines() or ["other tensors than the model's"])[-1]
-        raise OSError(errno.EIO, f"what was written does not read back ({last_line})")
-
-
-def read_run(adapter: Path) -> dict[str, object]:
-    """The run.json beside an adapter; {} if another tool made it and left none.
-
-    Raises:
-        UsageError: the file is there and is not readable JSON.
-    """
-    file = adapter / "run.json"
-    if not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON: {error}") from error

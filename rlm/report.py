@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rlm import terminal
 from rlm.config import to_dict
-from rlm.grpo import Group, LossSums, MicroBatch, has_signal
+from rlm.grpo import Group, LossSums, has_signal
 from rlm.grpo_config import GRPOConfig
 from rlm.health import new_warnings
+from rlm.logprobs import MicroBatch
 from rlm.machine import peak_memory_gb, pick_device
 from rlm.runs import RunDirectory, git_commit
 from rlm.sampling import Completion

@@ -12,7 +12,7 @@ from typing import Any
 import trl
 from torch import Tensor
 
-from rlm.grpo import score_tokens
+from rlm.logprobs import score_tokens
 from rlm.models import decoder_and_head
 from rlm.prompts import IGNORED
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlm import machine, models, terminal
+from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, changed, set_by_preset
 from rlm.data import Problem, load_problems
 from rlm.grpo_config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
@@ -31,8 +31,8 @@ def settle(config: GRPOConfig) -> GRPOConfig:
     if adapter == DEFAULT_SFT_ADAPTER and config.model is not None and not adapter.exists():
         adapter = None
     if adapter is not None:
-        models.check_adapter(adapter, TEACH)
-    start_run = models.read_run(adapter) if adapter is not None else None
+        adapters.check_adapter(adapter, TEACH)
+    start_run = adapters.read_run(adapter) if adapter is not None else None
     return machine.fill_in(config, GPU_DEFAULTS, start_run)
 
 
@@ -57,8 +57,8 @@ def fit(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOC
             terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
             config = changed(config, sft_adapter=None)
     elif config.sft_adapter is not None:
-        models.check_adapter(config.sft_adapter, TEACH)
-        models.check_base(config.sft_adapter, model, base_hash)
+        adapters.check_adapter(config.sft_adapter, TEACH)
+        adapters.check_base(config.sft_adapter, model, base_hash)
     if "use_4bit" in set_by_preset(config) and config.use_4bit and not torch.cuda.is_available():
         terminal.line(
             "the preset's 4-bit base is for CUDA GPUs; here it would only be slow, so the base is "
@@ -73,8 +73,8 @@ def _why_not(config: GRPOConfig, model: str, base_hash: str) -> str:
     if not DEFAULT_SFT_ADAPTER.exists():
         return f"{DEFAULT_SFT_ADAPTER} does not exist"
     try:
-        models.check_adapter(DEFAULT_SFT_ADAPTER, TEACH)
-        models.check_base(DEFAULT_SFT_ADAPTER, model, base_hash)
+        adapters.check_adapter(DEFAULT_SFT_ADAPTER, TEACH)
+        adapters.check_base(DEFAULT_SFT_ADAPTER, model, base_hash)
     except UsageError as error:
         return str(error)
     return ""
@@ -85,9 +85,9 @@ def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -
     device = device or machine.pick_device()
     base = models.load_base(model, device, quantize=config.quantize, attn=config.attn)
     if config.sft_adapter:
-        return models.load_adapter(base, config.sft_adapter, trainable=True)
+        return adapters.load_adapter(base, config.sft_adapter, trainable=True)
     torch.manual_seed(config.seed)  # of the new adapter's matrices
-    return models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+    return adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
 
 
 def plan(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from rlm import terminal
+from rlm.adapters import adapter_tensors
 from rlm.checkpoints import check_space
 from rlm.config import UsageError, to_dict
 from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
-from rlm.models import adapter_tensors
 from rlm.parallel import Team
 from rlm.runs import RunDirectory
 

@@ -407,9 +407,9 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
     old = adapter.read_bytes()
 
     def spoil():
-        import rlm.models
+        import rlm.adapters
 
-        write = rlm.models.replace_file
+        write = rlm.adapters.replace_file
 
         def and_flip(file, content):
             write(file, content)
@@ -419,7 +419,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
                 content[-1] ^= 1
                 written.write_bytes(content)
 
-        rlm.models.replace_file = and_flip
+        rlm.adapters.replace_file = and_flip
 
     ended = runs.run("run", before=spoil)
     assert ended.code == 2
@@ -667,7 +667,8 @@ def test_out_of_memory_is_one_line(runs):
 
 
 def test_an_adapter_with_nan_is_refused(runs, tokenizer):
-    from rlm.models import load_base, new_adapter, save_adapter
+    from rlm.adapters import new_adapter, save_adapter
+    from rlm.models import load_base
 
     policy = new_adapter(load_base(str(runs.model), CPU), r=4, alpha=8)
     next(t for n, t in policy.named_parameters() if "lora_A" in n).data[0, 0] = torch.nan

@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from rlm.adapters import adapter_tensors, new_adapter, use_lean_lora
 from rlm.algorithms import ALGORITHMS, soft_overlong
 from rlm.data import Problem
 from rlm.grpo import (
     Group,
     Rollout,
-    attention_mask,
     draw_problems,
     group_advantages,
     has_signal,
@@ -24,10 +24,8 @@ from rlm.grpo import (
     policy_loss,
     problems_for_step,
     row_weights,
-    split,
-    token_logprobs,
 )
-from rlm.models import adapter_tensors, new_adapter, use_lean_lora
+from rlm.logprobs import attention_mask, split, token_logprobs
 from rlm.sampling import Completion
 
 NAN = math.nan
@@ -437,7 +435,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm):
 
 def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):
     expected = gradients(policy, some_rollouts(), 99)
-    monkeypatch.setattr("rlm.grpo.LOGITS_CHUNK", 3)
+    monkeypatch.setattr("rlm.logprobs.LOGITS_CHUNK", 3)
     assert torch.allclose(gradients(policy, some_rollouts(), 99), expected, atol=1e-6)
 
 

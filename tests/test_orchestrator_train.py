@@ -29,11 +29,12 @@ from recipes.orchestrator.prompts import orchestrator_prompt
 from recipes.orchestrator.reward import try_graphs
 from recipes.orchestrator.runner import Reply, Runner
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
+from rlm.adapters import new_adapter, save_adapter
 from rlm.config import UsageError, parse, run_main
 from rlm.data import Problem
 from rlm.evaluation import majority_score
 from rlm.machine import Device, Setup
-from rlm.models import load_base, load_tokenizer, new_adapter, save_adapter
+from rlm.models import load_base, load_tokenizer
 from rlm.sampling import SamplingParams
 from rlm.state import TrainingState
 

@@ -15,9 +15,10 @@ import evaluate
 import inference
 import train_grpo
 import train_sft
+from rlm.adapters import merged_weight, new_adapter, use_lean_lora
 from rlm.config import UsageError, parse
 from rlm.grpo_config import GRPOConfig
-from rlm.models import load_base, merged_weight, new_adapter, use_lean_lora
+from rlm.models import load_base
 from rlm.quantize import QUANTIZATIONS, unpacked
 from rlm.sampling import Sampler, SamplingParams
 from train_grpo import GRPOTrainer
@@ -229,7 +230,9 @@ assert ("kernels" in sys.modules) == {installed!r}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guarded", ["", "rlm.models", "rlm.sampling", "train_grpo"])
+@pytest.mark.parametrize(
+    "guarded", ["", "rlm.models", "rlm.adapters", "rlm.sampling", "train_grpo"]
+)
 @pytest.mark.parametrize("installed", [False, True])
 def test_nothing_is_downloaded_and_nothing_said_about_it(installed, guarded):
     """On a CPU where bitsandbytes would fetch compiled code from the hub as it is imported."""

@@ -10,9 +10,10 @@ from conftest import FAMILIES, tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlm.adapters import adapter_tensors, new_adapter
 from rlm.config import UsageError
-from rlm.grpo import Rollout, split, token_logprobs
-from rlm.models import adapter_tensors, new_adapter
+from rlm.grpo import Rollout
+from rlm.logprobs import split, token_logprobs
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
 from rlm.sampling.cache import Room
 from rlm.sampling.draw import draw, truncate, uniforms

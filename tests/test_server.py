@@ -24,16 +24,10 @@ from safetensors.torch import load_file, save_file
 from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
+from rlm.adapters import adapter_tensors, load_adapter, new_adapter, save_adapter
 from rlm.config import UsageError, run_main
 from rlm.machine import Device
-from rlm.models import (
-    adapter_tensors,
-    base_hash,
-    load_adapter,
-    load_base,
-    new_adapter,
-    save_adapter,
-)
+from rlm.models import base_hash, load_base
 from rlm.prompts import FORMATS, render_prompt
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams

@@ -7,7 +7,7 @@ import trl
 from conftest import byte_tokenizer, tiny_model
 
 import rlm.sft
-from rlm.models import new_adapter
+from rlm.adapters import new_adapter
 from rlm.prompts import IGNORED
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
 import train_grpo
+from rlm.adapters import new_adapter, save_adapter
 from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
 from rlm.data import Problem
@@ -20,7 +21,7 @@ from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.memory import activation_bytes
-from rlm.models import load_base, new_adapter, save_adapter
+from rlm.models import load_base
 from rlm.rewards import RewardFunction
 from rlm.runs import RunDirectory
 from train_grpo import GRPOTrainer

@@ -23,7 +23,7 @@ from benchmarks.evidence.plan import (
 from benchmarks.evidence.pools import judged_sets, pools
 from benchmarks.evidence.reading import watch
 from benchmarks.evidence.training import points
-from rlm import machine, models
+from rlm import adapters, machine, models
 from rlm.data import Problem
 from rlm.evaluation import Evaluation, Graded, evaluate, majority_score
 from rlm.sampling import Sampler
@@ -77,7 +77,7 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
     model = models.load_base(config.model, machine.pick_device())
     training: dict[str, Any] = {}
     if not is_base:
-        model = models.load_adapter(model, folder / "adapter", trainable=False)
+        model = adapters.load_adapter(model, folder / "adapter", trainable=False)
         training = read_json(folder / "train.json")
     limit = config.base_new_tokens if is_base else config.max_new_tokens
     examiner = Judge(Sampler(model, tokenizer), tokenizer, limit, cell.seed)

@@ -24,7 +24,7 @@ from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.pools import TITLES, JudgedSet, judged_sets
 from benchmarks.evidence.results import collect, load_results, per_cent, pooled_sets
 from benchmarks.evidence.sections import summary_rows
-from rlm import machine, models, terminal
+from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError
 from rlm.evaluation import Evaluation
 from rlm.sampling import Sampler
@@ -132,7 +132,7 @@ def judge_rounded(
     """One greedy completion of each test problem."""
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, machine.pick_device())
-    policy = models.load_adapter(base, adapter, trainable=False)
+    policy = adapters.load_adapter(base, adapter, trainable=False)
     judge = Judge(Sampler(policy, tokenizer), tokenizer, config.max_new_tokens, seed=0)
     return {test.name: judge(test.problems, 1) for test in tests}
 
@@ -141,7 +141,7 @@ def run_json(
     config: EvidenceConfig, cell: Cell, result: dict[str, Any], judged: Mapping[str, Evaluation]
 ) -> dict[str, Any]:
     """The adapter's own, without this machine's paths, and where the cell came from."""
-    run = models.read_run(config.folder(cell) / "adapter")
+    run = adapters.read_run(config.folder(cell) / "adapter")
     kept = {k: run[k] for k in ("stage", "base_model", "base_hash", "quantize", "step") if k in run}
     word_problems = config.dataset == "word-problems"
     return kept | {

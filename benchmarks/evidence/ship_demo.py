@@ -30,7 +30,7 @@ from benchmarks.evidence.ship import (
     write_json,
     write_rounded,
 )
-from rlm import machine, models, terminal
+from rlm import adapters, machine, terminal
 from rlm.config import UsageError
 from rlm.data import load_problems
 from rlm.evaluation import Evaluation, wilson_interval
@@ -48,7 +48,7 @@ def ship_demo(config: EvidenceConfig, run: Path) -> None:
     adapter, summary_file = run / "final_rlm_lora", run / "summary.json"
     if not (adapter / "run.json").exists() or not summary_file.exists():
         raise UsageError(f"{run} holds no finished run: make demo")
-    history, summary = models.read_run(adapter), read_json(summary_file)
+    history, summary = adapters.read_run(adapter), read_json(summary_file)
     if history["base_model"] != config.model:
         raise UsageError(f"{run} trained {history['base_model']}, not --model {config.model}")
     total = summary["accuracy"]["grpo"]["strict"]["total"]

@@ -101,13 +101,13 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
-    from rlm import models
+    from rlm import adapters, models
     from rlm.prompts import render_prompt
     from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, machine.pick_device())
-    policy = models.load_adapter(base, _adapter(config, cell, START), trainable=False)
+    policy = adapters.load_adapter(base, _adapter(config, cell, START), trainable=False)
     started = time.monotonic()
     groups = Sampler(policy, tokenizer, seats=config.batch_size * config.group_size).sample(
         [render_prompt(tokenizer, problem.question, FORMAT) for problem in practice],

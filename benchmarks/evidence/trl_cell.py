@@ -17,7 +17,7 @@ from benchmarks.arms import Work, reward_function
 from benchmarks.evidence.plan import Cell, EvidenceConfig
 from benchmarks.evidence.pools import pools
 from benchmarks.trl_arm import Clock, Settings, TimedTrainer, config_for, prompt_rows
-from rlm import machine, models
+from rlm import adapters, machine, models
 from rlm.grpo import problems_for_step
 from rlm.prompts import stop_token_ids
 
@@ -55,7 +55,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, device)
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
-    policy = models.load_adapter(base, start, trainable=True)
+    policy = adapters.load_adapter(base, start, trainable=True)
     ours = config.grpo_config(cell, start)
     work = Work(
         model=config.model,
@@ -74,7 +74,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
         for problem in problems_for_step(practice, step, config.batch_size, cell.seed)
     ]
     optimizer = torch.optim.AdamW(
-        models.adapter_tensors(policy).values(), lr=config.learning_rate, weight_decay=0.0
+        adapters.adapter_tensors(policy).values(), lr=config.learning_rate, weight_decay=0.0
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: ours.learning_rate_at(step) / ours.learning_rate
@@ -98,5 +98,5 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     )
     clock.trainer.train(resume_from_checkpoint=begun)
     run = {"base_model": config.model, "base_hash": models.base_hash(config.model)}
-    models.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
+    adapters.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
     return [json.loads(row) for row in steps_file.read_text(encoding="utf-8").splitlines()]

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.prompts import PLAIN
 from recipes.orchestrator.runner import Agents, Call, Reply
-from rlm import machine, models
+from rlm import adapters, machine, models
 from rlm.prompts import render_prompt
 from rlm.remote import RemoteClient, RemoteError
 from rlm.sampling import Request, Sampler
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models sees to it
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
     from peft import PeftModel
 
 
@@ -126,7 +126,7 @@ def choose_agents(config: Config) -> AgentModel | RemoteAgents:
         return RemoteAgents(RemoteClient(config.agent_url, **limits), config.agent_model)
     adapter = config.agent_adapter
     if adapter:
-        models.check_adapter(adapter, "run: python train_grpo.py")
+        adapters.check_adapter(adapter, "run: python train_grpo.py")
     return AgentModel(config.agent_model or config.model, adapter, config.quantize)
 
 
@@ -150,7 +150,7 @@ def open_agents(
     if not isinstance(agents, AgentModel):
         return agents
     if agents.adapter:
-        models.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
+        adapters.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
     if (agents.name, agents.quantize) == (own.name, own.quantize):
         name = "agent" if agents.adapter else None
         if agents.adapter:
@@ -161,6 +161,6 @@ def open_agents(
     device = machine.pick_device()
     model = models.load_base(agents.name, device, quantize=agents.quantize)
     if agents.adapter:
-        model = models.load_adapter(model, agents.adapter, trainable=False)
+        model = adapters.load_adapter(model, agents.adapter, trainable=False)
     agent_tokenizer = agent_tokenizer or models.load_tokenizer(agents.name)
     return LocalAgents(Sampler(model, agent_tokenizer), agent_tokenizer)

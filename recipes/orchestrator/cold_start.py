@@ -19,10 +19,11 @@ import torch
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import AGENTS, Graph
 from recipes.orchestrator.orchestrator import render
-from rlm import machine, models, terminal
+from rlm import adapters, machine, models, terminal
 from rlm.config import to_dict
 from rlm.data import Problem
-from rlm.grpo import Rollout, split, token_logprobs
+from rlm.grpo import Rollout
+from rlm.logprobs import split, token_logprobs
 from rlm.memory import MICRO_BATCH_TOKENS
 from rlm.prompts import encode_text, end_of_turn_id
 from rlm.state import TrainedAdapter
@@ -86,9 +87,9 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, device, quantize=config.quantize)
     torch.manual_seed(config.seed)  # of the new adapter's matrices
-    policy = models.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
-    models.use_lean_lora(policy)
-    models.use_checkpointing(policy, config.checkpointing)
+    policy = adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+    adapters.use_lean_lora(policy)
+    adapters.use_checkpointing(policy, config.checkpointing)
     trained = TrainedAdapter(policy)
     masters = list(trained.masters.values())
     optimizer = torch.optim.AdamW(masters, lr=PEAK_RATE, weight_decay=0.0)
@@ -124,7 +125,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
         "seconds": seconds,
         "config": to_dict(config),
     }
-    models.save_adapter(policy, tokenizer, config.sft_adapter, run)
+    adapters.save_adapter(policy, tokenizer, config.sft_adapter, run)
     terminal.line(f"cold start done in {terminal.duration(seconds)}: {config.sft_adapter}")
     return loss
 

@@ -14,12 +14,12 @@ from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import AGENTS, Graph, Invalid, read_graph
 from recipes.orchestrator.prompts import PLAIN, orchestrator_prompt
 from recipes.orchestrator.runner import Runner
-from rlm import machine, models
+from rlm import adapters, machine, models
 from rlm.config import UsageError, parse
 from rlm.prompts import render_prompt
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models sees to it
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
     from peft import PeftModel
 
 
@@ -85,12 +85,12 @@ class OpenRun:
         if not (path / "config.json").is_file():
             raise UsageError(f"{path} holds no run; python -m recipes.orchestrator.train makes one")
         config = parse(Config, ["--config", str(path / "config.json")])
-        models.check_adapter(config.output, "the run has not ended: train with --resume")
-        models.check_base(config.output, config.model, models.base_hash(config.model))
+        adapters.check_adapter(config.output, "the run has not ended: train with --resume")
+        adapters.check_base(config.output, config.model, models.base_hash(config.model))
         tokenizer = models.load_tokenizer(config.model)
         device = machine.pick_device()
         base = models.load_base(config.model, device, quantize=config.quantize)
-        policy = models.load_adapter(base, config.output, trainable=False)
+        policy = adapters.load_adapter(base, config.output, trainable=False)
         if config.sft_adapter:
             policy.load_adapter(str(config.sft_adapter), adapter_name="start")
         sampler = Sampler(policy, tokenizer, seats=config.seats)

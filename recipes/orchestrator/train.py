@@ -31,14 +31,14 @@ from recipes.orchestrator.config import Config
 from recipes.orchestrator.orchestrator import render, write_graphs
 from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
 from recipes.orchestrator.runner import Agents, Runner
-from rlm import machine, models, terminal
+from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, explicit, run_main
 from rlm.data import Problem, load_problems
 from rlm.grpo import Group
 from rlm.runs import check_writable
 from train_grpo import GRPOTrainer
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models sees to it
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
     from peft import PeftModel
 
 # Column of train_logs.csv → metric of a step.
@@ -202,10 +202,10 @@ def make_lora_orchestrator(
     name, quantize = _model(orchestrator_id)
     base = models.load_base(name, machine.pick_device(), quantize=quantize)
     if start_adapter:
-        policy = models.load_adapter(base, start_adapter, trainable=True)
+        policy = adapters.load_adapter(base, start_adapter, trainable=True)
     else:
         torch.manual_seed(seed)
-        policy = models.new_adapter(base, r=Config.lora_r, alpha=Config.lora_alpha).eval()
+        policy = adapters.new_adapter(base, r=Config.lora_r, alpha=Config.lora_alpha).eval()
     policy.origin = {"model": name, "quantize": quantize, "sft_adapter": start_adapter}
     return policy
 
@@ -245,9 +245,9 @@ def run_grpo_training(
 def main(config: Config) -> int:
     machine.prepare_process()
     start = config.sft_adapter
-    missing = start is not None and not (start / models.ADAPTER_FILES[0]).is_file()
+    missing = start is not None and not (start / adapters.ADAPTER_FILES[0]).is_file()
     typed = explicit(config)
-    config = machine.fill_in(config, {}, models.read_run(start) if start else None)
+    config = machine.fill_in(config, {}, adapters.read_run(start) if start else None)
     agent = config.agent_adapter
     if agent and not (agent.exists() or "agent_adapter" in typed or config.agent_url):
         terminal.line(f"the agents are the bare model: {agent} is not there (train_grpo.py)")

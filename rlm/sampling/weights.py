@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rlm.adapters import active_adapters, is_plain_lora, lora_layers, merged_weight
 from rlm.config import UsageError
-from rlm.models import (
-    active_adapters,
-    decoder_and_head,
-    is_plain_lora,
-    lora_layers,
-    merged_weight,
-)
+from rlm.models import decoder_and_head
 from rlm.sampling.cache import Attend
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

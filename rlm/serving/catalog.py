@@ -10,9 +10,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlm.adapters import ADAPTER_FILES, check_adapter, check_base, read_run
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL
-from rlm.models import ADAPTER_FILES, base_hash, check_adapter, check_base, read_run
+from rlm.models import base_hash
 from rlm.prompts import FORMATS, Format
 from rlm.quantize import trained_on
 

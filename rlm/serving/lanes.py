@@ -8,8 +8,9 @@ from functools import partial
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlm.adapters import load_adapter
 from rlm.machine import pick_device
-from rlm.models import load_adapter, load_base
+from rlm.models import load_base
 from rlm.prompts import Format, render_prompt
 from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.serving.catalog import BASE, Catalog
