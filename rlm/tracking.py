@@ -189,7 +189,7 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
     try:
         back_end = BACK_ENDS[name](run_dir, config)
     except ImportError as error:
-        terminal.line(f"no tracker: {error}; pip install 'rlm[track]' brings {name}")
+        terminal.line(f"no tracker: {error}; pip install -e '.[track]' brings {name}")
         return None
     except Exception as error:  # no network, no account, a bug in it: the run is worth more
         terminal.line(f"no tracker: {name} does not start: {error!r}")

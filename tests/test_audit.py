@@ -98,7 +98,7 @@ def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
 
 
 def test_math_verify_itself():
-    pytest.importorskip("math_verify", reason="an extra: pip install 'rlm[verify]'")
+    pytest.importorskip("math_verify", reason="an extra: pip install -e '.[verify]'")
     second = MathVerify(time_limit=3.0)
     try:
         assert second("18", r"\boxed{18}") is True

@@ -21,7 +21,17 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
-from benchmarks.evidence import failures, grid, intervals, pools, reading, report, results, training
+from benchmarks.evidence import (
+    audit,
+    failures,
+    grid,
+    intervals,
+    pools,
+    reading,
+    report,
+    results,
+    training,
+)
 from benchmarks.evidence.intervals import crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
 from rlm.config import UsageError, parse, run_main
@@ -700,6 +710,17 @@ def test_a_report_of_some_cells_says_no_more_than_they_do(finished, tmp_path, ar
     assert "Not run: " in page
 
 
+def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
+    folder = tmp_path / "evidence"
+    folder.mkdir()
+    for name in ("sft-s0", "grpo-s0", "base_zero-s0"):
+        (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
+    other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
+    (folder / "sft-s1.json").write_text(json.dumps(other))
+    last = audit.cells(results.load_results(folder))[-1]
+    assert last.startswith("Not run: base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
+
+
 def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     folder = tmp_path / "evidence"
     folder.mkdir()
@@ -744,6 +765,7 @@ def test_numbers_are_written_with_their_intervals():
     assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 3, 9)) == "above zero"
     assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 3, 9)) == "below zero"
     assert results.verdict(intervals.Interval(0.1, -0.05, 0.2, 3, 9)) == "zero lies inside"
+    assert results.verdict(intervals.Interval(0.1, 0.0004, 0.2, 3, 9)) == "zero lies inside"  # 0.0
     one_seed = intervals.Interval(0.1, 0.05, 0.2, 1, 9)
     assert results.verdict(one_seed) == "above zero, for one seed"
 

@@ -23,7 +23,7 @@ FAST = {"requests_per_minute": 10**6, "failures_per_minute": 10**6}  # the wall'
 @pytest.mark.schema
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "with a key"])
 def test_the_api_keeps_to_its_schema(tokenizer, tmp_path, key):
-    pytest.importorskip("schemathesis", reason="an extra: pip install 'rlm[schema]'")
+    pytest.importorskip("schemathesis", reason="an extra: pip install -e '.[schema]'")
     service, _ = make_service(tokenizer, {"": ADD})
     here = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": str(here), "SCHEMATHESIS_HOOKS": "schemathesis_hooks"}

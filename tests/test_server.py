@@ -324,3 +324,25 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_image_has_what_the_server_imports(tmp_path):
+    """The Dockerfile leaves packages and files out; nothing that it keeps may ask for them."""
+    recipe = (ROOT / "Dockerfile").read_text()
+    (left_out,) = re.findall(r"grep -vE '\^\(torch\|([\w|]+)\)=='", recipe)
+    for name in re.findall(r"^COPY (\w+) \1$", recipe, re.M):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in re.search(r"^COPY ([\w. ]+\.py) \./$", recipe, re.M)[1].split():
+        shutil.copy(ROOT / name, tmp_path)
+    code = (
+        f"import importlib, pkgutil, sys\n"
+        f"sys.modules |= dict.fromkeys({left_out.split('|')}, None)\n"
+        f"import inference, rlm.models, rlm.sampling, rlm.serving, server\n"
+        f"for module in pkgutil.iter_modules(rlm.serving.__path__):\n"
+        f"    importlib.import_module('rlm.serving.' + module.name)\n"
+        f"print(server.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "server.py")), done.stderr

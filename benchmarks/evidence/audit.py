@@ -23,6 +23,7 @@ from benchmarks.evidence.results import (
     per_cent,
     points,
     table,
+    undecided,
     verdict,
 )
 
@@ -79,7 +80,7 @@ def algorithms(results: Results, sets: Sequence[str]) -> list[str]:
         apart = ["", ""]
         if arm != OURS:
             ahead = [lead(results, arm, OURS, sets, m, "strict") for m in ("greedy", "sampled")]
-            apart = [f"{points(i)}: {'tie' if 0 in i else verdict(i)}" for i in ahead]
+            apart = [f"{points(i)}: {'tie' if undecided(i) else verdict(i)}" for i in ahead]
         rows.append([ARMS[arm].title, len(cells), *figures, f"{length:.1f}", *cost, *apart])
     over = [f"{metric} over GRPO" for metric in ("greedy", "sampled")]
     heads = ["algorithm", "seeds", "greedy", "sampled", "tokens", "samples", "training s", *over]
@@ -242,7 +243,15 @@ def cells(results: Results) -> list[str]:
         for cell in cells
     ]
     total = sum(c["training"].get("wall", 0) + c["judging_seconds"] for c in cells)
-    missing = [ARMS[arm].title for arm in ARMS if arm not in results]
+    seeds = sorted({cell["seed"] for cell in cells if ARMS[cell["arm"]].kind != "base"})
+    missing = []
+    for arm in ARMS:
+        done = {cell["seed"] for cell in results.get(arm, ())}
+        left = [str(seed) for seed in seeds if seed not in done]
+        if not done:
+            missing.append(ARMS[arm].title)
+        elif left and ARMS[arm].kind != "base":
+            missing.append(f"{ARMS[arm].title} (seed {', '.join(left)})")
     lines = [
         "## Cells",
         "",
@@ -251,5 +260,5 @@ def cells(results: Results) -> list[str]:
         *table(["cell", "command", "training, s", "judging, s", "commit", "date"], rows),
     ]
     if missing:
-        lines += ["", f"Not run: {', '.join(missing)}."]
+        lines += ["", f"Not run: {'; '.join(missing)}."]
     return lines

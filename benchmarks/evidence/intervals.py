@@ -31,9 +31,6 @@ class Interval:
     seeds: int
     problems: int
 
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
 
 def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Percentile interval of the mean over seeds and problems (pigeonhole bootstrap, Owen 2007).

@@ -89,9 +89,14 @@ def points(interval: Interval) -> str:
     return "{} ({} to {})".format(*shown).replace("-", "−").replace("+0.0", "0.0")
 
 
+def undecided(interval: Interval) -> bool:
+    """Whether zero lies inside, as the bounds are printed: a bound of 0.0 decides nothing."""
+    return round(interval.low, 3) <= 0 <= round(interval.high, 3)
+
+
 def verdict(interval: Interval) -> str:
     """What the interval says, in words. That of a single seed holds for this seed alone."""
-    if 0 in interval:
+    if undecided(interval):
         return "zero lies inside"
     side = "above zero" if interval.low > 0 else "below zero"
     return side if interval.seeds > 1 else f"{side}, for one seed"

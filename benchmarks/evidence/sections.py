@@ -47,6 +47,8 @@ def head(results: Results) -> list[str]:
         "",
         "Intervals are 95 %, from a bootstrap over seeds and problems, which are crossed. "
         "A few seeds say little about seeds: take a bound near zero as undecided. "
+        "A difference of two arms is over the seeds and problems that both have, so it need not "
+        "be that of their rows. "
         "No adapter is chosen by its score; all are judged after their last update. "
         "*Sampled* is the mean over all samples at temperature 1, *maj@8* the most frequent answer "
         "of 8, *lenient* accepts an answer outside the format.",
