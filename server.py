@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 from rlm import terminal
 from rlm.config import UsageError, flag, run_main
 from rlm.quantize import QUANTIZATIONS
+from rlm.records import replace_file
 
 if TYPE_CHECKING:
     from rlm.serving.access import AllowedHosts, Keys
@@ -171,12 +173,20 @@ async def _serve(
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = DrainingServer(options, service, DRAIN_SECONDS)
     attendant = asyncio.create_task(_attend(config, service, server, hosts, listening))
+
+    def end(_: asyncio.Task[None]) -> None:  # with the attendant: nobody would watch the engine
+        server.should_exit = True
+
+    attendant.add_done_callback(end)
     await server.serve(sockets=[listening])
     attendant.cancel()
-    await asyncio.wait((attendant,))
+    with suppress(asyncio.CancelledError):
+        await attendant
+    if service.engine.state != "dead":
+        return 0
     if isinstance(service.engine.error, UsageError):
         raise service.engine.error
-    return 1 if service.engine.state == "dead" else 0
+    return 1
 
 
 async def _attend(
@@ -187,7 +197,6 @@ async def _attend(
     listening: socket.socket,
 ) -> None:
     """Say when it is ready, keep the tunnel, and end the server when the engine is dead."""
-    port = listening.getsockname()[1]
     while service.engine.state == "loading":
         await asyncio.sleep(0.1)
     if service.engine.state == "dead":
@@ -197,12 +206,13 @@ async def _attend(
     # through what requests leave behind (it waits until that is a quarter of what there is).
     gc.collect()
     gc.freeze()
+    port = listening.getsockname()[1]
     shown = f"[{config.host}]" if ":" in config.host else config.host
     terminal.line(f"ready: http://{shown}:{port}  ({service.catalog.default})")
     tunnel = None
     if config.ngrok:
         _write_endpoint(None)  # that of a server which was killed
-        tunnel = await _open_tunnel(config, hosts, port)
+        tunnel = await _open_tunnel(config, hosts, _url_here(listening))
     try:
         while True:
             if tunnel is not None and tunnel.public_url != service.public_url:
@@ -219,12 +229,22 @@ async def _attend(
             _write_endpoint(None)
 
 
-async def _open_tunnel(config: ServerConfig, hosts: AllowedHosts, port: int) -> Tunnel | None:
+def _url_here(listening: socket.socket) -> str:
+    """Where programs of this machine reach the socket: another one may have the same port on
+    another of its addresses, and a tunnel must not lead there."""
+    host, port = listening.getsockname()[:2]
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://{address if address.version == 4 else f'[{address}]'}:{port}"
+
+
+async def _open_tunnel(config: ServerConfig, hosts: AllowedHosts, upstream: str) -> Tunnel | None:
     """The tunnel, or a line that says why there is none: the local server goes on."""
     from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings
 
     try:
-        return await Tunnel.open(port, TunnelSettings(url=config.ngrok_url), hosts)
+        return await Tunnel.open(upstream, TunnelSettings(url=config.ngrok_url), hosts)
     except TunnelError as error:
         terminal.line(f"{error}\nno public URL; the local server goes on")
         return None
@@ -232,11 +252,13 @@ async def _open_tunnel(config: ServerConfig, hosts: AllowedHosts, port: int) -> 
 
 def _write_endpoint(url: str | None) -> None:
     """For programs: where the server can be reached from outside, while it can."""
-    if url is None:
-        ENDPOINT.unlink(missing_ok=True)
-        return
-    ENDPOINT.parent.mkdir(parents=True, exist_ok=True)
-    ENDPOINT.write_text(json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
+    try:
+        if url is None:
+            ENDPOINT.unlink(missing_ok=True)
+            return
+        replace_file(ENDPOINT, json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
+    except OSError as error:  # a read-only disk, another's folder: the URL works all the same
+        terminal.line(f"cannot write {ENDPOINT}: {error.strerror}")
 
 
 if __name__ == "__main__":

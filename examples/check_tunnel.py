@@ -162,9 +162,10 @@ async def check(config: CheckConfig) -> int:
     app = secure(small_app(), SecuritySettings(Keys([key]), hosts))
     server = uvicorn.Server(uvicorn.Config(app, **UVICORN, lifespan="off"))
     serving = asyncio.create_task(server.serve([listener]))
+    port = listener.getsockname()[1]
     settings = TunnelSettings(url=config.url, requests_per_minute=RATE)
     try:
-        tunnel = await Tunnel.open(listener.getsockname()[1], settings, hosts)
+        tunnel = await Tunnel.open(f"http://127.0.0.1:{port}", settings, hosts)
         try:
             async with httpx2.AsyncClient(base_url=tunnel.public_url, timeout=30) as client:
                 return await run_all(Checks(tunnel, key, client))

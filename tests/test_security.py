@@ -357,6 +357,10 @@ def test_hosts_come_and_go_and_may_be_numbers():
     hosts.discard("a.ngrok.app")
     assert not allows(hosts, b"a.ngrok.app")
     assert not allows(hosts, b"10.0.0.7:8000")
+    assert allows(AllowedHosts(["My.Machine"]), b"my.machine:8000")
+    for wrong in ("my.machine:8000", "http://my.machine", "a b", ""):
+        with pytest.raises(UsageError, match="--allow-host"):
+            AllowedHosts([wrong])
     numeric = AllowedHosts(["localhost"], numeric=True)
     assert allows(numeric, b"10.0.0.7:8000")
     assert allows(numeric, b"[fe80::1]")

@@ -66,6 +66,12 @@ def test_the_catalog_holds_the_default_and_its_neighbours(weights, model_dir):
     assert find_adapters(None, None, str(model_dir)).default == "base"
 
 
+def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
+    for name in ("tuned", "tuned.prev", ".tuned.new"):
+        shutil.copytree(weights / "sft.v2", tmp_path / name)
+    assert list(find_adapters(None, tmp_path, None).offered) == ["base", "tuned"]
+
+
 def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer):
     """All lanes stand on one model; each must say what a model with only its adapter says."""
     lanes = load_lanes(find_adapters(weights / "final_rlm_lora", weights, None), tokenizer, seats=2)
@@ -275,6 +281,44 @@ def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path,
         config, keys = server.ServerConfig(ngrok=True), Keys(key.values())
         asyncio.run(server._serve(config, service, keys, listening))
     used.result()
+
+
+def test_the_tunnel_leads_to_the_address_that_is_bound():
+    """Another program may have the same port on another address of this machine."""
+    for host, url in {
+        "127.0.0.1": "http://127.0.0.1:",
+        "127.0.0.2": "http://127.0.0.2:",
+        "0.0.0.0": "http://127.0.0.1:",
+        "::1": "http://[::1]:",
+        "::": "http://[::1]:",
+    }.items():
+        try:
+            listening = server._listen(host, 0)
+        except UsageError:
+            assert ":" in host  # a machine without IPv6
+            continue
+        with listening:
+            assert server._url_here(listening) == url + str(listening.getsockname()[1])
+
+
+def test_an_endpoint_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").write_text("a file where the directory should be")
+    monkeypatch.chdir(tmp_path)
+    for url in ("https://a.ngrok.app", None):
+        server._write_endpoint(url)
+    assert capsys.readouterr().out.count("cannot write runs/server/endpoint.json: ") == 2
+
+
+def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
+    """It watches the engine; without it nobody would."""
+
+    async def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server, "_attend", broken)
+    service, _ = make_service(tokenizer, {})
+    with server._listen("127.0.0.1", 0) as listening, pytest.raises(ZeroDivisionError):
+        asyncio.run(server._serve(server.ServerConfig(), service, Keys([]), listening))
 
 
 def test_a_process_from_start_to_signal(weights, tmp_path):

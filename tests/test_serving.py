@@ -578,6 +578,37 @@ def test_one_bad_request_fails_alone(tokenizer, where, monkeypatch):
         wait_until(lambda: sampler.idle)
 
 
+def test_a_newcomer_is_not_let_in_while_another_is_on_probation(tokenizer):
+    """Else what the newcomer breaks would be laid to the one that is being tried."""
+    service, sampler = make_service(tokenizer, SCRIPT | {"poison": LONG}, pause=0.01)
+    engine, failed = service.engine, []
+
+    def break_down(questions: list[str]) -> None:
+        once = not failed and len(questions) == 2 and sampler.steps > 25
+        if once or any("poison" in question for question in questions):
+            failed.append(questions)
+            raise RuntimeError("a row that cannot be computed")
+
+    sampler.before_step = break_down
+    with live(service) as server, ThreadPoolExecutor(3) as pool:
+        good = [pool.submit(server.post, {"prompt": "long", "seed": i}) for i in range(2)]
+        running = engine._running
+        wait_until(lambda: [job.replays for job in list(running["tuned"].values())] == [1, 1])
+        assert engine._on_probation("tuned")
+        bad = pool.submit(server.post, {"prompt": "poison"})
+        assert bad.result().json()["code"] == "internal"
+        assert [a.result().json()["response"] for a in good] == [LONG] * 2
+
+
+def test_draining_outlasts_a_restart(tokenizer):
+    service, _ = make_service(tokenizer, SCRIPT)
+    service.engine.drain()
+    service.engine.start()
+    wait_until(lambda: service.engine.state != "loading")
+    assert service.engine.state == "draining"
+    service.engine.stop()
+
+
 def test_the_engine_survives_one_death_but_not_two(tokenizer, monkeypatch):
     deaths = threading.Event()
     service, _ = make_service(tokenizer, SCRIPT, on_death=deaths.set)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from live_server import ADD, live, make_service
 
+from rlm.serving.openai import ChatRequest, to_ask
+
 openai = pytest.importorskip("openai")
 
 SCRIPT = {"again": ADD.replace("5", "8"), "two and three": ADD, "vote": [ADD, "nothing"]}
@@ -73,6 +75,13 @@ def test_several_choices(client):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == {0: "5", 1: "nothing"}
+
+
+def test_without_a_seed_each_call_draws_anew():
+    """Or whoever asks k times would hold one answer k times for a vote."""
+    body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
+    assert len({to_ask(ChatRequest(**body)).seed for _ in range(5)}) == 5
+    assert to_ask(ChatRequest(**body, seed=0)).seed == 0
 
 
 def test_a_stop_text_is_not_returned(client):

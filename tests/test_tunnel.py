@@ -25,7 +25,7 @@ from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings, find_agent, 
 
 TOKEN = "the-token-of-the-tests"
 ROOT = Path(__file__).resolve().parent.parent
-UNUSED_PORT = 9  # where nobody asks through the tunnel
+UNUSED = "http://127.0.0.1:9"  # where nobody asks through the tunnel
 
 
 @dataclass
@@ -75,7 +75,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
     to_public_host = request("GET", "/health", host="127.0.0.1")
 
     async def scenario(wall: Wall) -> None:
-        tunnel = await Tunnel.open(wall.port, TunnelSettings(), hosts)
+        tunnel = await Tunnel.open(f"http://127.0.0.1:{wall.port}", TunnelSettings(), hosts)
         url = tunnel.public_url
         for process in psutil.Process().children(recursive=True):
             assert TOKEN not in " ".join(process.cmdline())
@@ -127,7 +127,9 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
 def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
     async def scenario(wall: Wall) -> list[int]:
         settings = TunnelSettings(url="https://mine.example", requests_per_minute=3)
-        tunnel = await Tunnel.open(wall.port, settings, wall.settings.allowed_hosts)
+        tunnel = await Tunnel.open(
+            f"http://127.0.0.1:{wall.port}", settings, wall.settings.allowed_hosts
+        )
         urls = [tunnel.public_url] * 5
         statuses = [(await asyncio.to_thread(ask, url, "GET", "/health"))[0] for url in urls]
         await tunnel.close()
@@ -154,7 +156,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, mode
     seconds = 1.0 if mode in ("silent", "deaf") else 20.0
 
     async def open_and_close() -> None:
-        tunnel = await Tunnel.open(UNUSED_PORT, TunnelSettings(open_seconds=seconds), hosts)
+        tunnel = await Tunnel.open(UNUSED, TunnelSettings(open_seconds=seconds), hosts)
         await tunnel.close()
 
     monkeypatch.setenv("STAND_IN_MODE", mode)
@@ -177,7 +179,7 @@ def test_an_agent_that_dies_is_noticed(agent, log, monkeypatch):
     hosts = AllowedHosts(["localhost"])
 
     async def scenario() -> None:
-        tunnel = await Tunnel.open(UNUSED_PORT, TunnelSettings(), hosts)
+        tunnel = await Tunnel.open(UNUSED, TunnelSettings(), hosts)
         assert tunnel.public_url
         assert hosts == {"localhost", "127.0.0.1"}
         deadline = time.monotonic() + 10
@@ -200,7 +202,7 @@ def test_giving_up_while_it_opens_ends_the_agent(agent, monkeypatch):
     monkeypatch.setenv("STAND_IN_MODE", "silent")
 
     async def scenario() -> None:
-        opening = asyncio.create_task(Tunnel.open(UNUSED_PORT, TunnelSettings(), AllowedHosts()))
+        opening = asyncio.create_task(Tunnel.open(UNUSED, TunnelSettings(), AllowedHosts()))
         while not agent.record.exists():
             await asyncio.sleep(0.02)
         opening.cancel()
@@ -217,7 +219,7 @@ def test_without_a_token_the_line_says_where_to_get_one(agent, monkeypatch, toke
     if token is not None:
         monkeypatch.setenv("NGROK_AUTHTOKEN", token)
     with pytest.raises(TunnelError, match=r"NGROK_AUTHTOKEN.*https://dashboard\.ngrok\.com"):
-        asyncio.run(Tunnel.open(UNUSED_PORT, TunnelSettings(), AllowedHosts()))
+        asyncio.run(Tunnel.open(UNUSED, TunnelSettings(), AllowedHosts()))
     assert not agent.record.exists()
 
 

@@ -19,6 +19,7 @@ Headers = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower case
 MIN_KEY_LENGTH = 16
 NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+_NAME = re.compile(r"[a-z0-9._-]{1,253}")
 
 
 def new_key() -> str:
@@ -111,8 +112,15 @@ class AllowedHosts(set[str]):
     """
 
     def __init__(self, names: Iterable[str] = (), *, numeric: bool = False) -> None:
-        """numeric: allow every IP address, which no rebinding leads to; for a bind to 0.0.0.0."""
-        super().__init__(names)
+        """numeric: allow every IP address, which no rebinding leads to; for a bind to 0.0.0.0.
+
+        Raises:
+            UsageError: what no Host header could name, such as one with a port.
+        """
+        super().__init__(name.lower() for name in names)
+        for name in self:
+            if not _is_address(name) and not _NAME.fullmatch(name):
+                raise UsageError(f"--allow-host {name}: a host's name, without a port or a scheme")
         self.numeric = numeric
 
     def allows(self, headers: Headers) -> bool:

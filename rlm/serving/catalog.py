@@ -59,7 +59,14 @@ def find_adapters(
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(f"--adapters {folder}: no such directory")
-        here = sorted(path for path in folder.iterdir() if (path / ADAPTER_FILES[0]).is_file())
+        # `save_adapter` keeps what it replaced as NAME.prev, and writes into .NAME.new.
+        here = sorted(
+            path
+            for path in folder.iterdir()
+            if (path / ADAPTER_FILES[0]).is_file()
+            and not path.name.startswith(".")
+            and path.suffix != ".prev"
+        )
         paths += [path for path in here if adapter is None or path.resolve() != adapter.resolve()]
     for path in paths:
         check_adapter(path, "run: python train_sft.py && python train_grpo.py")

@@ -109,7 +109,7 @@ class Engine:
         self._running: dict[str, dict[int, Job]] = {}  # lane → handle → job
         self._suspects: dict[str, deque[Job]] = {}
         self._step_began: float | None = None
-        self._stopping = False
+        self._draining = self._stopping = False
         self._deaths = 0
         self.state = "loading"
         self.error: Exception | None = None  # what it died of
@@ -138,6 +138,7 @@ class Engine:
     def drain(self) -> None:
         """From now on not ready; what was submitted goes on."""
         with self._changed:
+            self._draining = True  # also for a thread that is just starting again
             if self.state == "ready":
                 self.state = "draining"
 
@@ -196,7 +197,7 @@ class Engine:
             self._reset(name)
         with self._changed:
             if self.state == "loading":
-                self.state = "ready"
+                self.state = "draining" if self._draining else "ready"
 
     def _reset(self, name: str) -> None:
         """A lane without requests, with all the room that it will ever have."""
@@ -218,8 +219,9 @@ class Engine:
                 arrived, self._arrived = self._arrived, deque()
                 cancelled, self._cancelled = self._cancelled, deque()
             for job in arrived:
-                # While a failure is being looked for, newcomers wait in line.
-                if self._suspects[job.lane]:
+                # While a failure is being looked for, newcomers wait in line: nobody is to be
+                # blamed for what one of them breaks.
+                if self._suspects[job.lane] or self._on_probation(job.lane):
                     self._suspects[job.lane].append(job)
                 else:
                     self._begin(job)
@@ -232,6 +234,9 @@ class Engine:
 
     def _busy(self) -> bool:
         return any(self._running.values()) or any(self._suspects.values())
+
+    def _on_probation(self, name: str) -> bool:
+        return any(job.on_probation for job in self._running[name].values())
 
     def _begin(self, job: Job) -> None:
         request = Request(job.prompt, job.params, job.seed, job.n, job.thinking)
@@ -251,7 +256,7 @@ class Engine:
 
     def _step(self, name: str) -> None:
         lane, running, suspects = self._lanes[name], self._running[name], self._suspects[name]
-        if suspects and not any(job.on_probation for job in running.values()):
+        if suspects and not self._on_probation(name):
             self._begin(suspects.popleft())
         self._step_began = time.monotonic()
         try:

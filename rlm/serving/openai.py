@@ -7,6 +7,7 @@ asks for more learns that it does not get it.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -113,7 +114,8 @@ def to_ask(request: ChatRequest) -> Ask:
         thinking_budget=request.thinking_budget,
         temperature=request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        seed=request.seed or 0,
+        # As at OpenAI: without a seed each call draws anew, or k calls would be one answer k times.
+        seed=secrets.randbits(62) if request.seed is None else request.seed,
         stop=stop,
         adapter=request.model,
         examples=list(zip(turns[:-1:2], turns[1:-1:2], strict=True)),

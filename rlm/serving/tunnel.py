@@ -61,18 +61,21 @@ class Tunnel:
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
-    async def open(cls, port: int, settings: TunnelSettings, hosts: AllowedHosts) -> Tunnel:
-        """A tunnel to 127.0.0.1:`port`, whose host is in `hosts` while it is up; or TunnelError.
+    async def open(cls, upstream: str, settings: TunnelSettings, hosts: AllowedHosts) -> Tunnel:
+        """A tunnel to a URL of this machine, its public host in `hosts` while it is up.
 
         The token is NGROK_AUTHTOKEN of the environment, which the agent reads for itself: on a
         command line every user of the machine could read it.
+
+        Raises:
+            TunnelError: why there is none.
         """
         logging.getLogger("pyngrok").propagate = False  # it repeats what the agent says, and more
         if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
             where = "https://dashboard.ngrok.com/get-started/your-authtoken"
             raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
         options = {
-            "upstream": {"url": f"http://127.0.0.1:{port}"},
+            "upstream": {"url": upstream},
             "traffic_policy": policy(settings.requests_per_minute),
         }
         if settings.url:
