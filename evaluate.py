@@ -283,6 +283,7 @@ def main(config: EvaluateConfig) -> int:
     from rlm.adapters import check_base, load_adapter, read_run
     from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.models import base_hash, load_base, load_tokenizer
+    from rlm.runs import check_writable
 
     prepare_process()
     adapters = find_adapters(config)
@@ -299,6 +300,7 @@ def main(config: EvaluateConfig) -> int:
     tokenizer = load_tokenizer(config.model)
     data = f"{config.dataset}, {config.split}, n = {len(problems)}"
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
+    check_writable("--output", config.output)  # before the hours, not after them
     terminal.line(f"{data}; {config.model} on {device}")
 
     base = load_base(config.model, device, quantize=config.quantize)

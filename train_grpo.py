@@ -52,6 +52,7 @@ from rlm.grpo import (
     overlong_penalties,
     policy_loss,
     reward_tensor,
+    rollout_seeds,
     share_rollouts,
 )
 from rlm.logprobs import split, token_logprobs
@@ -61,7 +62,7 @@ from rlm.prompts import FORMATS, render_problem
 from rlm.report import LearningTally, mean_metrics, step_metrics, timed
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward
 from rlm.runs import check_writable, open_run
-from rlm.sampling import SamplingParams, prompt_seed
+from rlm.sampling import SamplingParams
 from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
 
@@ -151,7 +152,7 @@ class GRPOTrainer:
                 chosen = team.share(drawn)
                 with timed(seconds, "sample"):  # 1. sample: G completions of each problem
                     prompts = [self.render(problem) for problem in chosen]
-                    seeds = [prompt_seed(config.seed, step, refill, p.id) for p in chosen]
+                    seeds = team.share(rollout_seeds(drawn, config.seed, step, refill))
                     with terminal.progress("sampling", len(chosen) * size) as advance:
                         groups = self.sampler.sample(prompts, size, params, seeds, advance)
                 with timed(seconds, "score"):  # 2. score: one call for all of them
@@ -248,7 +249,7 @@ class GRPOTrainer:
                     kl_weight=self.state.kl_weight,
                     kl_estimator=config.kl_estimator,
                 )
-                loss.backward()
+                (loss * self.trained.loss_scale).backward()
                 self.trained.collect()
                 tally.add(update, micro, logprobs.detach(), entropy, sums)
             tally.grad_norm = self._update()
@@ -318,8 +319,8 @@ def main(config: GRPOConfig) -> int:
     machine.prepare_process()
     reward, config = load_reward(config.reward), start.settle(config)
     problems, validation = start.load_data(config)
-    check_writable("--output", config.output.parent)
     trainer = GRPOTrainer(config.model, config, reward)
+    check_writable("--output", config.output.parent)
     if config.doctor:
         return doctor.examine(trainer, problems)
     report.announce(trainer, len(problems), len(validation))

@@ -13,6 +13,7 @@ completion alone, up to and with its first end token. LoRA on all linear layers;
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ def main(config: SFTConfig) -> int:
     from rlm.machine import fill_in, prepare_process
 
     prepare_process()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("SFT is one process: start it with python, not with a launcher")
     if config.adapter:
         check_adapter(config.adapter, "run: python train_sft.py")
     start_run = read_run(config.adapter) if config.adapter else None
@@ -208,6 +211,10 @@ def train(
         callbacks=[report_to(run, config, steps)],
     )
     first = examples[: config.micro_batch]
+    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
+    for tensor in policy.parameters():
+        if tensor.requires_grad:
+            tensor.data = tensor.data.float()
     check_loss_mask(trainer.data_collator(first), first)
     trainer.remove_callback(transformers.PrinterCallback)
     run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
@@ -274,7 +281,7 @@ def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
 def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTConfig:
     import trl
 
-    return trl.SFTConfig(
+    arguments = trl.SFTConfig(
         output_dir=str(config.run_dir),
         num_train_epochs=config.epochs,
         per_device_train_batch_size=config.micro_batch,
@@ -297,6 +304,9 @@ def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTC
         gradient_checkpointing=device.type == "cuda",
         seed=config.seed,
     )
+    if arguments.device.type == "cuda":  # which counts the GPUs: one of them is enough
+        arguments._n_gpu = 1
+    return arguments
 
 
 def report_to(run: RunDirectory, config: SFTConfig, steps: int) -> TrainerCallback:

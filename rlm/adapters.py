@@ -103,9 +103,10 @@ def load_adapter(
     """The base with the adapter of a directory on it (beside those it has), in eval mode.
 
     Raises:
-        UsageError: the files cannot be read, the tensors belong to another base, or one of their
-            values is not finite.
+        UsageError: the files cannot be read, it is no LoRA or more than the layers' own, the
+            tensors belong to another base, or one of their values is not finite.
     """
+    _check_kind(path)
     options = {"is_trainable": trainable, "use_safetensors": True}
     try:
         if isinstance(model, PeftModel):
@@ -117,9 +118,22 @@ def load_adapter(
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
     for key, tensor in policy.named_parameters():
+        if "lora_embedding_A" in key:
+            raise UsageError(f"adapter {path} also changes the token embeddings: unsupported")
         if name in key.split(".") and not tensor.isfinite().all():
             raise UsageError(f"adapter {path}: {key} holds values that are not finite")
     return policy.eval()
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what the sampler's merged weights and the learning pass would leave out in silence."""
+    config = json.loads((path / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")
+    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        if config.get(name):
+            raise UsageError(f"adapter {path} also replaces {config[name]} ({name}): unsupported")
 
 
 def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
@@ -145,8 +159,9 @@ def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
 
 
 def is_plain_lora(layer: LoraLayer) -> bool:
-    """Whether its adapters are W + s B A and no more: DoRA and bias terms are left to PEFT."""
-    return not any(layer.use_dora.values()) and not any(layer.lora_bias.values())
+    """Whether its adapters are W + s B A and no more: DoRA and its like, and bias terms, are left
+    to PEFT."""
+    return not layer.lora_variant and not any(layer.lora_bias.values())
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -19,7 +20,7 @@ from torch import Tensor
 from rlm.algorithms import soft_overlong
 from rlm.data import Problem
 from rlm.parallel import Team
-from rlm.sampling.params import Completion
+from rlm.sampling.params import Completion, prompt_seed
 
 T = TypeVar("T")
 
@@ -85,6 +86,20 @@ def refill_problems(
     fresh = [problem for problem in problems if problem not in tried]
     rng = random.Random(f"{seed} {step} {len(tried)}")
     return rng.sample(fresh, min(count, len(fresh)))
+
+
+def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
+    """What the groups of these problems are sampled with, a pure function like the drawing.
+
+    A problem that stands there twice (fewer problems than places) gets two different groups.
+    """
+    seen: Counter[str] = Counter()
+    seeds = []
+    for problem in problems:
+        again = [seen[problem.id]] if seen[problem.id] else []
+        seeds.append(prompt_seed(seed, step, refill, problem.id, *again))
+        seen[problem.id] += 1
+    return seeds
 
 
 def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:

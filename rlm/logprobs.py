@@ -184,9 +184,11 @@ def score_tokens(
 class _ScoreTokens(torch.autograd.Function):
     """Log-probabilities and entropies of tokens, and the gradient, from one set of logits.
 
-    d logprob / d hidden = (W[target] - Σ_v p_v W[v]) / temperature does not depend on the loss:
+    d logprob / d hidden = Σ_v (1[v = target] - p_v) W[v] / temperature does not depend on the loss:
     it is made while the logits are at hand, and the backward pass only scales it. That is two
     products with the head instead of the three of making the logits again, and no logits kept.
+    The coefficients are made in fp32 before they are rounded to the weights' type: of a token with
+    p = 0.998, W[target] - (p in bf16) · W would keep 0.004 where 0.002 is meant.
     """
 
     @staticmethod
@@ -207,8 +209,10 @@ class _ScoreTokens(torch.autograd.Function):
         # As a product of a row and a column: no third (M, V).
         entropy = -torch.bmm(probabilities[:, None], logits[..., None]).flatten()
         if ctx.needs_input_grad[0]:
-            mean = probabilities.to(weight.dtype) @ weight  # (M, hidden)
-            ctx.save_for_backward((weight[targets] - mean) / temperature)
+            coefficients = probabilities.neg_()
+            coefficients[torch.arange(len(targets), device=targets.device), targets] += 1
+            slope = coefficients.to(weight.dtype) @ weight  # (M, hidden)
+            ctx.save_for_backward(slope / temperature)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 

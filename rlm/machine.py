@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
 import socket
 import sys
+import urllib.request
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -105,9 +108,16 @@ def fill_in(
 
 
 def hub_reachable() -> bool:
-    """Whether the hub answers at all, known within three seconds."""
+    """Whether the hub (or its mirror, HF_ENDPOINT) answers at all, known within three seconds.
+
+    Behind a proxy only the hub's own libraries could tell: they are left to try.
+    """
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if hub.scheme in urllib.request.getproxies():
+        return True
+    port = hub.port or (80 if hub.scheme == "http" else 443)
     try:
-        with socket.create_connection(("huggingface.co", 443), timeout=3):
+        with socket.create_connection((hub.hostname, port), timeout=3):
             return True
     except OSError:
         return False
@@ -148,7 +158,9 @@ def give_back_memory() -> None:
 def available_memory(device_type: str) -> int:
     """Bytes that can still be taken: of the GPU, or of this machine (or its container)."""
     if device_type == "cuda":
-        return torch.cuda.mem_get_info()[0]
+        # What PyTorch holds and does not use can be taken, too.
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + held
     available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
     if limit.is_file() and limit.read_text().strip() != "max":

@@ -13,6 +13,7 @@ import_bitsandbytes()  # before peft does: it says there why
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,7 +22,6 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -170,20 +170,46 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
 
 
 def _cannot_load(name: str, error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(name).exists():
-        first_line = str(error).strip().splitlines()[0]
         return f"--model {name}: the directory holds no loadable model ({first_line})"
+    if hub_reachable():
+        return f"--model {name}: {first_line}"  # misspelled, not released to you, of no known kind
     return f"--model {name}: no such directory, and the hub is out of reach; {OFFLINE_HINT}"
 
 
 def base_hash(name: str) -> str:
-    """What identifies the weights: the hub's commit, or a SHA-256 over a directory's tensors."""
-    directory = Path(model_directory(name))
-    if not directory.is_dir():
-        commit = AutoConfig.from_pretrained(**_where(name))._commit_hash
-        return f"hub:{commit}"
+    """What identifies the weights, wherever they lie: a SHA-256 over those of their files.
+
+    Raises:
+        UsageError: nothing loadable is there.
+    """
+    try:
+        files = _weight_files(name)
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
     digest = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    for file in files:
+        digest.update(_sha256(file))
     return f"sha256:{digest.hexdigest()}"
+
+
+def _weight_files(name: str) -> list[Path]:
+    """Those of a directory; of the hub the ones that transformers loads, fetched if need be."""
+    directory = Path(model_directory(name))
+    if directory.is_dir():
+        return sorted(directory.glob("*.safetensors"))
+    from huggingface_hub import snapshot_download
+
+    pattern = "model*.safetensors"  # some repositories hold the same weights under other names too
+    folder = snapshot_download(name, allow_patterns=pattern, local_files_only=not hub_reachable())
+    return sorted(Path(folder).glob(pattern))
+
+
+def _sha256(file: Path) -> bytes:
+    """Of a file's content. The hub's cache names a large file by it: no need to read gigabytes."""
+    name = file.resolve().name
+    if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):
+        return bytes.fromhex(name)
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()

@@ -74,12 +74,20 @@ def _render_template(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
             "use an instruct model"
         )
-    return tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        date_string=DATE,
-    )
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            date_string=DATE,
+        )
+    except TemplateError as error:  # it can refuse, such as a system message
+        raise UsageError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses our messages ({error}); "
+            "use another instruct model"
+        ) from error
 
 
 def _encode_template(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

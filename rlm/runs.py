@@ -30,6 +30,7 @@ from rlm.records import replace_file, sync
 from rlm.tracking import Tracker, open_tracker
 
 LOCK = ".lock"
+LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more for each step
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -62,7 +63,8 @@ class RunDirectory:
             writes: false in the processes of a launch that only follow: what they log is dropped.
 
         Raises:
-            UsageError: it cannot be written, or another process trains in it.
+            UsageError: it cannot be written, another process trains in it, or it holds what no
+                run wrote.
         """
         self.path = path
         self.writes = writes
@@ -73,16 +75,22 @@ class RunDirectory:
         if not writes:
             return
         check_writable("--run-dir", path)
+        if not _is_run(path):
+            raise UsageError(
+                f"--run-dir {path} holds other files than those of a run, which would be replaced "
+                "and deleted there: name an empty or a new directory"
+            )
         self._lock = lock(path)
         if not resume:
             if self.checkpoints.folder.exists():
                 self._put_away()
-            for file in path.glob("*.jsonl"):
-                file.unlink()
+            for name in LOGS:
+                (path / name).unlink(missing_ok=True)
         self.checkpoints.clean()
 
     def _put_away(self) -> None:
-        previous = self.path.with_name(self.path.name + ".prev")
+        here = self.path.resolve()
+        previous = here.with_name(here.name + ".prev")
         shutil.rmtree(previous, ignore_errors=True)
         self.path.rename(previous)  # and with it the lock
         self.path.mkdir(exist_ok=True)
@@ -166,10 +174,10 @@ class RunDirectory:
             writer.writerows(rows)
 
     def truncate(self, step: int) -> None:
-        """Forget what any .jsonl file has from `step` on: a resumed run will log it again."""
+        """Forget what the logs have from `step` on: a resumed run will log it again."""
         if not self.writes:
             return
-        for file in self.path.glob("*.jsonl"):
+        for file in self._logs():
             kept = [row for row in _read_jsonl(file) if row["step"] < step]
             with writing(file):
                 lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
@@ -178,8 +186,11 @@ class RunDirectory:
     def sync_logs(self) -> None:
         """Have on the disk what was logged: a checkpoint says that it is there."""
         if self.writes:
-            for file in self.path.glob("*.jsonl"):
+            for file in self._logs():
                 sync(file)
+
+    def _logs(self) -> list[Path]:
+        return [file for name in LOGS if (file := self.path / name).exists()]
 
 
 def open_run(config: GRPOConfig, team: Team) -> RunDirectory:
@@ -188,6 +199,12 @@ def open_run(config: GRPOConfig, team: Team) -> RunDirectory:
     if team.leads:  # and only now that the lock is held
         run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
     return run
+
+
+def _is_run(path: Path) -> bool:
+    """Whether nothing is in a directory, or what a run leaves there."""
+    marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json"]
+    return not any(path.iterdir()) or any(next(path.glob(mark), None) for mark in marks)
 
 
 def lock(path: Path) -> IO[str]:

@@ -13,6 +13,7 @@ from rlm.data import Problem, load_problems
 from rlm.grpo_config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
 from rlm.memory import MemoryPlan, plan_memory
 from rlm.prompts import longest_prompts
+from rlm.quantize import trained_on
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,6 +34,11 @@ def settle(config: GRPOConfig) -> GRPOConfig:
     if adapter is not None:
         adapters.check_adapter(adapter, TEACH)
     start_run = adapters.read_run(adapter) if adapter is not None else None
+    renamed = start_run and config.model not in (None, start_run.get("base_model"))
+    # A copy of its base, or another one? Then nothing of it is taken, and `fit` says why.
+    if renamed and adapter == DEFAULT_SFT_ADAPTER:
+        other = _why_not(config.model, models.base_hash(config.model))
+        start_run = None if other else start_run
     return machine.fill_in(config, GPU_DEFAULTS, start_run)
 
 
@@ -52,7 +58,7 @@ def fit(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOC
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
     if config.sft_adapter == DEFAULT_SFT_ADAPTER:
-        problem = _why_not(config, model, base_hash)
+        problem = _why_not(model, base_hash)
         if problem:
             terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
             config = changed(config, sft_adapter=None)
@@ -65,10 +71,15 @@ def fit(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOC
             f"loaded in full ({machine.pick_device()}); --quantize 4bit packs it all the same"
         )
         config = changed(config, quantize="none", use_4bit=False)
+    if config.sft_adapter is not None:
+        packed = trained_on(adapters.read_run(config.sft_adapter))
+        if packed != config.quantize:
+            now = f"--quantize {config.quantize}"
+            terminal.line(f"{config.sft_adapter} was trained with --quantize {packed}, now {now}")
     return config
 
 
-def _why_not(config: GRPOConfig, model: str, base_hash: str) -> str:
+def _why_not(model: str, base_hash: str) -> str:
     """Why the default adapter can not be taken; "" if it can."""
     if not DEFAULT_SFT_ADAPTER.exists():
         return f"{DEFAULT_SFT_ADAPTER} does not exist"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlm import terminal
-from rlm.adapters import adapter_tensors
-from rlm.checkpoints import check_space
+from rlm.adapters import ADAPTER_FILES, adapter_tensors
+from rlm.checkpoints import check_space, file_hash
 from rlm.config import UsageError, to_dict
 from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
@@ -48,11 +48,16 @@ class TrainedAdapter:
     A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
     are smaller than bf16's steps, so they are added to fp32 masters. In fp32 both are the same
     tensors, and `collect` and `publish` do nothing.
+
+    In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
+    below it: the loss is multiplied by `loss_scale` before the backward pass, and `collect` divides
+    by it in fp32. What overflows then is not finite, and that update is skipped.
     """
 
     def __init__(self, policy: PeftModel) -> None:
         self.computed = adapter_tensors(policy)
         self.masters = self.computed
+        self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
         if policy.dtype != torch.float32:
             self.masters = {
                 name: torch.nn.Parameter(tensor.detach().float())
@@ -68,7 +73,7 @@ class TrainedAdapter:
         for name, tensor in self.computed.items():
             if tensor.grad is not None:
                 master = self.masters[name]
-                new = tensor.grad.float()
+                new = tensor.grad.float() / self.loss_scale
                 master.grad = new if master.grad is None else master.grad + new
                 tensor.grad = None
 
@@ -129,8 +134,10 @@ class TrainingState:
             check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
             config.output.parent.mkdir(parents=True, exist_ok=True)
             check_space("--output", config.output.parent, size)
+        start = config.sft_adapter
         self.origin = {
             "config": to_dict(config),
+            "start": None if start is None else file_hash(start / ADAPTER_FILES[1]),
             "data": {"training": data_id(problems), "validation": data_id(eval_problems)},
         }
         if not config.resume:
@@ -232,8 +239,9 @@ class TrainingState:
         if loaded is None:
             raise UsageError(f"--resume: no checkpoint in {run.path}")
         tensors, state = loaded
-        saved = {key.removeprefix("adapter/") for key in tensors if key.startswith("adapter/")}
-        if state["base_hash"] != self.base_hash or saved != set(self.adapter):
+        saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
+        ours = {f"adapter/{name}": tensor.shape for name, tensor in self.adapter.items()}
+        if state["base_hash"] != self.base_hash or saved != ours:
             raise UsageError(f"--resume: {run.path} was trained on another model or adapter")
         changes = differences(state["origin"], self.origin) if self.origin else []
         for change in changes:
@@ -245,6 +253,9 @@ class TrainingState:
             )
         for name in PROGRESS:
             setattr(self, name, state[name])
+        chosen = self.origin.get("config")
+        if chosen and chosen["kl_weight"] != state["origin"]["config"]["kl_weight"]:
+            self.kl_weight = chosen["kl_weight"]  # changed, and accepted
         self._load(tensors)
         self.best = {
             k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
@@ -278,6 +289,8 @@ def differences(old: Mapping[str, Mapping], new: Mapping[str, Mapping]) -> list[
         for name in now
         if name not in free and was.get(name) != now[name]
     ]
+    if old.get("start", new["start"]) != new["start"]:
+        found.append("the adapter that training started from: other tensors under its name")
     found += [
         f"{split} data: {old['data'][split]} → {identity}"
         for split, identity in new["data"].items()

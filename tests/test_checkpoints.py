@@ -257,6 +257,27 @@ def test_a_run_directory_is_held_until_it_is_left(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
+    """Its files would be deleted or renamed: `--run-dir data`, `--run-dir .`"""
+    data = tmp_path / "mine.jsonl"
+    data.write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"--run-dir .* holds other files than those of a run"):
+        RunDirectory(tmp_path, resume=resume)
+    assert data.read_text() == "{}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "mine.jsonl"]
+
+
+def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
+    with RunDirectory(tmp_path, resume=False) as run:
+        run.log({"step": 0})
+    (tmp_path / "mine.jsonl").write_text("{}")
+    with RunDirectory(tmp_path, resume=False) as run:
+        assert run.metrics() == []
+    assert (tmp_path / "mine.jsonl").read_text() == "{}"
+
+
 def test_a_held_run_is_not_moved_away(tmp_path):
     path = tmp_path / "run"
     with RunDirectory(path, resume=False) as run:

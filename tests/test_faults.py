@@ -26,11 +26,12 @@ from safetensors.torch import load
 from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
 import train_grpo
-from rlm.config import run_main
+from rlm.config import run_main, to_dict
 from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
 from rlm.parallel import Team
 from rlm.sampling import Sampler
+from rlm.state import differences
 
 ROOT = Path(__file__).parent.parent
 KILLED = -signal.SIGKILL
@@ -602,6 +603,32 @@ def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monke
     ended = runs.run("run", "--resume", "--accept-changes", **changes)
     assert ended.code == 0, ended.text
     assert "changed since: --group-size: 4 → 8" in ended.text
+
+
+def test_another_adapter_under_the_start_adapters_name_is_a_change():
+    origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
+    assert differences(origin, dict(origin)) == []
+    (change,) = differences(origin, origin | {"start": "bb"})
+    assert "the adapter that training started from" in change
+    older = {"config": origin["config"], "data": {}}  # a checkpoint that does not say it
+    assert differences(older, origin) == []
+
+
+def test_another_rank_can_not_be_accepted(runs):
+    assert runs.run("run", steps=1, lr_schedule="constant").code == 0
+    options = {"steps": 2, "lr_schedule": "constant", "lora_r": 1}
+    ended = runs.run("run", "--resume", "--accept-changes", **options)
+    assert ended.code == 2
+    assert "trained on another model or adapter" in ended.text
+
+
+def test_an_accepted_weight_of_the_kl_term_is_taken(runs):
+    assert runs.run("run", steps=1, lr_schedule="constant").code == 0
+    options = {"steps": 3, "lr_schedule": "constant", "kl_weight": 0.5}
+    ended = runs.run("run", "--resume", "--accept-changes", **options)
+    assert ended.code == 0, ended.text
+    rows = [json.loads(line) for line in (runs.folder / "run" / "metrics.jsonl").open()]
+    assert [row.get("loss/kl_weight") for row in rows] == [None, 0.5, 0.5]
 
 
 @pytest.mark.slow

@@ -23,10 +23,12 @@ from rlm.grpo import (
     overlong_penalties,
     policy_loss,
     problems_for_step,
+    rollout_seeds,
     row_weights,
 )
-from rlm.logprobs import attention_mask, split, token_logprobs
-from rlm.sampling import Completion
+from rlm.logprobs import attention_mask, score_tokens, split, token_logprobs
+from rlm.sampling import Completion, prompt_seed
+from rlm.state import TrainedAdapter
 
 NAN = math.nan
 
@@ -272,6 +274,14 @@ def test_a_step_whose_groups_were_all_replaced_has_nothing_to_learn(aggregation)
     group = [Completion([1, 2], []), Completion([3], [])]
     options = {"aggregation": aggregation, "constant": 8, "kept": [False]}
     assert make_rollouts([[9]], [group], torch.zeros(1, 2), **options) == []
+
+
+def test_a_problem_that_is_drawn_twice_gets_two_groups():
+    """Fewer problems than places: the same seed would make the same completions again."""
+    a, b = Problem("a", "?", "1"), Problem("b", "?", "1")
+    seeds = rollout_seeds([a, b, a, a], 7, 3, 0)
+    assert seeds[:2] == [prompt_seed(7, 3, 0, "a"), prompt_seed(7, 3, 0, "b")]
+    assert len(set(seeds)) == 4
 
 
 def test_what_a_step_draws_next():
@@ -542,6 +552,51 @@ def test_lean_lora_equals_pefts_own():
     assert len(expected) == len(got) == 2 * (1 + 2 * 7 * 2) + 1
     for left, right in zip(expected, got, strict=True):
         assert torch.allclose(left, right, atol=1e-5, rtol=1e-4)
+
+
+def test_a_confident_token_keeps_its_gradient_in_bf16():
+    """1 - p is made before rounding: with p = 0.998 in bf16 it would come out twice as large."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=generator).bfloat16()
+    targets = torch.tensor([5])
+    direction = weight[5].float() / weight[5].float().square().sum()
+    hidden = (direction * 13).bfloat16()[None]
+
+    def slope(hidden, weight):
+        head = torch.nn.Linear(32, 64, bias=False)
+        head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        hidden = hidden.clone().requires_grad_()
+        logprobs, _ = score_tokens(hidden, head, targets)
+        logprobs.sum().backward()
+        return logprobs.exp().item(), hidden.grad.float()
+
+    p, expected = slope(hidden.float(), weight.float())
+    assert 0.99 < p < 0.9995
+    _, got = slope(hidden, weight)
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+def test_gradients_too_small_for_fp16_are_not_lost():
+    """The loss of one of ten thousand tokens is scaled before the backward pass."""
+    rollouts = [replace(r, weight=r.weight * 1e-5) for r in some_rollouts()]
+    (micro,) = split(rollouts, max_rows=99, max_tokens=9999, device="cpu")
+
+    def gradient(dtype):
+        policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for tensor in adapter_tensors(policy).values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+        trained = TrainedAdapter(policy.to(dtype))
+        logprobs, _ = token_logprobs(policy, micro, 1.0)
+        loss = (logprobs * micro.weights[:, None] * micro.completion_mask).sum()
+        (loss * trained.loss_scale).backward()
+        trained.collect()
+        return torch.cat([master.grad.flatten() for master in trained.masters.values()])
+
+    expected, got = gradient(torch.float32), gradient(torch.float16)
+    assert got.dtype == torch.float32
+    assert (got - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

@@ -1,10 +1,15 @@
 """What a script starts with where no flag says it."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 
-from rlm import machine
+from rlm import machine, start
+from rlm.adapters import ADAPTER_FILES
 from rlm.config import parse
-from rlm.grpo_config import GPU_DEFAULTS, GRPOConfig
+from rlm.grpo_config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
+from rlm.models import base_hash
 from train_sft import SFTConfig
 
 
@@ -56,3 +61,53 @@ def test_a_start_adapter_decides_how_its_base_is_packed(having):
     for typed, model in (([], "theirs"), (["--model=a/copy"], "a/copy")):
         config = machine.fill_in(parse(GRPOConfig, typed), GPU_DEFAULTS, run)
         assert (config.model, config.dataset, config.quantize) == (model, "gsm8k", "8bit")
+
+
+@pytest.mark.parametrize("same_weights", [True, False])
+def test_nothing_is_taken_from_an_adapter_of_another_base(
+    having, model_dir, tmp_path, monkeypatch, same_weights
+):
+    """The default one is used where it fits; a copy of its base under another name fits."""
+    having(gpu=False, hub=False)
+    monkeypatch.chdir(tmp_path)
+    run = {"base_model": "theirs", "dataset": "gsm8k:here", "quantize": "8bit"}
+    run["base_hash"] = base_hash(str(model_dir)) if same_weights else "sha256:0"
+    DEFAULT_SFT_ADAPTER.mkdir(parents=True)
+    for name in ADAPTER_FILES:
+        (DEFAULT_SFT_ADAPTER / name).write_text("{}")
+    (DEFAULT_SFT_ADAPTER / "run.json").write_text(json.dumps(run))
+    config = start.settle(parse(GRPOConfig, ["--model", str(model_dir)]))
+    expected = ("gsm8k:here", "8bit") if same_weights else ("word-problems:1", "none")
+    assert (config.dataset, config.quantize) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({}, ("huggingface.co", 443)),
+        ({"HF_ENDPOINT": "https://mirror.example"}, ("mirror.example", 443)),
+        ({"HF_ENDPOINT": "http://mirror.example:8080"}, ("mirror.example", 8080)),
+        ({"HTTPS_PROXY": "http://proxy.example:3128"}, None),  # only the libraries could tell
+    ],
+)
+def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment, asked):
+    for name in ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    tried = []
+
+    def connect(address, timeout):
+        tried.append(address)
+        return nullcontext()
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    assert machine.hub_reachable()
+    assert tried == ([asked] if asked else [])
+
+
+def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100, 1000))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 70)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 30)
+    assert machine.available_memory("cuda") == 140

@@ -143,6 +143,14 @@ def test_the_gold_never_reaches_a_prompt(tokenizer):
         assert problem.solution not in text
 
 
+def test_a_template_that_refuses_a_system_message_is_one_line():
+    """Gemma's does."""
+    refusal = "{{ raise_exception('System role not supported') }}"
+    tokenizer = byte_tokenizer(template=refusal)
+    with pytest.raises(UsageError, match=r"chat template .*System role not supported"):
+        render_prompt(tokenizer, "x", DEEPSEEK)
+
+
 def test_a_template_that_names_the_day_gives_the_same_prompt_every_day(monkeypatch):
     tokenizer = byte_tokenizer(template=LLAMA_3)
     before = render_prompt(tokenizer, "x", DEEPSEEK)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from safetensors.torch import load_file
 from test_scripts import run
 from test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
 
@@ -154,6 +155,8 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(model_dir, tmp_path, caps
     ) == 0  # fmt: skip
     history = json.loads((sft / "run.json").read_text())
     assert history["quantize"] == quantize
+    learned = load_file(sft / "adapter_model.safetensors").values()
+    assert {tensor.dtype for tensor in learned} == {torch.float32}  # TRL would make it bf16
     assert history["base_hash"].startswith("sha256:")  # of the files, whatever was made of them
     assert run(
         train_grpo, "--sft-adapter", sft, "--output", grpo, "--run-dir", tmp_path / "b",

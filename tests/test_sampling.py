@@ -1,7 +1,9 @@
 """The sampler: equal to `generate`, equal to scoring, and blind to who shares the batch."""
 
+import gc
 import math
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -212,6 +214,27 @@ def test_another_architecture_runs_on_the_same_scheduler(tokenizer):
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=258
         )
         assert completion.token_ids == full[0, len(prompt) :].tolist()
+
+
+def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
+    """The learning pass counts on its memory."""
+    sampler = Sampler(tiny_model(), tokenizer, merged=False)
+    sampler.reserve(Room(seats=4, slots=4, prompt_tokens=64, new_tokens=32))
+    sampler.submit(Request([1, 2, 3], SamplingParams(4), 0))
+    while not sampler.idle:
+        sampler.step()
+    cache = weakref.ref(sampler._cache)
+    sampler._cache = None
+    gc.collect()
+    assert cache() is None
+
+
+@pytest.mark.parametrize(
+    ("merged", "dtype", "exact"),
+    [(False, torch.float32, True), (False, torch.bfloat16, False), (True, torch.float32, False)],
+)
+def test_only_the_same_weights_in_fp32_draw_as_training_scores(tokenizer, merged, dtype, exact):
+    assert Sampler(tiny_model().to(dtype), tokenizer, merged=merged).exact is exact
 
 
 def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monkeypatch):
@@ -445,6 +468,16 @@ def test_the_edges_of_the_uniform_number_draw_a_possible_token():
     logits[:, 17:400] = 0
     tokens, _ = draw(logits, torch.tensor([0.0, 1 - 2**-53]), SamplingParams(1))
     assert 17 <= tokens.min() <= tokens.max() < 400
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_said(value, temperature):
+    """On a GPU the look-up beyond the vocabulary would end the process without a word."""
+    logits = torch.zeros(2, 300)
+    logits[1, 7] = value
+    with pytest.raises(UsageError, match="not finite"):
+        draw(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature))
 
 
 def test_top_k_and_top_p_are_exact():

@@ -249,6 +249,8 @@ def test_importing_a_script_runs_nothing(tmp_path):
 
 MISTAKES = [
     (train_sft, ["--model", "no/such-model", *DATA], "no such directory"),
+    (train_grpo, ["--model", "no/such-model", *DATA], "no such directory"),
+    (evaluate, ["--model", "no/such-model", "--base-only", *DATA], "no such directory"),
     (train_sft, ["--dataset", "nope"], "unknown data set"),
     (train_sft, ["--dataset", "missing.jsonl"], "missing.jsonl"),
     (train_sft, ["--batch-size", "10", "--micro-batch", "4"], "multiple"),
@@ -293,6 +295,19 @@ def test_a_mistake_is_one_line(
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(model_dir, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    arguments = ["--model", model_dir, "--base-only", *DATA, "--output", tmp_path / "file"]
+    assert run(evaluate, *arguments) == 2
+    assert "--output" in capsys.readouterr().err
+
+
+def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(train_sft, "--model", model_dir, *DATA) == 2
+    assert "SFT is one process" in capsys.readouterr().err
 
 
 CONFIGS = [train_sft.SFTConfig, train_grpo.GRPOConfig, evaluate.EvaluateConfig]

@@ -142,7 +142,7 @@ def _learn(policy, trained: TrainedAdapter, batch, device: str) -> float:
     for micro in split(rollouts, max_rows=len(rollouts), max_tokens=limit, device=device):
         logprobs, _ = token_logprobs(policy, micro, temperature=1.0)  # (n, T), 0 beyond the end
         loss = -(logprobs * micro.weights[:, None]).sum()
-        loss.backward()
+        (loss * trained.loss_scale).backward()
         trained.collect()
         total += loss.item()
     return total

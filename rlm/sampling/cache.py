@@ -107,8 +107,13 @@ class Cache:
                 self._prompts[kind, layer][where, :, :tokens] = new
                 before = self._prefix[kind, layer, :, :prefix].expand(len(new), -1, -1, -1)
                 parts.append(torch.cat((before, new), 2))
+            shares = q.shape[1] // parts[0].shape[1]
+            grouped = shares > 1
+            if grouped and q.is_cuda:  # no fused kernel there takes a mask and grouped heads
+                parts = [part.repeat_interleave(shares, 1) for part in parts]
+                grouped = False
             return F.scaled_dot_product_attention(
-                q, *parts, attn_mask=seen, scale=scale, enable_gqa=True
+                q, *parts, attn_mask=seen, scale=scale, enable_gqa=grouped
             )
 
         return attend

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rlm.config import UsageError
 from rlm.sampling.params import SamplingParams
 
 BLOCK = 256  # tokens; blocks and tokens of a block are then about equally many
@@ -43,12 +44,17 @@ def draw(
     running sum. It costs about what reading the logits costs: the running sum is made over blocks
     of the vocabulary, then within the one block that is hit. (`torch.multinomial` draws N × V
     random numbers on one thread.)
+
+    Raises:
+        UsageError: a row's logits are not finite: nothing can be drawn from them.
     """
     logits = logits.float()
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
-        return tokens, chosen - logits.logsumexp(-1)
+        mass = logits.logsumexp(-1)
+        _check(mass)
+        return tokens, chosen - mass
     if params.temperature != 1:
         logits = logits / max(params.temperature, COLDEST)
     logits = truncate(logits, params)
@@ -63,6 +69,7 @@ def draw(
     blocks = mass.sum(-1).double()
     before = blocks.cumsum(-1)
     total = before[:, -1:]
+    _check(total)
     wanted = uniform.to(total)[:, None] * total
     block = _look_up(before, wanted)
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
@@ -70,6 +77,14 @@ def draw(
     tokens = (block * BLOCK + _look_up(inside, wanted)).squeeze(-1)
     chosen = logits.gather(-1, tokens[:, None])
     return tokens, (chosen - peak - total.log()).squeeze(-1).float()
+
+
+def _check(mass: torch.Tensor) -> None:
+    if not mass.isfinite().all():
+        raise UsageError(
+            "the model's logits are not finite: its weights or those of the adapter are damaged, "
+            "or they overflow in this machine's number type"
+        )
 
 
 def _look_up(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

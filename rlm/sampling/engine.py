@@ -117,8 +117,9 @@ class Sampler:
 
     @property
     def exact(self) -> bool:
-        """Whether tokens are drawn with the very weights that training scores them with."""
-        return isinstance(self._weights, ModelWeights)
+        """Whether tokens are drawn as training scores them: the same weights, and in fp32, where
+        another order of the same sums makes no difference that counts."""
+        return isinstance(self._weights, ModelWeights) and self.model.dtype == torch.float32
 
     # --- a whole batch ----------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class ModelWeights:
             ).last_hidden_state
         finally:
             config._attn_implementation = usual
+            _through_cache.attend = None  # it would keep the cache alive through the learning pass
         if _through_cache.calls != config.num_hidden_layers:
             # Its tokens would not see those before them, and nothing else would notice.
             raise UsageError(
