@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from itertools import permutations
@@ -26,14 +27,17 @@ from benchmarks.evidence import (
     failures,
     grid,
     intervals,
+    plan,
     pools,
     reading,
     report,
     results,
+    sections,
     training,
 )
 from benchmarks.evidence.intervals import crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
+from rlm import records
 from rlm.config import UsageError, parse, run_main
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +82,61 @@ def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
     EvidenceConfig(grid=tmp_path, seeds=(0, 7), minutes=1.0).fix()  # these may change
     with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
         EvidenceConfig(grid=tmp_path, steps=13).fix()
+
+
+def test_the_base_is_one_cell_whatever_the_seeds():
+    from benchmarks.evidence.judging import command_of
+
+    config = EvidenceConfig(seeds=(9,))
+    bases = [cell for cell in config.all_cells() if ARMS[cell.arm].kind == "base"]
+    assert bases == [Cell("base_zero", 0), Cell("base_few", 0)]
+    assert command_of(config, bases[0]) == "python -m benchmarks.evidence --cells base_zero-s0"
+
+
+def test_a_grid_keeps_the_test_sets_it_was_begun_with(tmp_path, monkeypatch):
+    def fix(grid: str, installed: bool) -> None:
+        monkeypatch.setattr(pools, "gym_installed", lambda: installed)
+        EvidenceConfig(grid=tmp_path / grid).fix()
+
+    fix("without", False)
+    fix("without", False)
+    with pytest.raises(UsageError, match="without reasoning-gym, which is installed now: pip unin"):
+        fix("without", True)
+    (tmp_path / "old").mkdir()
+    settings = EvidenceConfig().settings()
+    assert pools.OTHER not in settings  # results are compared by these
+    plan.write_atomically(tmp_path / "old" / "settings.json", settings)
+    fix("old", True)  # of a grid from before this was written down
+    assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
+    with pytest.raises(UsageError, match="with reasoning-gym, which is not installed: pip install"):
+        fix("old", False)
+
+
+def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
+    tmp_path, monkeypatch
+):
+    refused, write = [], plan.write_atomically
+
+    def other() -> None:
+        try:
+            EvidenceConfig(grid=tmp_path, steps=13).fix()
+        except UsageError as error:
+            refused.append(str(error))
+
+    second = threading.Thread(target=other)
+
+    def slowly(file, content) -> None:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.2)
+        write(file, content)
+
+    monkeypatch.setattr(plan, "write_atomically", slowly)
+    EvidenceConfig(grid=tmp_path).fix()
+    second.join()
+    (said,) = refused
+    assert "begun with --steps 6, not 13" in said
+    assert read_json(tmp_path / "settings.json")["steps"] == 6
 
 
 def test_a_config_travels_to_a_cells_process():
@@ -411,7 +470,7 @@ def in_process():
 @pytest.fixture(scope="module")
 def finished(model_dir, tmp_path_factory, in_process) -> EvidenceConfig:
     config = toy(model_dir, tmp_path_factory.mktemp("evidence"))
-    assert grid.run(config) == []
+    assert grid.run(config) == ([], [])
     return config
 
 
@@ -517,8 +576,8 @@ def test_what_is_done_is_not_done_again(finished, monkeypatch):
         raise AssertionError("a finished cell was run again")
 
     monkeypatch.setattr(grid.harness, "run_child", fail)
-    assert grid.run(finished) == []
-    assert grid.run(replace(finished, cells=("grpo-*",))) == []
+    assert grid.run(finished) == ([], [])
+    assert grid.run(replace(finished, cells=("grpo-*",))) == ([], [])
 
 
 def test_the_list_says_what_is_left_and_how_long_it_takes(finished, capsys):
@@ -539,7 +598,7 @@ def test_a_cell_needs_its_start(model_dir, tmp_path, in_process):
 
 def test_no_cell_starts_after_the_minutes(model_dir, tmp_path, in_process, capsys):
     config = toy(model_dir, tmp_path, minutes=0.0, cells=("base_zero-s0",))
-    assert grid.run(config) == [Cell("base_zero", 0)]
+    assert grid.run(config) == ([Cell("base_zero", 0)], [])
     assert "minutes 0 are over" in capsys.readouterr().out
 
 
@@ -547,7 +606,7 @@ def test_a_cell_that_another_process_is_at_is_left_alone(model_dir, tmp_path, in
     config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
     with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
         assert lock is not None
-        assert grid.run(config) == [Cell("base_zero", 0)]
+        assert grid.run(config) == ([Cell("base_zero", 0)], [])
     assert "another process is at it" in capsys.readouterr().out
 
 
@@ -577,6 +636,27 @@ def test_a_cell_is_locked_from_training_to_judging(model_dir, tmp_path, monkeypa
     monkeypatch.setattr(grid.harness, "run_child", run_child)
     grid.run(config)
     assert parts == ["train_cell", "judge_cell"]
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    config = toy("m", tmp_path, cells=("sft-*", "grpo-s0"), seeds=(0, 1))
+    begun = []
+
+    def run_child(module, function, payload, log, inherited):
+        cell = Cell(payload["arm"], payload["seed"])
+        begun.append((function, cell.name))
+        if cell.name == "sft-s0":
+            raise grid.harness.ChildFailed("exited with 1")
+        if function == "judge_cell":
+            plan.write_atomically(config.folder(cell) / "result.json", {})
+
+    monkeypatch.setattr(grid.harness, "run_child", run_child)
+    assert command_line.main(config) == 1
+    assert begun == [("train_cell", "sft-s0"), ("train_cell", "sft-s1"), ("judge_cell", "sft-s1")]
+    said = capsys.readouterr().out
+    assert f"sft-s0: failed; the end of {config.folder(Cell('sft', 0))}/log.txt says why" in said
+    assert "grpo-s0: left for later" in said
+    assert "failed: sft-s0; 2 cells are left" in said
 
 
 class Killed(Exception):
@@ -619,7 +699,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
     with pytest.raises(Killed):
         grid.run(config)
     assert first_steps == [0, 1, 1]  # step 0 was not run again
-    assert grid.run(config) == []
+    assert grid.run(config) == ([], [])
     assert judged.count("taught.json") == 1  # nor this set judged again
     assert same(adapter_of(config, "random_reward"), adapter_of(finished, "random_reward"))
     assert (
@@ -644,10 +724,43 @@ def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypa
     monkeypatch.setattr(trl_cell.KeptClock, "on_step_end", killed_in_the_second_step)
     with pytest.raises(Killed):
         trl_cell.train_with_trl(config, cell, start)
+    # Another kill, while the next checkpoint was written.
+    folder = config.folder(cell) / "train"
+    shutil.copytree(folder / "checkpoint-1", folder / "checkpoint-2")
+    (folder / "checkpoint-2" / "trainer_state.json").unlink()
     rows = trl_cell.train_with_trl(config, cell, start)
     assert steps == [1, 2, 2]
     assert len(rows) == 2
     assert (config.folder(cell) / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_checkpoint_that_a_kill_tore_is_no_point(tmp_path):
+    config, cell = EvidenceConfig(grid=tmp_path), Cell("trl", 0)
+    for step, state in {1: "{}", 2: "{", 3: None}.items():
+        checkpoint = config.folder(cell) / "train" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        if state:
+            (checkpoint / "trainer_state.json").write_text(state)
+    assert list(training.points(config, cell)) == [1]
+
+
+def test_the_commit_of_training_is_marked_where_files_were_changed(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        name = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True)
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1\n")
+    git("add", "code.py")
+    git("commit", "-q", "-m", "x")
+    (tmp_path / "notes").write_text("untracked")
+    monkeypatch.setattr(training.harness, "ROOT", tmp_path)
+    monkeypatch.setattr(training, "git_commit", lambda: 40 * "a")
+    assert training.trained_commit() == 40 * "a"
+    (tmp_path / "code.py").write_text("2\n")
+    assert training.trained_commit() == 40 * "a" + "-dirty"
+    monkeypatch.setattr(training, "git_commit", lambda: None)  # no checkout
+    assert training.trained_commit() is None
 
 
 def test_a_coin_falls_the_same_again():
@@ -676,6 +789,7 @@ def test_the_report_renders_every_section(finished, page):
     for picture in ("pass_at_k.png", "curves.png", "families.png"):
         assert f"({picture})" in page
         assert (finished.docs / picture).stat().st_size > 5000
+    assert "Over fewer than 5 seeds they are too narrow as to seeds" in page
     assert "Wrong answers" not in page  # nobody wrote any down
     assert "Not run" not in page
     assert str(finished.grid.parent) not in page
@@ -721,6 +835,49 @@ def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
     assert last.startswith("Not run: base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
 
 
+def test_the_table_of_cells_has_both_commits(finished):
+    cell = result_of(finished, "sft-s0") | {"commit": 40 * "c"}
+    assert cell["training"].pop("commit", "") != ""  # every trained cell has one, or None
+    assert "| – | cccccccc |" in "\n".join(audit.cells({"sft": [cell]}))  # from before
+    cell["training"]["commit"] = 40 * "b" + "-dirty"
+    page = "\n".join(audit.cells({"sft": [cell]}))
+    assert "| trained at | judged at |" in page
+    assert "| bbbbbbbb-dirty | cccccccc |" in page
+
+
+def test_the_seeds_are_those_of_training(finished):
+    trained = result_of(finished, "sft-s0") | {"seed": 3}
+    bases = {"base_zero": [result_of(finished, "base_zero-s0")]}
+    assert "Training seeds: 3." in "\n".join(sections.head(bases | {"sft": [trained]}))
+    assert "Training seeds: none." in "\n".join(sections.head(bases))
+
+
+def test_only_test_sets_that_all_cells_share_are_compared(finished):
+    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")}
+    assert "Left out" not in "\n".join(sections.head(found))
+    tests = found["grpo"][0]["tests"]
+    tests[pools.OTHER] = tests["taught"]
+    assert results.pooled_sets(found) == list(pools.WORDS)
+    assert "Left out, as not every cell was judged on it: reasoning-gym." in sections.head(found)
+    for page in (sections.by_set(found, pools.WORDS), sections.families(found, finished.docs)):
+        assert "reasoning-gym" not in "\n".join(page)
+
+
+def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
+    def result(arm, seed, greedy):
+        test = a_test(greedy, sampled=("10", "10", "10"), ids=("a", "b", "c"))
+        return {"arm": arm, "seed": seed, "tests": {"t": test}}
+
+    found = {
+        "grpo": [result("grpo", 0, "011")],
+        # Over its own seeds it has 3 of 6, but 0 of 3 on the one that GRPO has, too.
+        "sft_continued": [result("sft_continued", 0, "000"), result("sft_continued", 1, "111")],
+        "rejection": [result("rejection", 0, "001")],
+    }
+    line = next(line for line in sections.leads(found, ["t"]) if line.startswith("- greedy, str"))
+    assert "(rejection sampling, same samples) **+33.3" in line
+
+
 def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     folder = tmp_path / "evidence"
     folder.mkdir()
@@ -733,8 +890,6 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
 
 
 def test_a_control_that_gains_is_named(finished, page):
-    from benchmarks.evidence import sections
-
     found = results.load_results(finished.docs / "evidence")
     control = json.loads(json.dumps(found["random_reward"]))
     for test in control[0]["tests"].values():
@@ -762,8 +917,12 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
 
 def test_numbers_are_written_with_their_intervals():
     assert results.points(intervals.Interval(-0.021, -0.05, 0.01, 3, 9)) == "−2.1 (−5.0 to +1.0)"
-    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 3, 9)) == "above zero"
-    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 3, 9)) == "below zero"
+    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 5, 9)) == "above zero"
+    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 5, 9)) == "below zero"
+    few = intervals.Interval(0.1, 0.05, 0.2, 4, 9)
+    assert results.verdict(few) == "above zero, for these 4 seeds"
+    few = intervals.Interval(-0.1, -0.2, -0.05, 2, 9)
+    assert results.verdict(few) == "below zero, for these 2 seeds"
     assert results.verdict(intervals.Interval(0.1, -0.05, 0.2, 3, 9)) == "zero lies inside"
     assert results.verdict(intervals.Interval(0.1, 0.0004, 0.2, 3, 9)) == "zero lies inside"  # 0.0
     one_seed = intervals.Interval(0.1, 0.05, 0.2, 1, 9)
@@ -794,6 +953,29 @@ def test_failures_are_written_for_reading_and_keep_what_a_person_wrote(finished,
         failures.write_failures(config)
     (folder / "grpo-s0.yaml").unlink()
     (folder / "sft-s0.yaml").unlink()
+
+
+def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monkeypatch):
+    config = replace(finished, command="failures", cell="sft-s0", docs=tmp_path)
+    failures.write_failures(config)
+    file = tmp_path / "failures" / "sft-s0.yaml"
+    content = yaml.safe_load(file.read_text())
+    content["wrong"][0]["by_hand"] = "arithmetic"
+    del content["wrong"][1]["by_hand"]
+    file.write_text(yaml.safe_dump(content))
+    before = file.read_text()
+
+    def killed(path):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "sync", killed)
+        with pytest.raises(Killed):
+            failures.write_failures(config)
+    assert file.read_text() == before
+    assert "; 1 sorted anew by a person" in "\n".join(audit.failures(file.parent))
+    failures.write_failures(config)
+    assert [e["by_hand"] for e in failures.read_failures(file)["wrong"]][:2] == ["arithmetic", None]
 
 
 def test_right_answers_with_doubtful_reasoning_are_listed():

@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 from scripted_model import Model, operations, plan, write_problems
@@ -10,7 +12,7 @@ from scripted_server import ScriptedServer, refuse
 from recipes.experience import evaluate, train
 from recipes.experience.roles import GENERATORS
 from rlm.config import UsageError, parse, run_main
-from rlm.data import load_problems
+from rlm.data import Problem, load_problems
 from rlm.experiences import load_experiences
 
 GROSS = 144
@@ -199,6 +201,41 @@ def test_problems_of_the_practice_are_refused(practised, capsys):
     assert "8 of 8 problems" in capsys.readouterr().err
     assert run(path, evaluate, "--library", library(path)) == 2  # the run's own data set
     assert "were practised on" in capsys.readouterr().err
+
+
+def test_problems_that_another_generator_practised_on_are_refused(tmp_path):
+    """The libraries of all three are evaluated, whoever answers."""
+    data = write_problems(tmp_path / "unseen.jsonl", gross_problems(3))
+    row = {"problem_text": gross_problems(3)[1]["question"]}
+    (tmp_path / "generator_2_rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    config = evaluate.EvaluateConfig(dataset=str(data), run_dir=tmp_path, role="generator_1")
+    with pytest.raises(UsageError, match="1 of 3 problems"):
+        evaluate.unseen_problems(config)
+
+
+def test_two_libraries_of_one_name_are_refused(practised, tmp_path, capsys):
+    path, _ = practised
+    other = tmp_path / library(path).name
+    other.write_text("[]")
+    assert run(path, evaluate, "--library", f"{library(path)},{other}") == 2
+    said = capsys.readouterr().err
+    assert str(library(path)) in said
+    assert str(other) in said
+
+
+def test_ctrl_c_sends_no_queued_request():
+    asked = []
+
+    def ask(stage, seed, **values):
+        asked.append(seed)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+
+    actor = SimpleNamespace(role=SimpleNamespace(client=SimpleNamespace(concurrency=1)), ask=ask)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.answer_all(actor, [Problem("p", "?", "1")], [], samples=20)
+    assert len(asked) < 5  # those that were begun meanwhile
 
 
 def test_an_empty_library_costs_nothing_more(practised):

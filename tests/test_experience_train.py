@@ -668,9 +668,18 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
 
 
 def test_two_processes_on_one_run_are_refused(place, capsys):
-    with apprentice.sole_writer(place.run_dir, "generator_1"):
+    with apprentice.sole_writer("generator_1", place.run_dir):
         assert place.run("generator", 1) == 2
-    assert "another process runs generator_1" in capsys.readouterr().err
+    assert f"another process runs generator_1 in {place.run_dir}" in capsys.readouterr().err
+    # A run with another --run-dir may have the same library.
+    with apprentice.sole_writer("generator_1", place.path / "other", place.libraries):
+        assert place.run("generator", 1) == 2
+    assert f"another process runs generator_1 in {place.libraries}" in capsys.readouterr().err
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+
+
+def test_run_and_library_may_share_a_directory(place):
+    place.libraries = place.run_dir
     assert place.run("generator", 1, "--max-problems", 1) == 0
 
 

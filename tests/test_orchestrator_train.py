@@ -11,6 +11,7 @@ import random
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -619,6 +620,38 @@ def test_the_table_has_every_row(finished, capsys):
     assert {trace["row"] for trace in traces} == set(rows)
     out = capsys.readouterr().out
     assert "asked twice" in out
+
+
+def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, monkeypatch):
+    reply, batches = LocalAgents.reply, []
+
+    def lose_the_first(self, calls):  # of the single agent, greedy
+        replies = reply(self, calls)
+        batches.append(calls)
+        return replies if batches[1:] else [Reply("", error="down"), *replies[1:]]
+
+    monkeypatch.setattr(LocalAgents, "reply", lose_the_first)
+    arguments = ("--run", finished / "run", "--max-samples", 3, "--output", finished / "failures")
+    assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 0
+    said = json.loads((finished / "failures" / "evaluation.json").read_text())
+    assert said["left_out"] == 1
+    assert {row["accuracy"]["n"] for row in said["rows"].values()} == {2}
+    assert said["rows"]["single agent"]["failed"] == 1
+    assert said["rows"]["orchestrator, trained"]["failed"] == 0
+    assert "1 of 3 problems are left out of all rows" in capsys.readouterr().out
+    traces = [json.loads(line) for line in (finished / "failures" / "traces.jsonl").open()]
+    assert sum(trace["verdict"] == "agent_failed" for trace in traces) == 1
+
+
+def test_rows_need_a_problem_that_all_have_a_verdict_on():
+    def row(*verdicts):
+        judged = [SimpleNamespace(judged=verdict) for verdict in verdicts]
+        return evaluate.Row([[outcome] for outcome in judged])
+
+    rows = {"a": row(True, False, True), "b": row(True, True, False)}
+    assert [len(row.groups) for row in evaluate.judged_in_all(rows).values()] == [1, 1]
+    with pytest.raises(UsageError, match="a call failed on every problem"):
+        evaluate.judged_in_all({"a": row(True, False), "b": row(False, True)})
 
 
 def test_a_vote_by_hand():

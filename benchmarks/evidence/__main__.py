@@ -11,7 +11,11 @@ def main(config: EvidenceConfig) -> int:
     if config.list:
         grid.show(config)
     elif config.command == "run":
-        left = grid.run(config)
+        left, failed = grid.run(config)
+        if failed:
+            names = ", ".join(cell.name for cell in failed)
+            terminal.line(f"failed: {names}; {len(left)} cells are left")
+            return 1
         terminal.line(
             f"{len(left)} cells are left: run the same command again"
             if left

@@ -237,7 +237,8 @@ def cells(results: Results) -> list[str]:
             f"`{cell['command']}`",
             f"{cell['training'].get('seconds', 0):.0f}",
             f"{cell['judging_seconds']:.0f}",
-            (cell["commit"] or "?")[:8],
+            _short(cell["training"].get("commit"), "–"),  # the base and older cells have none
+            _short(cell["commit"], "?"),
             cell["date"],
         ]
         for cell in cells
@@ -252,13 +253,20 @@ def cells(results: Results) -> list[str]:
             missing.append(ARMS[arm].title)
         elif left and ARMS[arm].kind != "base":
             missing.append(f"{ARMS[arm].title} (seed {', '.join(left)})")
+    commits = ("trained at", "judged at")
     lines = [
         "## Cells",
         "",
         f"{len(cells)} cells, {total / 3600:.1f} hours in all.",
         "",
-        *table(["cell", "command", "training, s", "judging, s", "commit", "date"], rows),
+        *table(["cell", "command", "training, s", "judging, s", *commits, "date"], rows),
     ]
     if missing:
         lines += ["", f"Not run: {'; '.join(missing)}."]
     return lines
+
+
+def _short(commit: str | None, none: str) -> str:
+    """Eight digits, and the mark behind all of them if there is one."""
+    sha, dash, mark = (commit or none).partition("-")
+    return sha[:8] + dash + mark

@@ -22,6 +22,7 @@ from benchmarks.evidence.pools import OTHER
 from benchmarks.evidence.reading import SORTS, first_sort, with_false_step, without_reasoning
 from rlm import terminal
 from rlm.config import UsageError
+from rlm.records import replace_file
 
 WRONG, DOUBTFUL = 50, 20
 Entry = dict[str, Any]
@@ -41,8 +42,7 @@ def write_failures(config: EvidenceConfig) -> None:
             raise UsageError(f"{one.name} is not done: python -m benchmarks.evidence")
         file = config.docs / "failures" / f"{one.name}.yaml"
         content = chosen_failures(one.name, judged(folder), corrections(file))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(as_yaml(content), encoding="utf-8")
+        replace_file(file, as_yaml(content))  # it holds what a person wrote
         terminal.line(f"{file}: {len(content['wrong'])} of {content['wrong_of'][0]} wrong answers")
 
 
@@ -123,6 +123,8 @@ def read_failures(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict) or not {"wrong", "doubtful"} <= set(content):
         raise UsageError(f"{file} is not a file of failures: move it away")
+    for entry in content["wrong"]:
+        entry.setdefault("by_hand", None)  # the person may have deleted the line
     return content
 
 

@@ -4,7 +4,7 @@ A cell's directory: `train/` (checkpoints), `adapter/`, `train.json` (trained), 
 for each test set), `result.json` (done), `log.txt`. The JSON files are renamed into place when they
 are complete, so a kill at any moment leaves either the work or no trace of it, and the same command
 goes on: our trainer and TRL's from their last checkpoint, SFT from its start, judging from the
-test set it was at.
+test set it was at. A cell that fails is named with its log, and the others go on.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def is_trained(config: EvidenceConfig, cell: Cell) -> bool:
     return ARMS[cell.arm].kind == "base" or (config.folder(cell) / "train.json").exists()
 
 
-def run(config: EvidenceConfig) -> list[Cell]:
-    """Run the chosen cells that are left, in order; the ones that are still left afterwards.
+def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
+    """Run the chosen cells that are left, in order, each once at most.
+
+    Returns:
+        The cells that are still left, and those of them that failed.
 
     Raises:
         UsageError: a cell needs one that is neither done nor chosen, or other settings were used.
-        harness.ChildFailed: a cell's process ended badly; what was done stays.
     """
     config.fix()
-    chosen, started = config.chosen_cells(), time.monotonic()
+    chosen, started, failed = config.chosen_cells(), time.monotonic(), []
     for cell in chosen:
         for needed in cell.needs:
             if needed not in chosen and not is_trained(config, needed):
@@ -59,19 +61,28 @@ def run(config: EvidenceConfig) -> list[Cell]:
         with locked(config.folder(cell)) as lock:
             if lock is None:
                 terminal.line(f"{cell.name}: another process is at it")
-            elif not is_done(config, cell):  # it may have ended since we looked
-                run_cell(config, cell, lock)
-    return [cell for cell in chosen if not is_done(config, cell)]
+            elif not is_done(config, cell) and not run_cell(config, cell, lock):
+                failed.append(cell)
+    return [cell for cell in chosen if not is_done(config, cell)], failed
 
 
-def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> None:
-    """Train and judge a cell, each in a process of its own that keeps the lock while it lives."""
+def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
+    """Train and judge a cell, each in a process of its own that keeps the lock while it lives.
+
+    Returns:
+        False if a process ended badly; what was done stays.
+    """
     begun = time.monotonic()
+    log = config.folder(cell).resolve() / "log.txt"
     for part in ("train_cell", "judge_cell"):
         payload = {"config": config.payload(), "arm": cell.arm, "seed": cell.seed}
-        log = config.folder(cell).resolve() / "log.txt"
-        harness.run_child(THIS, part, payload, log=log, inherited=(lock,))
+        try:
+            harness.run_child(THIS, part, payload, log=log, inherited=(lock,))
+        except harness.ChildFailed:
+            terminal.line(f"{cell.name}: failed; the end of {log} says why")
+            return False
     terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
+    return True
 
 
 @contextmanager

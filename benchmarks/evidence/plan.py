@@ -30,6 +30,7 @@ about a quarter here. All cells of a grid must be run alike, or their seconds ca
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -147,8 +148,11 @@ class EvidenceConfig(TRLFlags):
     # --- the cells ------------------------------------------------------------------------------
 
     def all_cells(self) -> list[Cell]:
-        """Seed by seed, so that a grid that is stopped early holds whole seeds."""
-        cells = [Cell(arm, self.seeds[0]) for arm in ARMS if ARMS[arm].kind == "base"]
+        """Seed by seed, so that a grid that is stopped early holds whole seeds.
+
+        The base learns nothing: it is one cell, whatever the seeds, and stands beside each of them.
+        """
+        cells = [Cell(arm, 0) for arm in ARMS if ARMS[arm].kind == "base"]
         trained = [arm for arm in ARMS if ARMS[arm].kind != "base"]
         return cells + [Cell(arm, seed) for seed in self.seeds for arm in trained]
 
@@ -189,19 +193,40 @@ class EvidenceConfig(TRLFlags):
         """Write the settings into a new grid, or find the same ones in an old one.
 
         Raises:
-            UsageError: the grid was begun with others.
+            UsageError: the grid was begun with others, or with other test sets.
         """
-        file = self.grid / "settings.json"
+        self.grid.mkdir(parents=True, exist_ok=True)
+        with (self.grid / "lock").open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may begin the grid just now
+            self._fix(self.grid / "settings.json")
+
+    def _fix(self, file: Path) -> None:
+        from benchmarks.evidence.pools import OTHER, gym_installed  # they import this file
+
+        # No setting: results name all settings, and those of older grids do not have it.
+        gym = {OTHER: gym_installed()}
         if not file.exists():
-            write_atomically(file, self.settings())
+            write_atomically(file, self.settings() | gym)
             return
-        begun = json.loads(file.read_text(encoding="utf-8"))
+        begun = read_json(file)
         for name, value in self.settings().items():
             if begun.get(name) != value:
                 raise UsageError(
                     f"{self.grid} was begun with --{name.replace('_', '-')} {begun.get(name)}, "
                     f"not {value}: name another --grid"
                 )
+        if OTHER not in begun:
+            write_atomically(file, begun | gym)
+        elif begun[OTHER] and not gym[OTHER]:
+            raise UsageError(
+                f"{self.grid} was begun with reasoning-gym, which is not installed: "
+                "pip install -e '.[evidence]', or name another --grid"
+            )
+        elif gym[OTHER] and not begun[OTHER]:
+            raise UsageError(
+                f"{self.grid} was begun without reasoning-gym, which is installed now: "
+                "pip uninstall reasoning-gym, or name another --grid"
+            )
 
     def payload(self) -> dict[str, Any]:
         """As JSON, for a cell's own process; `from_payload` reads it there."""

@@ -3,7 +3,7 @@
 `result.json` of each finished cell is copied to docs/results/evidence/ (no texts, a zero or a one
 for each completion); the page and its pictures are made from these copies alone, so anybody can
 make them again. A section without data is left out. Sentences about an interval are written by
-rule: above zero, below zero, or zero lies inside.
+rule: above zero, below zero (with few seeds: for these alone), or zero lies inside.
 """
 
 from __future__ import annotations

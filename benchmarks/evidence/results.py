@@ -15,6 +15,7 @@ from rlm.config import UsageError
 Result = dict[str, Any]
 Results = dict[str, list[Result]]  # by arm, in the order of ARMS; seeds in order
 GRADINGS = ("strict", "lenient")
+FEW_SEEDS = 5  # fewer, and an interval is too narrow as to seeds
 NAMES = {"greedy": "greedy", "sampled": "sampled", "majority": "maj@8"}
 
 
@@ -41,9 +42,17 @@ def load_results(folder: Path) -> Results:
     return {arm: sorted(rows, key=lambda r: r["seed"]) for arm, rows in by_arm.items() if rows}
 
 
+def shared_sets(results: Results) -> tuple[list[str], list[str]]:
+    """Those that every cell was judged on, and the others, which compare with nothing."""
+    judged = [cell["tests"] for cells in results.values() for cell in cells]
+    names = list(dict.fromkeys(name for tests in judged for name in tests))
+    shared = [name for name in names if all(name in tests for tests in judged)]
+    return shared, [name for name in names if name not in shared]
+
+
 def pooled_sets(results: Results) -> list[str]:
     """The test sets whose problems make up the headline."""
-    tests = next(iter(results.values()))[0]["tests"]
+    tests, _ = shared_sets(results)
     return [name for name in WORDS if name in tests] or [n for n in tests if n != OTHER]
 
 
@@ -95,11 +104,17 @@ def undecided(interval: Interval) -> bool:
 
 
 def verdict(interval: Interval) -> str:
-    """What the interval says, in words. That of a single seed holds for this seed alone."""
+    """What the interval says, in words. With few seeds it says it of these seeds alone.
+
+    The bootstrap resamples n seeds with (n − 1) / n of their variance, and knows no t: with few
+    seeds the interval is too narrow. One that holds zero would hold it if it were wider, too.
+    """
     if undecided(interval):
         return "zero lies inside"
     side = "above zero" if interval.low > 0 else "below zero"
-    return side if interval.seeds > 1 else f"{side}, for one seed"
+    if interval.seeds == 1:
+        return f"{side}, for one seed"
+    return side if interval.seeds >= FEW_SEEDS else f"{side}, for these {interval.seeds} seeds"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

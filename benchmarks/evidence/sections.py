@@ -12,6 +12,7 @@ from benchmarks.evidence.intervals import METRICS, common, crossed_bootstrap, di
 from benchmarks.evidence.plan import ARMS, OURS, START
 from benchmarks.evidence.pools import TITLES
 from benchmarks.evidence.results import (
+    FEW_SEEDS,
     GRADINGS,
     NAMES,
     Results,
@@ -20,6 +21,7 @@ from benchmarks.evidence.results import (
     pairs_up,
     per_cent,
     points,
+    shared_sets,
     table,
     verdict,
 )
@@ -28,7 +30,7 @@ from benchmarks.evidence.results import (
 def head(results: Results) -> list[str]:
     cells = [cell for rows in results.values() for cell in rows]
     settings = cells[0]["settings"]
-    seeds = sorted({cell["seed"] for cell in cells})
+    seeds = sorted({cell["seed"] for cell in cells if ARMS[cell["arm"]].kind != "base"})
     machines = sorted({_machine(cell["machine"]) for cell in cells})
     return [
         "# Results",
@@ -43,16 +45,24 @@ def head(results: Results) -> list[str]:
         f"passes); then {settings['steps']} steps "
         f"of {settings['batch_size']} problems × {settings['group_size']} completions, "
         f"rate {settings['learning_rate']:g}, at most {settings['max_new_tokens']} tokens. "
-        f"Training seeds: {', '.join(map(str, seeds))}.",
+        f"Training seeds: {', '.join(map(str, seeds)) or 'none'}.",
         "",
         "Intervals are 95 %, from a bootstrap over seeds and problems, which are crossed. "
-        "A few seeds say little about seeds: take a bound near zero as undecided. "
+        f"Over fewer than {FEW_SEEDS} seeds they are too narrow as to seeds: a verdict is about "
+        "these seeds alone, and a bound near zero is undecided. "
         "A difference of two arms is over the seeds and problems that both have, so it need not "
         "be that of their rows. "
         "No adapter is chosen by its score; all are judged after their last update. "
         "*Sampled* is the mean over all samples at temperature 1, *maj@8* the most frequent answer "
         "of 8, *lenient* accepts an answer outside the format.",
+        *_left_out(results),
     ]
+
+
+def _left_out(results: Results) -> list[str]:
+    _, others = shared_sets(results)
+    names = ", ".join(TITLES.get(name, name) for name in others)
+    return ["", f"Left out, as not every cell was judged on it: {names}."] if others else []
 
 
 def _machine(found: Mapping[str, Any]) -> str:
@@ -110,9 +120,10 @@ def leads(results: Results, sets: Sequence[str]) -> list[str]:
     lines = ["## GRPO's lead, in points", "", *table(["over", *heads], rows), ""]
     rivals = [arm for arm in others if ARMS[arm].role == "rival"]
     for metric, grading in pairs if rivals else ():
-        means = {arm: accuracy(results, arm, sets, metric, grading).mean for arm in rivals}
-        best = max(means, key=means.__getitem__)
-        ahead = lead(results, OURS, best, sets, metric, grading)
+        # Each on the seeds that it shares with GRPO: a mean over others would compare seeds.
+        over = {arm: lead(results, OURS, arm, sets, metric, grading) for arm in rivals}
+        best = min(over, key=lambda arm: over[arm].mean)
+        ahead = over[best]
         lines.append(
             f"- {metric}, {grading}: over the best arm of equal cost ({ARMS[best].title}) "
             f"**{points(ahead)}**: {verdict(ahead)}."
@@ -141,7 +152,7 @@ def controls(results: Results, sets: Sequence[str]) -> list[str]:
 
 def by_set(results: Results, sets: Sequence[str]) -> list[str]:
     arms = [arm for arm in results if ARMS[arm].role != "control"]
-    tests = next(iter(results.values()))[0]["tests"]
+    tests, _ = shared_sets(results)
     if len(tests) < 2:
         return []
     lines = ["## By test set", ""]
@@ -250,7 +261,7 @@ def families(results: Results, docs: Path) -> list[str]:
         return []
     before, after, rows = {}, {}, []
     tests = results[OURS][0]["tests"]
-    for name in tests:
+    for name in shared_sets(results)[0]:
         old, new = common(results[START], results[OURS], [name], "sampled", "strict")
         of = tests[name]["families"][: old.shape[1]]
         for family in sorted(set(of)):

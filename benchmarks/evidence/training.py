@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -32,6 +33,7 @@ from rlm import machine
 from rlm.answers import grade, split_completion
 from rlm.data import Problem
 from rlm.grpo import problems_for_step
+from rlm.runs import git_commit
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
@@ -47,10 +49,21 @@ def train(config: EvidenceConfig, cell: Cell) -> Record:
         "grpo": _grpo,
         "trl": _trl,
     }
-    started = time.monotonic()
+    started, commit = time.monotonic(), trained_commit()  # the tree may change while this runs
     record = kinds[ARMS[cell.arm].kind](config, cell)
     # Of this process: less than `seconds` after a kill, and with what is not training.
-    return record | {"wall": time.monotonic() - started, "peak_memory_gb": harness.peak_memory_gb()}
+    wall, peak = time.monotonic() - started, harness.peak_memory_gb()
+    return record | {"wall": wall, "peak_memory_gb": peak, "commit": commit}
+
+
+def trained_commit() -> str | None:
+    """The commit of this code, with -dirty behind it where tracked files were changed since."""
+    commit = git_commit()
+    if commit is None:
+        return None
+    command = ["git", "--no-optional-locks", "-C", str(harness.ROOT), "status", "--porcelain"]
+    changed = subprocess.check_output([*command, "--untracked-files=no"], text=True).strip()
+    return f"{commit}-dirty" if changed else commit
 
 
 # --- supervised ---------------------------------------------------------------------------------
@@ -243,8 +256,17 @@ def points(config: EvidenceConfig, cell: Cell) -> dict[int, Path]:
     """Steps done → what the adapter was then; not the last, which is `adapter/`."""
     folder = config.folder(cell) / "train"
     found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}
-    found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}
+    found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*") if is_whole(p)}
     return {step: found[step] for step in sorted(found) if 0 < step < config.steps}
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether TRL ended writing a checkpoint-N/: its trainer_state.json comes last."""
+    try:
+        read_json(checkpoint / "trainer_state.json")
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _adapter(config: EvidenceConfig, cell: Cell, arm: str) -> Path:

@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from benchmarks.arms import Work, reward_function
 from benchmarks.evidence.plan import Cell, EvidenceConfig
 from benchmarks.evidence.pools import pools
+from benchmarks.evidence.training import is_whole
 from benchmarks.trl_arm import Clock, Settings, TimedTrainer, config_for, prompt_rows
 from rlm import adapters, machine, models
 from rlm.grpo import problems_for_step
@@ -41,6 +42,9 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     """Seconds of every step; the adapter goes to `adapter/`, points on the way to checkpoint-N/."""
     folder = config.folder(cell) / "train"
     folder.mkdir(parents=True, exist_ok=True)
+    for checkpoint in folder.glob("checkpoint-*"):
+        if not is_whole(checkpoint):  # a kill came while it was written
+            shutil.rmtree(checkpoint)
     begun = get_last_checkpoint(str(folder))
     steps_file = folder / SPLIT_SECONDS
     if begun is None:

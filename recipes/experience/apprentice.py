@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -34,17 +34,20 @@ def cache_path(run_dir: Path, name: str) -> Path:
 
 
 @contextmanager
-def sole_writer(run_dir: Path, name: str) -> Iterator[None]:
-    """
+def sole_writer(name: str, *directories: Path) -> Iterator[None]:
+    """Lock the role's files in its run's directory, and in that of the libraries.
+
     Raises:
-        UsageError: another process writes the files of this role.
+        UsageError: another process writes some of them.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / f".{name}.lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"another process runs {name} in {run_dir}") from error
+    with ExitStack() as streams:
+        for directory in {path.resolve(): path for path in directories}.values():
+            directory.mkdir(parents=True, exist_ok=True)
+            stream = streams.enter_context((directory / f".{name}.lock").open("w"))
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(f"another process runs {name} in {directory}") from error
         yield
 
 

@@ -65,11 +65,25 @@ class EvaluateConfig:
             raise ValueError("--temperature and --max-cost must be 0 or more")
 
 
-def unseen_problems(config: EvaluateConfig, practised: Sequence[Row]) -> list[Problem]:
+def named_libraries(paths: Sequence[Path]) -> dict[str, Path]:
+    """Each under its row's name.
+
+    Raises:
+        UsageError: two have one name.
+    """
+    named: dict[str, Path] = {}
+    for path in paths:
+        if path.stem in named:
+            raise UsageError(f"{named[path.stem]} and {path} would be one row: rename one of them")
+        named[path.stem] = path
+    return named
+
+
+def unseen_problems(config: EvaluateConfig) -> list[Problem]:
     """The problems to ask.
 
     Raises:
-        UsageError: the run practised on some of them.
+        UsageError: a generator of the run practised on some of them, whoever answers now.
     """
     dataset = config.dataset
     if dataset is None:
@@ -79,8 +93,9 @@ def unseen_problems(config: EvaluateConfig, practised: Sequence[Row]) -> list[Pr
         was = json.loads(options.read_text(encoding="utf-8"))["dataset"]
         dataset = OTHER_SET.get(was, was)
     problems = load(dataset, "test", config.max_problems)
-    seen = {row["problem_text"] for row in practised} & {p.question for p in problems}
-    if seen:
+    caches = [cache_path(config.run_dir, name) for name in GENERATORS]
+    practised = {row["problem_text"] for c in caches for row in read_lines(c, repair=False)}
+    if seen := practised & {p.question for p in problems}:
         raise UsageError(
             f"{len(seen)} of {len(problems)} problems of {dataset} were practised on; "
             "give another --dataset"
@@ -141,8 +156,12 @@ def answer_all(
             return None
 
     with ThreadPoolExecutor(actor.role.client.concurrency) as pool:
-        tasks = [[pool.submit(answer, p, i) for i in range(samples)] for p in problems]
-        return [[task.result() for task in group] for group in tasks]
+        try:
+            tasks = [[pool.submit(answer, p, i) for i in range(samples)] for p in problems]
+            return [[task.result() for task in group] for group in tasks]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent, and paid
+            raise
 
 
 def compare(
@@ -210,8 +229,9 @@ def main(config: EvaluateConfig) -> int:
             f"run: python -m recipes.experience.train generator {config.role[-1]}"
         )
     lessons: dict[str, Sequence[str]] = {BASELINE: ()}
-    lessons |= {path.stem: load_experiences(path) for path in config.library}
-    problems = unseen_problems(config, practised)
+    libraries = named_libraries(config.library)
+    lessons |= {name: load_experiences(path) for name, path in libraries.items()}
+    problems = unseen_problems(config)
     journal = Journal(config.run_dir / "evaluate_calls.jsonl")
     spending = Spending(config.max_cost)
     spending.cost = sum(row["cost"] for row in journal.rows.values())

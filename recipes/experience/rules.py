@@ -15,6 +15,7 @@ from typing import Any
 MAX_RULE = 300  # characters
 MAX_BITS = 2048  # of an exact number
 MAX_COUNTED = 300  # argument of factorial and comb
+MAX_DIGITS = 300  # of round, before or behind the point
 
 Value = Fraction | float
 
@@ -86,6 +87,14 @@ def _of_integers(function: Callable[..., int], limit: float) -> Callable[..., in
     return checked
 
 
+def _round(value: Value, digits: Value | None = None) -> Any:
+    if digits is None:
+        return round(value)
+    if digits % 1 or abs(digits) > MAX_DIGITS:  # Fraction computes 10 ** digits
+        raise RuleError(f"round takes an integer of digits, up to {MAX_DIGITS}")
+    return round(value, int(digits))  # a float takes no other integers
+
+
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -99,7 +108,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }
 _REAL = "sin cos tan asin acos atan exp log log2 log10 sqrt radians degrees floor ceil"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _REAL.split()}
-_FUNCTIONS |= {"abs": abs, "min": min, "max": max, "round": round}
+_FUNCTIONS |= {"abs": abs, "min": min, "max": max, "round": _round}
 _FUNCTIONS |= {"factorial": _of_integers(math.factorial, MAX_COUNTED)}
 _FUNCTIONS |= {"comb": _of_integers(math.comb, MAX_COUNTED), "gcd": _of_integers(math.gcd, 1e15)}
 _CONSTANTS = {"pi": math.pi, "e": math.e}

@@ -167,7 +167,7 @@ def main(config: TrainConfig) -> int:
     with ExitStack() as locks:
         apprentices = []
         for name in names:
-            locks.enter_context(sole_writer(config.run_dir, name))
+            locks.enter_context(sole_writer(name, config.run_dir, config.library_dir))
             library = Library(name, *limits)
             apprentices.append(Apprentice(name, config.run_dir, library, config.tau))
         if config.target == "critic":

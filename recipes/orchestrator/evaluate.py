@@ -3,6 +3,7 @@
 What may be written for a problem is two replies' length: the single agent has it in one reply, the
 others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
 the single agent write about as many as the trained orchestrator and its agents did together.
+A problem that an agent's server failed on in any row is in none: rows are paired by problem.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
 """
@@ -10,7 +11,7 @@ the single agent write about as many as the trained orchestrator and its agents 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,12 +20,12 @@ from rich.table import Table
 
 from recipes.orchestrator.agents import wearing
 from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.orchestrator import OpenRun
+from recipes.orchestrator.orchestrator import OpenRun, Written
 from recipes.orchestrator.prompts import ASKED_TWICE, HAND_WRITTEN, SINGLE
 from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
-from rlm.config import flag, run_main, to_dict
+from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import (
     bootstrap_interval,
@@ -60,19 +61,46 @@ class EvaluateConfig:
 
 @dataclass
 class Row:
-    """A row of the table; tokens are means over problems."""
+    """A row of the table, problem by problem; tokens are means over problems."""
 
-    outcomes: Sequence[Outcome]
-    scores: list[float]  # of each problem, in 0…1
-    read: float  # by the agents, and by the orchestrator
-    written: float  # by the agents
-    orchestrator: float = 0.0  # written by the orchestrator
+    groups: Sequence[Sequence[Outcome]]  # of each problem: one, or those that vote
+    graphs: Sequence[Written] = ()  # of each problem, where the orchestrator wrote it
 
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> Row:
-        figures = summary(outcomes)
-        tokens = figures["agents/tokens_read"], figures["agents/tokens_written"]
-        return cls(outcomes, [float(outcome.correct) for outcome in outcomes], *tokens)
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [outcome for group in self.groups for outcome in group]
+
+    @property
+    def scores(self) -> list[float]:
+        """Of each problem, in 0…1."""
+        return [
+            majority_score([outcome.verdict for outcome in group])
+            if len(group) > 1
+            else float(group[0].correct)
+            for group in self.groups
+        ]
+
+    @property
+    def read(self) -> float:
+        """By the agents, and by the orchestrator."""
+        own = sum(graph.prompt_tokens for graph in self.graphs)
+        return (own + sum(o.run.read for o in self.outcomes if o.run)) / len(self.groups)
+
+    @property
+    def written(self) -> float:
+        """By the agents."""
+        return sum(o.run.written for o in self.outcomes if o.run) / len(self.groups)
+
+    @property
+    def orchestrator(self) -> float:
+        """Written by the orchestrator."""
+        return sum(len(g.completion.token_ids) for g in self.graphs) / len(self.groups)
+
+    def only(self, places: Sequence[int]) -> Row:
+        """The same on some of the problems."""
+        return Row(
+            [self.groups[i] for i in places], [self.graphs[i] for i in places if self.graphs]
+        )
 
     def figures(self, single: Row, price: Price) -> dict[str, object]:
         """What evaluation.json says of it. Ties in the vote make scores that are no 0 or 1."""
@@ -86,7 +114,6 @@ class Row:
             "orchestrator": self.orchestrator,
             "read": self.read,
             "cost_of_1000": 1000 * price.of(self.read, self.written + self.orchestrator),
-            "failed": sum(not outcome.judged for outcome in self.outcomes),
             **(summary(self.outcomes) if self.orchestrator else {}),
         }
 
@@ -95,17 +122,15 @@ def fixed_row(run: OpenRun, problems: Sequence[Problem], graph: Graph) -> Row:
     """The same graph for all problems; a single agent may write as much as two."""
     limit = 2 * run.config.agent_max_tokens // len(graph.agents)
     graphs = [graph] * len(problems)
-    return Row.of(try_graphs(run.runner, problems, graphs, max_new_tokens=limit))
+    return Row([[o] for o in try_graphs(run.runner, problems, graphs, max_new_tokens=limit)])
 
 
 def written_row(run: OpenRun, problems: Sequence[Problem], adapter: str | None) -> Row:
     """The greedy graphs of the model with this adapter; an invalid one solves nothing."""
     with wearing(run.policy, adapter):
         written = run.write([problem.question for problem in problems])
-    row = Row.of(try_graphs(run.runner, problems, [w.graph for w in written]))
-    row.orchestrator = sum(len(w.completion.token_ids) for w in written) / len(written)
-    row.read += sum(w.prompt_tokens for w in written) / len(written)
-    return row
+    outcomes = try_graphs(run.runner, problems, [w.graph for w in written])
+    return Row([[outcome] for outcome in outcomes], written)
 
 
 def vote_row(run: OpenRun, problems: Sequence[Problem], k: int, seed: int) -> Row:
@@ -113,11 +138,22 @@ def vote_row(run: OpenRun, problems: Sequence[Problem], k: int, seed: int) -> Ro
     runner = Runner(run.runner.agents, 2 * run.config.agent_max_tokens, temperature=1.0)
     asked = [problem for problem in problems for _ in range(k)]
     outcomes = try_graphs(runner, asked, [SINGLE] * len(asked), seed=seed)
-    row = Row.of(outcomes)
-    row.read, row.written = k * row.read, k * row.written
-    verdicts = [outcome.verdict for outcome in outcomes]
-    row.scores = [majority_score(verdicts[i : i + k]) for i in range(0, len(verdicts), k)]
-    return row
+    return Row([outcomes[i : i + k] for i in range(0, len(outcomes), k)])
+
+
+def judged_in_all(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """The rows without the problems that some row has no verdict on.
+
+    A failed call is no wrong answer, and what is paired needs the same problems in every row.
+
+    Raises:
+        UsageError: no problem is left.
+    """
+    count = len(next(iter(rows.values())).groups)
+    kept = [i for i in range(count) if all(o.judged for r in rows.values() for o in r.groups[i])]
+    if not kept:
+        raise UsageError("a call failed on every problem; is the agents' endpoint all right?")
+    return {name: row.only(kept) for name, row in rows.items()}
 
 
 def show(figures: dict[str, dict], title: str) -> None:
@@ -161,18 +197,29 @@ def main(config: EvaluateConfig) -> int:
     if run.config.sft_adapter is None:
         del writers["untrained"]  # training began with the bare model
     for name, adapter in writers.items():
-        rows[f"orchestrator, {name}"] = trained = written_row(run, problems, adapter)
+        rows[f"orchestrator, {name}"] = written_row(run, problems, adapter)
         terminal.line(f"orchestrator, {name}: done")
-    one = max(1.0, rows["single agent"].written)
+    paired = judged_in_all(rows)
+    one, trained = max(1.0, paired["single agent"].written), paired["orchestrator, trained"]
     k = max(1, round((trained.written + trained.orchestrator) / one))
     rows[f"single agent, vote of {k}"] = vote_row(run, problems, k, config.seed)
 
-    price = Price(config.read_price, config.written_price)
-    figures = {name: row.figures(rows["single agent"], price) for name, row in rows.items()}
-    title = f"{run.config.dataset}, {config.split}, n = {len(problems)}; agents: {run.agents}"
+    paired, price = judged_in_all(rows), Price(config.read_price, config.written_price)
+    single = paired["single agent"]
+    figures = {name: row.figures(single, price) for name, row in paired.items()}
+    for name, row in rows.items():  # which were to blame
+        figures[name]["failed"] = sum(not outcome.judged for outcome in row.outcomes)
+    title = f"{run.config.dataset}, {config.split}, n = {len(single.groups)}; agents: {run.agents}"
     show(figures, title)
+    left_out = len(problems) - len(single.groups)
+    if left_out:
+        terminal.line(
+            f"{left_out} of {len(problems)} problems are left out of all rows: an agent's server "
+            "failed on them (agent_failed in traces.jsonl)"
+        )
     config.output.mkdir(parents=True, exist_ok=True)
     about = {"title": title, "config": to_dict(config), "run": to_dict(run.config)}
+    about["left_out"] = left_out
     text = json.dumps(about | {"rows": figures}, indent=2, ensure_ascii=False)
     (config.output / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     with (config.output / "traces.jsonl").open("w", encoding="utf-8") as stream:
