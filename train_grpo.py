@@ -61,7 +61,7 @@ from rlm.plots import learning_curves
 from rlm.prompts import FORMATS, render_problem
 from rlm.report import LearningTally, mean_metrics, step_metrics, timed
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward
-from rlm.runs import check_writable, open_run
+from rlm.runs import RunDirectory, check_writable
 from rlm.sampling import SamplingParams
 from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
@@ -126,7 +126,8 @@ class GRPOTrainer:
                 resume as it was.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        with open_run(self.config, self.team) as self.run:  # signals wait for the end of a step
+        mode = {"resume": self.config.resume, "writes": self.team.leads}
+        with RunDirectory(self.config.run_dir, **mode) as self.run:  # signals wait for a step's end
             return self._loop(problems, eval_problems)
 
     def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:

@@ -171,7 +171,6 @@ def train(
     from rlm.models import base_hash, load_tokenizer
     from rlm.runs import RunDirectory, check_writable
     from rlm.sft import SFTTrainer
-    from rlm.tracking import open_tracker
 
     device = pick_device()
     format = FORMATS[config.reasoning_format]
@@ -217,7 +216,7 @@ def train(
             tensor.data = tensor.data.float()
     check_loss_mask(trainer.data_collator(first), first)
     trainer.remove_callback(transformers.PrinterCallback)
-    run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
+    run.track(config.tracker, to_dict(config))
     with run:
         result = trainer.train()
         run.leave_if(run.interrupted)

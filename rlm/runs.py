@@ -22,10 +22,8 @@ from typing import IO
 
 from rlm import terminal
 from rlm.checkpoints import Checkpoints, writing
-from rlm.config import Interrupted, UsageError, to_dict
-from rlm.grpo_config import GRPOConfig
+from rlm.config import Interrupted, UsageError
 from rlm.interrupts import Interrupts
-from rlm.parallel import Team
 from rlm.records import replace_file, sync
 from rlm.tracking import Tracker, open_tracker
 
@@ -136,6 +134,11 @@ class RunDirectory:
             with writing(self.path / "config.json"):
                 replace_file(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
+    def track(self, name: str, config: Mapping[str, object]) -> None:
+        """Show elsewhere, too, what is logged from here on."""
+        if self.writes:
+            self.tracker = open_tracker(name, self.path, config)
+
     def read_config(self) -> dict[str, object]:
         return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
 
@@ -191,14 +194,6 @@ class RunDirectory:
 
     def _logs(self) -> list[Path]:
         return [file for name in LOGS if (file := self.path / name).exists()]
-
-
-def open_run(config: GRPOConfig, team: Team) -> RunDirectory:
-    """The run directory of a config, with its tracker; one process of the team writes."""
-    run = RunDirectory(config.run_dir, resume=config.resume, writes=team.leads)
-    if team.leads:  # and only now that the lock is held
-        run.tracker = open_tracker(config.tracker, run.path, to_dict(config))
-    return run
 
 
 def _is_run(path: Path) -> bool:

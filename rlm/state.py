@@ -149,6 +149,7 @@ class TrainingState:
             team.agree(0)
             step = self.restore(run)
         run.write_config(to_dict(config))
+        run.track(config.tracker, to_dict(config))  # only now: what is refused is shown nowhere
         return step
 
     def count_update(self, *, skipped: bool) -> None:

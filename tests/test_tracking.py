@@ -131,6 +131,14 @@ def test_the_option_and_its_older_spelling():
 # --- the tools themselves, offline --------------------------------------------------------------
 
 
+def test_a_run_that_is_refused_is_shown_nowhere(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlm.runs.open_tracker", pytest.fail)
+    config = a_config(tmp_path, resume=True, tracker="tensorboard")
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    with pytest.raises(UsageError, match="no checkpoint"):
+        trainer.train(PROBLEMS)
+
+
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
     """No account, no network, and homes where nothing is found or left."""
