@@ -30,6 +30,7 @@ from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
 from rlm.plots import accuracy_bars
 from rlm.prompts import FORMATS
 from rlm.quantize import QUANTIZATIONS, trained_on
+from rlm.records import replace_json
 
 GRADINGS = {"strict": True, "lenient": False}
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -53,10 +54,12 @@ class EvaluateConfig:
         None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
     )
     quantize: str = flag(
-        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+        "auto",
+        "quantize the base (bitsandbytes) (auto: as in training)",
+        choices=("auto", *QUANTIZATIONS),
     )
     audit_reward: bool = flag(False, "instead: how graders differ on a run's samples")
-    run_dir: Path = flag(Path("runs/grpo"), "that run")
+    run_dir: Path = flag(Path("runs/grpo"), "the run, for --audit-reward")
     seed: int = flag(0, "of problems, examples and sampling")
     output: Path = flag(Path("runs/evaluation"), "where figures, picture and failures go")
 
@@ -263,9 +266,7 @@ def report(
     if about.get("note"):
         terminal.line(f"  {about['note']}")
 
-    output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    (output / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    replace_json(output / "evaluation.json", content)
     with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
     bars = {

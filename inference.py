@@ -48,7 +48,9 @@ class InferenceConfig:
     base: bool = flag(False, "answer without the adapter")
     experiences: Path | None = flag(None, "library of lessons to put in front of the question")
     quantize: str = flag(
-        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+        "auto",
+        "quantize the base (bitsandbytes) (auto: as in training)",
+        choices=("auto", *QUANTIZATIONS),
     )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion")

@@ -48,7 +48,9 @@ class ServerConfig:
     base: bool = flag(False, "answer with the base model, without an adapter")
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
     quantize: str = flag(
-        "auto", "load the base packed (auto: as in training)", choices=("auto", *QUANTIZATIONS)
+        "auto",
+        "quantize the base (bitsandbytes) (auto: as in training)",
+        choices=("auto", *QUANTIZATIONS),
     )
     host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
     port: int = flag(8000, "port to listen on; 0 takes a free one")

@@ -126,8 +126,10 @@ class GRPOTrainer:
                 resume as it was.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        mode = {"resume": self.config.resume, "writes": self.team.leads}
-        with RunDirectory(self.config.run_dir, **mode) as self.run:  # signals wait for a step's end
+        self.run = RunDirectory(
+            self.config.run_dir, resume=self.config.resume, writes=self.team.leads
+        )
+        with self.run:  # from here on a signal waits for the end of a step
             return self._loop(problems, eval_problems)
 
     def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:
@@ -140,7 +142,7 @@ class GRPOTrainer:
         problems = start.within(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, team)
         self.plan = team.agree(start.plan(self, [*problems, *eval_problems], len(eval_problems)))
-        before = self._evaluate(eval_problems, 0) if first_step == 0 else None
+        start_accuracy = self._evaluate(eval_problems, 0) if first_step == 0 else None
         run.leave_if(team.any(run.interrupted))
         for step in range(first_step, config.steps):
             seconds: dict[str, float] = {}
@@ -172,7 +174,7 @@ class GRPOTrainer:
             penalties = overlong_penalties(completions, config.max_new_tokens, *overlong)  # (P, G)
             advantages = group_advantages(rewards + penalties, scale_by_std=choices.scale_by_std)
             kept = has_signal(rewards) | (not choices.dynamic_sampling)  # (P,)
-            advantages[~kept] = 0.0  # a group that was replaced: not even for its lengths
+            advantages[~kept] = 0.0  # not learned from (`kept` below): the log is to say so
 
             # 4. learn: rows whose loss is exactly zero are not computed
             rollouts = make_rollouts(
@@ -192,8 +194,8 @@ class GRPOTrainer:
 
             metrics = {"step": step} | step_metrics(completions, rewards, penalties, kept, seconds)
             metrics |= mean_metrics(team.gather([figures])) | learned
-            if step == 0 and before is not None:
-                metrics["eval/start_accuracy"] = before
+            if step == 0 and start_accuracy is not None:
+                metrics["eval/start_accuracy"] = start_accuracy
             done = step + 1
             out_of_time = team.agree(time.monotonic() - started >= 60 * time_limit)
             interrupted = team.any(run.interrupted)
@@ -233,14 +235,14 @@ class GRPOTrainer:
                         with torch.no_grad(), use_reference(self.policy, config.sft_adapter):
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
-                before = torch.stack([old[row] for row in micro.rows])
+                old_logprobs = torch.stack([old[row] for row in micro.rows])
                 importance = None  # one, where sampler and trainer compute the same
                 if not self.sampler.exact:
-                    importance = importance_weights(before, micro.sampler_logprobs)
+                    importance = importance_weights(old_logprobs, micro.sampler_logprobs)
                 ref = torch.stack([reference[row] for row in micro.rows]) if reference else None
                 loss, sums = policy_loss(
                     logprobs,
-                    before,
+                    old_logprobs,
                     micro.advantages,
                     micro.weights,
                     micro.completion_mask,
@@ -295,8 +297,14 @@ class GRPOTrainer:
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
         """How many of the problems are solved greedily; `advance` is called after each."""
-        limit, tools = self.config.max_new_tokens, (self.sampler, self.tokenizer)
-        result = evaluate(*tools, problems, self.format, max_new_tokens=limit, on_finish=advance)
+        result = evaluate(
+            self.sampler,
+            self.tokenizer,
+            problems,
+            self.format,
+            max_new_tokens=self.config.max_new_tokens,
+            on_finish=advance,
+        )
         return result.accuracy(strict=True)["correct"]
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
@@ -307,8 +315,9 @@ class GRPOTrainer:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.use_best()
         rows, config = self.team.agree(self.run.metrics()), self.config
-        results = (self.state, len(rows), validated_on, seconds)
-        summary = report.run_summary(config, self.model_name, *results)
+        summary = report.run_summary(
+            config, self.model_name, self.state, len(rows), validated_on, seconds
+        )
         if self.team.leads:
             save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)
             self.run.write_csv()

@@ -56,7 +56,7 @@ class SFTConfig:
     lora_r: int = flag(16, "rank of a new adapter")
     lora_alpha: int = flag(32, "scale of a new adapter, over its rank")
     lora_dropout: float = flag(0.0, "dropout inside the adapter")
-    quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
+    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
     attn: str = flag("sdpa", "attention", choices=ATTENTIONS)
     eval_samples: int = flag(50, "validation problems whose loss is measured at the end (0: none)")
@@ -149,8 +149,10 @@ def main(config: SFTConfig) -> int:
         seed=config.seed,
         keep_code=config.keep_code,
     )
-    validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples or 1)
-    train(config, problems, validation[: config.eval_samples])
+    validation = []
+    if config.eval_samples:
+        validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+    train(config, problems, validation)
     return 0
 
 

@@ -44,7 +44,7 @@ class RolloutConfig:
     model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
     adapter: Path | None = flag(None, "adapter that ours and generate draw with")
     dataset: str = flag("word-problems:1", "where the prompts come from")
-    quantize: str = flag("none", "load the base packed", choices=QUANTIZATIONS)
+    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each")
     new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length")
     lengths: bool = flag(True, "also replay the recorded lengths")

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # rlm, when the package is not installed
 
 from rlm import terminal  # noqa: E402
 from rlm.config import UsageError, flag, run_main  # noqa: E402
+from rlm.records import replace_json  # noqa: E402
 
 # Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
 KEPT = (
@@ -49,9 +50,7 @@ def main(config: RecordConfig) -> int:
             entry["curl"] = curl(config.url, entry["request"], keyed=bool(key))
             entry["answer"] = {name: answer[name] for name in KEPT}
             terminal.line(f"{entry['name']}: {answer['final_answer'] or 'no answer'}")
-    scratch = config.file.with_suffix(".tmp")
-    scratch.write_text(json.dumps(book, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(scratch, config.file)
+    replace_json(config.file, book)
     return 0
 
 

@@ -225,23 +225,30 @@ def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
 
 
 @contextmanager
+def wearing(policy: PeftModel, adapter: str | None) -> Iterator[None]:
+    """Inside, the policy computes with this adapter of its own, frozen; None is the bare base."""
+    if adapter is None:
+        with policy.disable_adapter():
+            yield
+        return
+    policy.set_adapter(adapter, inference_mode=True)
+    try:
+        yield
+    finally:
+        policy.set_adapter("default")
+
+
+@contextmanager
 def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
     """Inside, the policy computes as it did when training started: the reference of the KL term.
 
     After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
     training started from none.
     """
-    if start_adapter is None:
-        with policy.disable_adapter():
-            yield
-        return
-    if "reference" not in policy.peft_config:
+    if start_adapter is not None and "reference" not in policy.peft_config:
         policy.load_adapter(str(start_adapter), adapter_name="reference", is_trainable=False)
-    policy.set_adapter("reference", inference_mode=True)
-    try:
+    with wearing(policy, None if start_adapter is None else "reference"):
         yield
-    finally:
-        policy.set_adapter("default")
 
 
 def save_adapter(

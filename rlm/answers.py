@@ -58,6 +58,11 @@ class Verdict:
     reason: str  # one of REASONS
     answer: str | None  # the candidate text as found (trimmed), None where there is none
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether one answer was given that could be compared, right or not."""
+        return self.reason in ("correct", "wrong")
+
 
 @dataclass(frozen=True)
 class _Claim:

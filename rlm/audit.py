@@ -22,6 +22,7 @@ from rlm.answers import grade
 from rlm.config import UsageError
 from rlm.evaluation import wilson_interval
 from rlm.prompts import FORMATS, Format
+from rlm.records import read_log
 
 TIME_LIMIT = 5.0  # seconds for one answer
 EXAMPLES = 5  # shown of each kind of disagreement
@@ -137,7 +138,7 @@ class Audit:
         return found
 
 
-def read_samples(run_dir: Path) -> Iterator[dict]:
+def read_samples(run_dir: Path) -> list[dict]:
     """The groups of a run's samples.jsonl.
 
     Raises:
@@ -146,11 +147,7 @@ def read_samples(run_dir: Path) -> Iterator[dict]:
     file = run_dir / "samples.jsonl"
     if not file.is_file():
         raise UsageError(f"{file} does not exist; name a run with --run-dir")
-    with file.open(encoding="utf-8") as stream:
-        for line in stream:
-            if not line.endswith("\n"):
-                return  # torn by a kill
-            yield json.loads(line)
+    return read_log(file)
 
 
 def audit(
@@ -163,9 +160,8 @@ def audit(
         if limit is not None and result.completions == limit:
             break
         gold, kind = group["answer"], group.get("answer_type", "number")
-        tags = {"reasoning_tag": format.reasoning_tag, "answer_tag": format.answer_tag}
         strict, lenient = (
-            grade(text, gold, strict=flag, kind=kind, **tags) for flag in (True, False)
+            grade(text, gold, strict=flag, kind=kind, **format.tags) for flag in (True, False)
         )
         verdicts: dict[str, bool | None] = {"strict": strict.correct, "lenient": lenient.correct}
         if second:
@@ -197,7 +193,7 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     Raises:
         UsageError: the run left no samples.
     """
-    groups = list(read_samples(run_dir))
+    groups = read_samples(run_dir)
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     format = FORMATS[config.get("reasoning_format", "deepseek")]
     second = MathVerify() if MathVerify.installed() else None

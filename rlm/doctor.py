@@ -90,7 +90,7 @@ def diagnose(trainer: Any, problems: Sequence[Problem]) -> Diagnosis:
 def _figures(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
     given = [[r for r in row if r is not None] for row in rewards]
     flat = [row for row in given if len(row) < 2 or max(row) - min(row) <= 1e-8]
-    lenient = [g.lenient.reason in ("correct", "wrong") for g in drawn.completions]
+    lenient = [g.lenient.is_answer for g in drawn.completions]
     k = drawn.k
     return {
         "reward, mean": sum(map(sum, given)) / max(1, sum(map(len, given))),

@@ -150,7 +150,7 @@ class Graded:
     @property
     def kept_format(self) -> bool:
         """Strict grading found one number where it belongs, right or wrong."""
-        return self.strict.reason in ("correct", "wrong")
+        return self.strict.is_answer
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _mean(scores: Sequence[float]) -> dict[str, float]:
 
 def majority_score(verdicts: Sequence[Verdict]) -> float:
     """Chance that the most frequent answer of some completions is right; equal numbers are one."""
-    votes = [_vote(v.answer) if v.reason in ("correct", "wrong") else None for v in verdicts]
+    votes = [_vote(v.answer) if v.is_answer else None for v in verdicts]
     right = {vote for vote, v in zip(votes, verdicts, strict=True) if v.correct}
     winners = majority(votes)
     return mean_at_k([winner in right for winner in winners]) if winners else 0.0
@@ -296,8 +296,7 @@ def evaluate(
                 problem.answer,
                 strict=strict,
                 kind=problem.answer_type,
-                reasoning_tag=format.reasoning_tag,
-                answer_tag=format.answer_tag,
+                **format.tags,
             )
             for strict in (True, False)
         )

@@ -313,12 +313,12 @@ def policy_loss(
     log_ratio = logprobs - old_logprobs
     if ratio == "sequence":
         log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    moved = log_ratio.exp()  # (n, T), or (n, 1)
-    clipped = moved.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    rho = log_ratio.exp()  # (n, T), or (n, 1)
+    clipped = rho.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     if objective == "weighted":
         per_token = -clipped.detach() * advantage * logprobs
     else:
-        per_token = -torch.minimum(moved * advantage, clipped * advantage)
+        per_token = -torch.minimum(rho * advantage, clipped * advantage)
     if importance is not None:
         per_token = per_token * importance
     policy = (per_token * scale).sum()
@@ -328,8 +328,8 @@ def policy_loss(
         estimate = kl_estimate(logprobs, ref_logprobs, kl_estimator)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
-    low = (moved < 1 - clip_eps_low) & (advantage < 0)
-    high = (moved > 1 + clip_eps_high) & (advantage > 0)
+    low = (rho < 1 - clip_eps_low) & (advantage < 0)
+    high = (rho > 1 + clip_eps_high) & (advantage > 0)
     return loss, LossSums(
         policy=policy.item(),
         kl=kl.item(),

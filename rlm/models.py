@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlm.checkpoints import file_hash
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.quantize import keep_as_packed, packing
@@ -211,5 +212,4 @@ def _sha256(file: Path) -> bytes:
     name = file.resolve().name
     if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):
         return bytes.fromhex(name)
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
+    return bytes.fromhex(file_hash(file))

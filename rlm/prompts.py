@@ -37,6 +37,11 @@ class Format:
     answer_tag: str
 
     @property
+    def tags(self) -> dict[str, str]:
+        """As `rlm.answers.grade` takes them."""
+        return {"reasoning_tag": self.reasoning_tag, "answer_tag": self.answer_tag}
+
+    @property
     def system_prompt(self) -> str:
         return self.ask_for("number")
 

@@ -168,7 +168,7 @@ class LearningTally:
     grad_norm: float = 0.0
     sums: list[LossSums] = field(default_factory=list)  # of the last update
     update: int = 0
-    tokens: int = 0  # of the first update, as the rest
+    tokens: int = 0  # this and all below: of the first update
     entropy: float = 0.0
     gap: float = 0.0
     gap_max: float = 0.0

@@ -72,7 +72,7 @@ class GSM8KReward(RewardFunction):
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         verdict = _explicit_answer(completion, reference_answer, columns)
         strict = _grade(completion, reference_answer, columns, strict=True)
-        reward = self.format_bonus if strict.reason in ("correct", "wrong") else 0.0
+        reward = self.format_bonus if strict.is_answer else 0.0
         if verdict.correct:
             reward += self.correct
         elif _distance(verdict, reference_answer) <= 1:
@@ -260,15 +260,8 @@ def _tags(columns: Mapping[str, Any]) -> Format:
 
 
 def _grade(completion: str, answer: str, columns: Mapping[str, Any], *, strict: bool) -> Verdict:
-    tags = _tags(columns)
-    return grade(
-        completion,
-        answer,
-        strict=strict,
-        kind=columns.get("answer_type", "number"),
-        reasoning_tag=tags.reasoning_tag,
-        answer_tag=tags.answer_tag,
-    )
+    kind = columns.get("answer_type", "number")
+    return grade(completion, answer, strict=strict, kind=kind, **_tags(columns).tags)
 
 
 def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
@@ -288,7 +281,7 @@ def _scale(answer: str) -> float:
 def _distance(verdict: Verdict, answer: str) -> float:
     """Between the number that was claimed and the right one; infinite if there is no such pair."""
     claimed, gold = parse_number(verdict.answer or ""), parse_number(answer)
-    if verdict.reason not in ("correct", "wrong") or claimed is None or gold is None:
+    if not verdict.is_answer or claimed is None or gold is None:
         return math.inf
     return float(abs(claimed - gold))
 

@@ -24,7 +24,7 @@ from rlm import terminal
 from rlm.checkpoints import Checkpoints, writing
 from rlm.config import Interrupted, UsageError
 from rlm.interrupts import Interrupts
-from rlm.records import replace_file, sync
+from rlm.records import read_log, replace_file, sync
 from rlm.tracking import Tracker, open_tracker
 
 LOCK = ".lock"
@@ -139,9 +139,6 @@ class RunDirectory:
         if self.writes:
             self.tracker = open_tracker(name, self.path, config)
 
-    def read_config(self) -> dict[str, object]:
-        return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-
     def log(self, metrics: Mapping[str, float]) -> None:
         """Append one step's figures; a figure that is not finite is written as null."""
         if not self.writes:
@@ -164,7 +161,7 @@ class RunDirectory:
         """All steps logged so far; a torn last line (a kill while writing) is left out."""
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
-            for row in _read_jsonl(self.metrics_file)
+            for row in read_log(self.metrics_file)
         ]
 
     def write_csv(self) -> None:
@@ -181,7 +178,7 @@ class RunDirectory:
         if not self.writes:
             return
         for file in self._logs():
-            kept = [row for row in _read_jsonl(file) if row["step"] < step]
+            kept = [row for row in read_log(file) if row["step"] < step]
             with writing(file):
                 lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
                 replace_file(file, "".join(lines))
@@ -231,16 +228,3 @@ def git_commit() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else None
-
-
-def _read_jsonl(file: Path) -> list[dict]:
-    rows = []
-    if not file.exists():
-        return rows
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as stream:
-        for line in stream:  # not splitlines: a model may write U+2028
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # torn by a kill; the step it belongs to is run again
-                break
-    return rows

@@ -25,8 +25,8 @@ def settle(config: GRPOConfig) -> GRPOConfig:
     """The config with model and data where no flag named them.
 
     Raises:
-        UsageError: the adapter to start from is not there. The default one must be only where no
-            model is named either: then training goes on where SFT ended.
+        UsageError: the adapter to start from is not there. The default one is required only if no
+            model is named: then training goes on where SFT ended.
     """
     adapter = config.sft_adapter
     if adapter == DEFAULT_SFT_ADAPTER and config.model is not None and not adapter.exists():

@@ -129,7 +129,8 @@ class TrainingState:
                 had other data, other options, another base or adapter.
         """
         if team.leads:
-            # Adapter, best adapter and two moments; for a moment there is one more than is kept.
+            # Adapter, best adapter and two moments; beside those kept, one that is protected and
+            # the one that is being written.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
             config.output.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,7 @@ class TrainingState:
         return step
 
     def count_update(self, *, skipped: bool) -> None:
-        """Count an update whose gradient was not finite, or that they came to an end."""
+        """Count an update whose gradient was not finite; a finite one ends the streak."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.updated |= not skipped

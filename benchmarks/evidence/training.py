@@ -7,7 +7,6 @@ No adapter is chosen by its score: all arms are judged as they are after their l
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import subprocess
 import time
@@ -33,6 +32,7 @@ from rlm import machine
 from rlm.answers import grade, split_completion
 from rlm.data import Problem
 from rlm.grpo import problems_for_step
+from rlm.records import read_log
 from rlm.runs import git_commit
 
 Record = dict[str, Any]
@@ -197,8 +197,8 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
         practice = without_golds(practice, cell.seed)
     reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
     GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
-    rows = _read_jsonl(options.run_dir / "metrics.jsonl")
-    drawn = _by_step(_read_jsonl(options.run_dir / "samples.jsonl"))
+    rows = read_log(options.run_dir / "metrics.jsonl")
+    drawn = _by_step(read_log(options.run_dir / "samples.jsonl"))
     steps = [
         {
             "samples": len(drawn[row["step"]]),  # DAPO draws more for some of its groups
@@ -280,7 +280,3 @@ def _by_step(rows: Sequence[Record]) -> dict[int, list[tuple[str, str, bool]]]:
         found = [(text, row["answer"], bool(reward)) for text, reward in texts]
         steps.setdefault(row["step"], []).extend(found)
     return steps
-
-
-def _read_jsonl(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,20 +101,6 @@ class RemoteAgents:
         """Nothing is held."""
 
 
-@contextmanager
-def wearing(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Inside, the policy computes with this adapter of its own, frozen; None is the bare base."""
-    if adapter is None:
-        with policy.disable_adapter():
-            yield
-        return
-    policy.set_adapter(adapter, inference_mode=True)
-    try:
-        yield
-    finally:
-        policy.set_adapter("default")
-
-
 def choose_agents(config: Config) -> AgentModel | RemoteAgents:
     """Whom the config names.
 
@@ -157,7 +143,7 @@ def open_agents(
             policy.load_adapter(str(agents.adapter), adapter_name=name, is_trainable=False)
         if not isinstance(sampler, Sampler):
             sampler = Sampler(policy, tokenizer)
-        return LocalAgents(sampler, tokenizer, partial(wearing, policy, name))
+        return LocalAgents(sampler, tokenizer, partial(adapters.wearing, policy, name))
     device = machine.pick_device()
     model = models.load_base(agents.name, device, quantize=agents.quantize)
     if agents.adapter:

@@ -18,13 +18,13 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from recipes.orchestrator.agents import wearing
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import OpenRun, Written
 from recipes.orchestrator.prompts import ASKED_TWICE, HAND_WRITTEN, SINGLE
 from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
+from rlm.adapters import wearing
 from rlm.config import UsageError, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import (

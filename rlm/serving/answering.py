@@ -45,11 +45,10 @@ def _sample(
     text = tokenizer.decode(row.ids, skip_special_tokens=True)
     if row.splitter.phase == "done":  # the stop text and what was drawn with it are not returned
         text = row.splitter.cut(text)
-    tags = {"reasoning_tag": format.reasoning_tag, "answer_tag": format.answer_tag}
     # Only whether a number is there matters: a gold that it is compared with has to be given.
-    strict, lenient = (grade(text, "0", strict=strict, **tags) for strict in (True, False))
-    kept = strict.reason in ("correct", "wrong")
-    found = lenient.answer if lenient.reason in ("correct", "wrong") else None
+    strict, lenient = (grade(text, "0", strict=strict, **format.tags) for strict in (True, False))
+    kept = strict.is_answer
+    found = lenient.answer if lenient.is_answer else None
     return Sample(
         response=text,
         reasoning=row.reasoning if row.splitter.opened else None,
@@ -107,9 +106,8 @@ def trace(sample: Sample) -> list[Step]:
 
 
 def verify(sample: Sample, expected: str, format: Format) -> Verified:
-    tags = {"reasoning_tag": format.reasoning_tag, "answer_tag": format.answer_tag}
-    strict = grade(sample.response, expected, strict=True, **tags)
-    lenient = grade(sample.response, expected, strict=False, **tags)
+    strict = grade(sample.response, expected, strict=True, **format.tags)
+    lenient = grade(sample.response, expected, strict=False, **format.tags)
     return Verified(
         expected=expected,
         correct=strict.correct,

@@ -5,12 +5,12 @@ A request chooses by name from this fixed list, so no name can become a path.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlm.adapters import ADAPTER_FILES, check_adapter, check_base, read_run
+from rlm.checkpoints import file_hash
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL
 from rlm.models import base_hash
@@ -82,8 +82,7 @@ def find_adapters(
         check_base(path, model, model_hash)
         if path.name in offered:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
-        with (path / ADAPTER_FILES[1]).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_hash(path / ADAPTER_FILES[1])
         format = FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
         offered[path.name] = Offered(path.name, path, digest, run.get("stage", "unknown"), format)
     if quantize == "auto":
