@@ -25,6 +25,11 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
+# A developer's endpoints and keys win over a test's own file: real requests, which cost money.
+for name in [*os.environ]:
+    if name.startswith(("GENERATOR_", "CRITIC_", "JUDGE_")):
+        del os.environ[name]
+
 settings.register_profile("repeatable", derandomize=True)  # the same examples every time
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
@@ -82,6 +87,16 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     (in a fixture of its module, which this one does not reach), test_evaluation every case."""
     if "train_grpo" in sys.modules:
         monkeypatch.setattr("train_grpo.learning_curves", lambda rows, path: path.touch())
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The jobs that requests to a server become, as they reach its engine."""
+    from rlm.serving.engine import Engine
+
+    jobs, submit = [], Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda self, job: (jobs.append(job), submit(self, job)))
+    return jobs
 
 
 @pytest.fixture(scope="session")

@@ -594,7 +594,7 @@ def test_what_is_thought_is_not_said(thinking: str, gold: int) -> None:
 
 # --- cost -----------------------------------------------------------------------------------------
 
-LIMIT = 0.05  # seconds for 100 kB, the best of up to three runs
+LIMIT = 0.05  # seconds of computing for 100 kB, the best of up to three runs
 REPEATED = [
     *("[", "{", "(", "<", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "\\boxed{1}"),
     *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),
@@ -620,9 +620,9 @@ def test_hostile_text_is_cheap(piece: str) -> None:
             for strict in (True, False):
                 best = 1.0
                 for _ in range(3):
-                    start = time.perf_counter()
+                    start = time.thread_time()  # others may want the machine too
                     grade(text, "18", strict=strict)
-                    best = min(best, time.perf_counter() - start)
+                    best = min(best, time.thread_time() - start)
                     if best < LIMIT:
                         break
                 slowest.append(best)

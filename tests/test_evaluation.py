@@ -1,6 +1,7 @@
 """Statistics against values worked out by hand or by brute force; `evaluate` without a model."""
 
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import evaluate as script
 from rlm.answers import Verdict
 from rlm.data import Problem
 from rlm.evaluation import (
@@ -251,6 +253,25 @@ def test_evaluation_of_several_completions_each():
     assert 0 <= interval["low"] <= interval["mean"] <= interval["high"] <= 0.5
     with pytest.raises(ValueError, match="mean_accuracy"):
         result.accuracy(strict=True)
+
+
+def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
+    tmp_path, monkeypatch, capsys
+):
+    """Of four problems the base solves one, the adapter that and two more."""
+    monkeypatch.setattr(script, "accuracy_bars", lambda *_: None)
+    right, wrong = graded("correct"), graded("wrong")
+    worse, better = (
+        Evaluation([problem()] * 4, [[g] for g in groups])
+        for groups in ([right, wrong, wrong, wrong], [right, right, right, wrong])
+    )
+    script.report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
+    said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]["compared"]
+    assert list(said) == ["SFT − base"]
+    for grading in ("strict", "lenient"):
+        assert said["SFT − base"][grading]["points"] == 50
+        assert said["SFT − base"][grading]["mcnemar_p"] == 0.5  # two against none: 2 / 2²
+    assert "SFT − base: +50.0 points strict" in capsys.readouterr().out
 
 
 def test_a_claim_that_is_no_number_has_no_vote():

@@ -11,7 +11,6 @@ import resource
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import byte_tokenizer
 from safetensors.torch import load
 from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
@@ -47,6 +47,7 @@ class Runs:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
         self.said = folder / "said.txt"
+        self.meetings = 0
 
     def options(self, name: str, **changes: object) -> list[str]:
         options = {
@@ -77,15 +78,16 @@ class Runs:
         return faults.wait(self.start(name, *flags, **arguments), self.said)
 
     def together(self, name, *flags, before=(lambda: None,) * 2, **changes) -> list[faults.Ended]:
-        """A run of two processes that find each other as `torchrun` would tell them."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        """A run of two processes that are told who they are as by `torchrun`, and that meet in a
+        file: a port that is free now may be another test's by then."""
+        self.meetings += 1
+        place = str(self.folder / f"meeting{self.meetings}")
 
         def join(rank):
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            team = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank} | where
+            team = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({key: str(value) for key, value in team.items()})
+            store = dist.FileStore(place, 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
             before[rank]()
 
         said = [self.folder / f"said{rank}.txt" for rank in (0, 1)]
@@ -460,11 +462,17 @@ FOREVER = {"steps": 8, "lr_schedule": "constant", "warmup_steps": 0, "keep_check
 
 def test_three_bad_gradients_in_a_row_go_back_to_the_last_good_weights(runs):
     """Updates 2, 3, 4 are bad: the weights that gave update 1 are those before step 2."""
-    ended = runs.run("run", before=lambda: poison({2, 3, 4}), **FOREVER)
+    ended = runs.run("run", before=lambda: poison({2, 3, 4}), **FOREVER | {"keep_checkpoints": 9})
     assert ended.code == 0, ended.text
     assert "weights of step 1 again, half the learning rate" in ended.text
     assert ended.text.count("update skipped") == 3
     assert rates(runs, "run") == ([0.01] * 5 + [0.005] * 3, [0, 0, 1, 2, 3, 3, 3, 3])
+    folders = [runs.folder / "run" / "checkpoints" / f"step_00000{n}" for n in (1, 4, 5)]
+    good, lost, back = (load((f / "state.safetensors").read_bytes()) for f in folders)
+    names = [name for name in good if not name.startswith("best/")]
+    assert {name.partition("/")[0] for name in names} == {"adapter", "optimizer"}
+    assert all(torch.equal(back[name], good[name]) for name in names)
+    assert not any(torch.equal(lost[name], good[name]) for name in names)
 
 
 @pytest.mark.slow

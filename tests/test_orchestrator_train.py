@@ -36,6 +36,7 @@ from rlm.data import Problem
 from rlm.evaluation import majority_score
 from rlm.machine import Device, Setup
 from rlm.models import load_base, load_tokenizer
+from rlm.remote import Price
 from rlm.sampling import SamplingParams
 from rlm.state import TrainingState
 
@@ -652,6 +653,17 @@ def test_rows_need_a_problem_that_all_have_a_verdict_on():
     assert [len(row.groups) for row in evaluate.judged_in_all(rows).values()] == [1, 1]
     with pytest.raises(UsageError, match="a call failed on every problem"):
         evaluate.judged_in_all({"a": row(True, False), "b": row(False, True)})
+
+
+def test_a_row_that_solves_more_than_the_single_agent_is_ahead_of_it():
+    def row(*solved):
+        return evaluate.Row([[SimpleNamespace(correct=right, run=None)] for right in solved])
+
+    single, better = row(True, False, False, False), row(True, True, True, False)
+    gain = better.figures(single, Price())["against_single"]
+    assert gain["points"] == 50
+    assert 0 <= gain["low"] <= 50 <= gain["high"] <= 100
+    assert single.figures(better, Price())["against_single"]["points"] == -50
 
 
 def test_a_vote_by_hand():

@@ -66,6 +66,23 @@ def test_the_prompt_is_the_template_around_the_question(tokenizer):
     assert (ids.count(START), ids.count(END)) == (3, 2)
 
 
+def test_what_is_read_and_written_is_what_adapters_were_trained_on():
+    """Word for word: with another prompt every adapter there is goes on, but worse."""
+    assert {name: (f.system_prompt, f.completion("so", "2")) for name, f in FORMATS.items()} == {
+        "deepseek": (
+            "Reason inside <think></think>, then give the final number inside <answer></answer>.",
+            "<think>\nso\n</think>\n<answer>2</answer>",
+        ),
+        "simple": (
+            "Reason inside <reasoning></reasoning>, then give the final number inside "
+            "<answer></answer>.",
+            "<reasoning>\nso\n</reasoning>\n<answer>2</answer>",
+        ),
+    }
+    for kind, asked in (("choice", "letter of your choice"), ("text", "final answer")):
+        assert DEEPSEEK.ask_for(kind) == DEEPSEEK.system_prompt.replace("final number", asked)
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_user_cannot_forge_a_role(template):
     tokenizer = byte_tokenizer(template=template)

@@ -2,7 +2,8 @@
 
 The model is a tiny one that ends early, and the hub is played by our own word problems. Changed are
 import lines, script path and model name; where the document that the examples come from is at hand,
-a test compares them with it.
+a test compares them with it. The command lines are run to their end by `make test-slow`; otherwise
+for one step, which also says what they set.
 """
 
 import ast
@@ -103,7 +104,7 @@ COMMANDS = {  # and what the run's config must say
     },
 }  # fmt: skip
 OURS = "train_grpo.py --model MODEL --preset reasoning_small --reasoning_format simple"
-OURS += " --steps 1 --eval_samples 4"
+SHORT = " --steps 1 --eval_samples 4"
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +164,14 @@ def test_python_blocks(early_model, here, capsys):
     assert names["config"].group_size == 8
 
 
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param(SHORT, id="short"), pytest.param("", id="whole", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("command", [*COMMANDS, OURS])
-def test_command_lines(command, early_model, here, monkeypatch, capsys):
+def test_command_lines(command, more, early_model, here, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert run_command(command, early_model) == 0
+    assert run_command(command + more, early_model) == 0
     assert left_behind(here)
     config = json.loads((here / "runs/grpo/config.json").read_text())
     assert config["sft_adapter"] is None

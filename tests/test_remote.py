@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -51,9 +52,12 @@ def client_of(server: ScriptedServer, **options) -> RemoteClient:
     return RemoteClient(server.url, **({"backoff": 0.001} | options))
 
 
-def free_port_url() -> str:
-    with ScriptedServer() as gone:
-        return gone.url
+@pytest.fixture
+def nobody():
+    """A URL where nobody answers. The port is bound, so that nobody else listens there either."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
 # --- chat -----------------------------------------------------------------------------------
@@ -125,10 +129,11 @@ def test_after_the_last_try_the_error_says_so(server):
 
 
 def test_a_slow_server_runs_into_the_time_out(server):
-    server.script(chat_reply("too late", delay=0.5), chat_reply("in time"))
-    started = time.monotonic()
-    assert client_of(server, timeout=0.1).chat(HELLO, **ASK).text == "in time"
-    assert 0.1 <= time.monotonic() - started < 0.4
+    server.answer = lambda body: "in time"
+    server.script(chat_reply("too late", delay=5))
+    client = client_of(server, timeout=0.1, attempts=20)
+    assert client.chat(HELLO, **ASK).text == "in time"
+    assert client.retries > 0
 
 
 @pytest.fixture
@@ -153,7 +158,7 @@ def test_retry_after_is_waited_for(server):
     server.script(refuse(429, retry_after="0.2"), chat_reply("yes"))
     client_of(server).chat(HELLO, **ASK)
     first, second = (seen.at for seen in server.requests)
-    assert 0.2 <= second - first < 0.5
+    assert second - first >= 0.2
 
 
 @pytest.mark.parametrize(
@@ -303,7 +308,7 @@ def test_clients_can_share_a_budget(server):
     assert total.cost == 5 + 10
 
 
-def test_what_failures_cost(server):
+def test_what_failures_cost(server, nobody):
     def cost_after(*replies: Reply) -> float:
         client = client_of(server, price=Price(completion=1e6))
         server.script(*replies)
@@ -313,7 +318,7 @@ def test_what_failures_cost(server):
     assert cost_after(chat_reply("x")) == 5
     assert cost_after(refuse(500), chat_reply("x")) == 5  # refused: free
     assert cost_after(HANG_UP, chat_reply("x")) == 25  # may have been charged, at most 20
-    client = RemoteClient(free_port_url(), price=Price(completion=1e6), attempts=2, backoff=0)
+    client = RemoteClient(nobody, price=Price(completion=1e6), attempts=2, backoff=0)
     with pytest.raises(RemoteError):
         client.chat(HELLO, **ASK)
     assert client.spending.cost == 0  # nobody was there
@@ -377,11 +382,11 @@ def test_v1_is_added_where_there_is_no_path(server):
         RemoteClient(server.url.removesuffix("v1") + "api").models()
 
 
-def test_no_server(server):
-    started = time.monotonic()
+def test_no_server(nobody, pauses):
+    client = RemoteClient(nobody)
     with pytest.raises(UsageError, match="no server answers at http://127"):
-        RemoteSampler(RemoteClient(free_port_url()), [END])
-    assert time.monotonic() - started < 0.4  # not the pauses of five tries
+        RemoteSampler(client, [END])
+    assert (pauses, client.retries) == ([], 0)  # not five tries
 
 
 def test_importing_the_client_loads_no_torch():

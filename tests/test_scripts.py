@@ -14,18 +14,30 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_evaluation import graded, problem
+from test_train_grpo import a_start_adapter
 from transformers import AutoModelForCausalLM
 
 import evaluate
 import inference
 import train_grpo
 import train_sft
+from rlm import machine, models
 from rlm.config import UsageError, parse, run_main
-from rlm.prompts import FORMATS, render_prompt
+from rlm.evaluation import Evaluation
+from rlm.prompts import FORMATS, render_problem, render_prompt
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_sft", "train_grpo", "evaluate", "inference", "server")
 DATA = ["--dataset", "word-problems:1"]
+ROWS = ("base", "SFT", "GRPO")
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """Whether the machine has a network does not matter."""
+    for module in (machine, models):
+        monkeypatch.setattr(module, "hub_reachable", lambda: False)
 
 
 def run(script, *arguments):
@@ -102,6 +114,63 @@ def test_evaluate_writes_its_files(trained, capsys):
     assert "SFT" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def demo():
+    """examples/demo.py as a module."""
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/demo.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monkeypatch, demo):
+    """Not of the adapters of the rows above it, merged into the base."""
+    monkeypatch.setattr(evaluate, "accuracy_bars", lambda *_: None)
+    adapters = {name: tmp_path / name for name in ("sft", "grpo")}
+    for seed, path in enumerate(adapters.values()):
+        torch.manual_seed(seed)
+        a_start_adapter(model_dir, tokenizer, path)
+
+    def greedy_texts(sft):
+        output = tmp_path / "evaluation"
+        code = run(
+            evaluate, "--model", model_dir, *DATA, "--sft-adapter", sft, "--adapter",
+            adapters["grpo"], "--max-samples", 2, "--few-shot", 0, "--max-new-tokens", 8,
+            "--output", output,
+        )  # fmt: skip
+        assert code == 0
+        failed = list(map(json.loads, (output / "failures.jsonl").open()))
+        return {name: [f["completion"] for f in failed if f["row"] == name] for name in ROWS}
+
+    both, alone = greedy_texts(adapters["sft"]), greedy_texts("none")
+    assert [len(texts) for texts in both.values()] == [2, 2, 2]  # none is right by chance
+    assert len({text for texts in both.values() for text in texts}) == 6
+    assert (both["base"], both["GRPO"]) == (alone["base"], alone["GRPO"])
+
+    monkeypatch.setattr(evaluate, "report", lambda *_: None)
+    config = demo.DemoConfig(problems=2, samples=1)
+    grpo = train_grpo.GRPOConfig(model=str(model_dir), dataset=DATA[1], max_new_tokens=8)
+    rows = demo._evaluate(config, grpo, adapters, demo.Clock())
+    texts = [[g.text for g in kinds["greedy"].completions] for kinds in rows.values()]
+    assert dict(zip(ROWS, texts, strict=True)) == both
+
+
+def test_the_demos_gain_is_grpos_lead_over_sft(demo):
+    right, wrong = graded("correct"), graded("wrong")
+    greedy = Evaluation([problem()], [[right]])
+    worse = Evaluation([problem()] * 2, [[right, wrong], [wrong, wrong]])
+    better = Evaluation([problem()] * 2, [[right, right], [right, wrong]])
+    summary = demo._summary(
+        {
+            "base": {"greedy": greedy},
+            "sft": {"greedy": greedy, "sampled": worse},
+            "grpo": {"greedy": greedy, "sampled": better},
+        }
+    )
+    assert summary["gain"]["points"] == 50
+
+
 def test_inference_streams_then_says_what_it_found(trained, capsys):
     assert run(inference, "2 + 2?", "--adapter", trained / "grpo", "--max-new-tokens", 8) == 0
     text = capsys.readouterr().out
@@ -169,6 +238,65 @@ def test_max_minutes_stops_evaluates_and_exports(trained, capsys):
     assert len(rows) == 1
     assert "eval/accuracy" in json.loads(rows[0])
     assert (trained / "short" / "run.json").exists()
+
+
+REWARD = """
+def by_length(completions, reasoning_format, **_):
+    rows = zip(completions, reasoning_format, strict=True)
+    return [len(text) % 3 / 2 if tags == "simple" else None for text, tags in rows]
+"""
+
+
+def test_reward_and_tags_are_those_that_were_asked_for(
+    model_dir, tmp_path, tokenizer, monkeypatch, capsys
+):
+    """From the flags of training to the scorer, and by run.json to evaluation and inference."""
+    monkeypatch.setattr(evaluate, "accuracy_bars", lambda *_: None)
+    tags = []
+
+    def watched(tokenizer, problem, format, **options):
+        tags.append(format.reasoning_tag)
+        return render_problem(tokenizer, problem, format, **options)
+
+    for module in ("train_sft", "train_grpo", "rlm.evaluation"):
+        monkeypatch.setattr(f"{module}.render_problem", watched)
+    (tmp_path / "mine.py").write_text(REWARD)
+    common = ["--model", model_dir, *DATA, "--reasoning_format", "simple"]
+
+    def asked():  # for which tags, since the last time
+        found = set(tags)
+        tags.clear()
+        return found
+
+    assert run(train_sft, *common, "--dry-run", "--max-samples", 1) == 0
+    assert "<reasoning>" in capsys.readouterr().out.split("--- learned")[1]
+    assert asked() == {"reasoning"}
+
+    assert run(
+        train_grpo, *common, "--reward", f"{tmp_path / 'mine.py'}:by_length", "--sft-adapter",
+        "none", "--steps", 1, "--batch-size", 2, "--group-size", 4, "--max-new-tokens", 8,
+        "--max-samples", 2, "--eval-samples", 2, "--run-dir", tmp_path / "run", "--output",
+        tmp_path / "grpo",
+    ) == 0  # fmt: skip
+    groups = list(map(json.loads, (tmp_path / "run" / "samples.jsonl").open()))
+    assert len({reward for group in groups for reward in group["rewards"]}) > 1
+    for group in groups:
+        assert group["rewards"] == [len(text) % 3 / 2 for text in group["completions"]]
+    assert asked() == {"reasoning"}
+
+    output = tmp_path / "evaluation"
+    arguments = ["--adapter", tmp_path / "grpo", "--sft-adapter", "none", "--output", output]
+    arguments += ["--max-samples", 2, "--max-new-tokens", 4, "--few-shot", 0]
+    assert run(evaluate, *arguments) == 0
+    assert asked() == {"reasoning"}
+    config = json.loads((output / "evaluation.json").read_text())["config"]
+    assert config["reasoning_format"] == "simple"
+
+    capsys.readouterr()
+    arguments = ["2 + 2?", "--json", "--adapter", tmp_path / "grpo", "--max-new-tokens", 4]
+    assert run(inference, *arguments) == 0
+    prompts = [len(render_prompt(tokenizer, "2 + 2?", format)) for format in FORMATS.values()]
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == prompts[1] != prompts[0]
 
 
 def test_dry_run_shows_the_mask_and_trains_nothing(model_dir, tmp_path, capsys):
@@ -396,12 +524,8 @@ def test_a_collator_that_changes_the_mask_is_caught(change):
         train_sft.check_loss_mask(batch, [example])
 
 
-def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys):
+def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     """What `make demo` does, with options of a few seconds."""
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/demo.py")
-    demo = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = demo  # dataclasses look their module up
-    spec.loader.exec_module(demo)
     common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\n"
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
     (tmp_path / "grpo.yaml").write_text(

@@ -25,7 +25,7 @@ from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
 from rlm.adapters import adapter_tensors, load_adapter, new_adapter, save_adapter
-from rlm.config import UsageError, run_main
+from rlm.config import UsageError, parse, run_main
 from rlm.machine import Device
 from rlm.models import base_hash, load_base
 from rlm.prompts import FORMATS, render_prompt
@@ -33,8 +33,12 @@ from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
 from rlm.serving.catalog import find_adapters
+from rlm.serving.draining import DrainingServer
 from rlm.serving.engine import Engine
+from rlm.serving.http_guard import SlowGuard
 from rlm.serving.lanes import load_lanes
+from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.service import Limits
 
 ROOT = Path(__file__).parent.parent
 CPU = Device("cpu", torch.float32, "test")
@@ -211,6 +215,75 @@ def test_a_port_in_use(capsys, monkeypatch):
         code, error = start(capsys, "--port", port)
     assert code == 2
     assert f"port {port}" in error
+
+
+# --- what the options set -------------------------------------------------------------------------
+
+
+def config_of(*arguments: object) -> server.ServerConfig:
+    return parse(server.ServerConfig, argv=[str(a) for a in arguments])
+
+
+def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
+    loaded = []
+    monkeypatch.setattr("rlm.serving.lanes.load_lanes", lambda *given: loaded.append(given))
+    options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--seats": 2}
+    options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5}
+    service = server._service(config_of(*(word for pair in options.items() for word in pair)))
+    assert service.limits == Limits(
+        prompt_tokens=22, new_tokens=11, requests=3, tokens=3 * (22 + 11), seconds=4.5
+    )
+    assert service.engine._room == (22, 11)
+    service.engine._load()
+    assert loaded == [(service.catalog, service.tokenizer, 2)]
+    usual = server._service(config_of("--adapter", weights / "sft.v2"))
+    assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # as docs/serving.md has it
+
+
+def served_by(monkeypatch, tokenizer, *arguments) -> tuple[DrainingServer, SecuritySettings]:
+    """What stands around the app when the server runs with these options; it leaves at once."""
+    made = []
+
+    def watched(app, settings):
+        made.append(settings)
+        return secure(app, settings)
+
+    class Watched(DrainingServer):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+    async def leave(*_):
+        pass
+
+    monkeypatch.setattr("rlm.serving.security.secure", watched)
+    monkeypatch.setattr("rlm.serving.draining.DrainingServer", Watched)
+    monkeypatch.setattr(server, "_attend", leave)
+    config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
+    with server._listen(config.host, 0) as listening:
+        keys = Keys(["a-key-of-some-length"])
+        assert asyncio.run(server._serve(config, service, keys, listening)) == 0
+    settings, made_server = made
+    assert settings.keys is keys
+    return made_server, settings
+
+
+def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatch):
+    here = {"localhost", "127.0.0.1", "::1"}
+    usual, settings = served_by(monkeypatch, tokenizer)
+    assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
+    assert not settings.allowed_hosts.numeric
+    assert usual.config.http is SlowGuard
+    assert usual._seconds == 25  # of draining, as docs/serving.md has it
+    named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
+    _, settings = served_by(monkeypatch, tokenizer, *named)
+    assert settings.allowed_hosts == here | {"my.machine", "other"}
+    assert (settings.allowed_hosts.numeric, settings.requests_per_minute) == (False, 7)
+    _, settings = served_by(monkeypatch, tokenizer, "--host", "127.0.0.2")
+    assert settings.allowed_hosts == here | {"127.0.0.2"}
+    _, settings = served_by(monkeypatch, tokenizer, "--host", "0.0.0.0", "--allow-host", "a")
+    assert settings.allowed_hosts == here | {"a"}
+    assert settings.allowed_hosts.numeric
 
 
 # --- to the end -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
 import threading
@@ -25,8 +26,14 @@ from rlm.serving.metrics import Metrics
 from rlm.serving.service import Service
 
 LONG = "<think>\n" + "word " * 30 + "\n</think>\n<answer>9</answer>"
-VOTES = [ADD, ADD, ADD.replace("5", "6"), "no idea"]
-SCRIPT = {"two and three": ADD, "long": LONG, "vote": VOTES, "loop": "<think>" + "again " * 100}
+SIX = ADD.replace("5", "6")
+SCRIPT = {
+    "two and three": ADD,
+    "long": LONG,
+    "vote": [ADD, ADD, SIX, "no idea"],
+    "overruled": [SIX, ADD, ADD],
+    "loop": "<think>" + "again " * 100,
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,37 @@ def test_several_samples_vote(server):
     assert (body["final_answer"], body["warnings"]) == ("5", [])
     assert [sample["final_answer"] for sample in body["samples"]] == ["5", "5", "6", None]
     assert body["samples"][3]["thinking"]["status"] == "absent"
+
+
+def test_the_first_sample_is_not_shown_if_it_was_overruled(server):
+    body = {"prompt": "overruled", "n": 3, "expected_answer": "5"}
+    streamed = json.loads(events(server.post(body | {"stream": True}).text)[-1][1])
+    for reply in (server.post(body).json(), streamed):
+        assert (reply["response"], reply["answer"], reply["final_answer"]) == (ADD, "5", "5")
+        assert reply["trace"][-1]["content"] == "5"
+        assert reply["verifier"]["correct"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature", "top_p"),
+    [
+        ({}, 0.0, 1.0),
+        ({"n": 2}, 0.7, 1.0),
+        ({"temperature": 0.3, "top_p": 0.8}, 0.3, 0.8),
+        ({"n": 2, "temperature": 1.5, "top_p": 0.5}, 1.5, 0.5),
+    ],
+)
+def test_tokens_are_drawn_as_asked_for_or_as_documented(
+    server, submitted, asked, temperature, top_p
+):
+    messages = [{"role": "user", "content": "two and three"}]
+    own = server.post({"prompt": "two and three", "max_new_tokens": 3} | asked)
+    openais = {"model": "tuned", "messages": messages, "max_tokens": 3} | asked
+    other = server.post(openais, "/v1/chat/completions")
+    assert (own.status_code, other.status_code) == (200, 200)
+    for job in submitted:
+        assert (job.params, job.n) == (SamplingParams(3, temperature, top_p), asked.get("n", 1))
+    assert len(submitted) == 2
 
 
 def test_an_expected_answer_is_verified(server):
@@ -433,11 +471,24 @@ def test_a_full_queue_refuses_and_the_accepted_finish(tokenizer):
 
 def test_tokens_fill_the_queue_too(tokenizer):
     limits = replace(LIMITS, tokens=1000)
-    service, _ = make_service(tokenizer, SCRIPT, limits=limits)
+    service, sampler = make_service(tokenizer, SCRIPT, limits=limits, pause=0.02)
+    half = {"prompt": "loop", "n": 2, "max_new_tokens": 250}  # and about 130 of the prompt
     with live(service) as server:
-        response = server.post({"prompt": "x", "n": 16, "max_new_tokens": 200})
-        assert response.status_code == 422
-        assert server.post({"prompt": "x", "n": 2, "max_new_tokens": 20}).status_code == 200
+        never = server.post({"prompt": "x", "n": 16, "max_new_tokens": 200})
+        assert never.status_code == 422
+        running = send(server.port, half)
+        wait_until(lambda: service.requests == 1)
+        assert 500 < service.tokens < 1000
+        full = server.post(half)
+        assert (full.status_code, full.json()["code"]) == (503, "queue_full")
+        assert int(full.headers["retry-after"]) >= 1
+        # There is room for a small one, while the first still runs.
+        assert server.post({"prompt": "x", "max_new_tokens": 2}).status_code == 200
+        assert service.requests == 1
+        running.close()
+        wait_until(lambda: service.tokens == 0)
+        sampler.pause = 0
+        assert server.post(half | {"prompt": "two and three"}).json()["final_answer"] == "5"
 
 
 def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
@@ -466,13 +517,15 @@ def send(port: int, body: dict) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
-    service, sampler = make_service(tokenizer, SCRIPT, seats=1, pause=0.02)
+    service, sampler = make_service(tokenizer, SCRIPT, seats=1, pause=0.05)
     with live(service) as server:
         connection = send(server.port, {"prompt": "loop", "stream": stream})
         wait_until(lambda: service.requests == 1)
         time.sleep(seconds)
         connection.close()
-        wait_until(lambda: service.requests == 0 and sampler.idle, seconds=1.0)
+        wait_until(lambda: service.requests == 0 and sampler.idle, seconds=20)
+        assert sampler.steps < 150  # of the 300 until it would have ended by itself
+        sampler.pause = 0
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
 
 
@@ -487,7 +540,9 @@ def test_leaving_the_queue_or_the_batch_disturbs_nobody(tokenizer):
         wait_until(lambda: service.requests == 3)
         for connection, left in ((behind, 2), (beside, 1)):
             connection.close()
-            wait_until(lambda left=left: service.requests == left, seconds=1.0)
+            wait_until(lambda left=left: service.requests == left)
+        assert not staying.done()  # nobody had to wait for it
+        sampler.pause = 0
         assert staying.result().json()["response"] == LONG
         assert sampler.idle
 
@@ -535,6 +590,21 @@ def test_what_does_not_finish_in_time_is_told_so(tokenizer):
         server.server._loop.call_soon_threadsafe(server.server.leave)
         assert whole.result().json()["code"] == "draining"
         assert json.loads(events(stream.result().text)[-1][1])["code"] == "draining"
+
+
+def test_a_second_signal_does_not_wait(tokenizer):
+    service, _ = make_service(tokenizer, SCRIPT, pause=0.1)  # 30 seconds for all of it
+    with live(service, drain_seconds=60) as server:
+        connection = send(server.port, {"prompt": "loop"})
+        wait_until(lambda: service.requests == 1)
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: service.engine.state == "draining")
+        assert (server.server.should_exit, server.server.force_exit) == (False, False)
+        server.server.handle_exit(signal.SIGINT, None)
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        assert server.server.force_exit  # nor for the five seconds that connections would have
+        connection.close()
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from live_server import ADD, live, make_service
 
+from rlm.prompts import FORMATS
 from rlm.serving.openai import ChatRequest, to_ask
+from rlm.serving.service import Ask
 
 openai = pytest.importorskip("openai")
 
@@ -53,6 +55,59 @@ def test_a_conversation(client):
     second = client.chat.completions.create(model="tuned", messages=turns)
     assert second.choices[0].message.content == "8"
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "developer",
+        "content": [{"type": "text", "text": "Use "}, {"type": "text", "text": "words."}],
+    },
+    {"role": "user", "content": "one and one"},
+    {"role": "assistant", "content": "two", "reasoning_content": "1 + 1 = 2"},
+    {"role": "user", "content": "one and two"},
+    {"role": "assistant", "content": "three"},
+    {"role": "user", "content": "two and three"},
+]
+
+
+def test_every_field_is_asked_for():
+    options = {"temperature": 0.3, "top_p": 0.8, "n": 2, "seed": 7, "thinking_budget": 4}
+    request = ChatRequest(model="base", messages=TURNS, max_tokens=9, stop="x", **options)
+    assert to_ask(request) == Ask(
+        question="two and three",
+        n=2,
+        max_new_tokens=9,
+        thinking_budget=4,
+        temperature=0.3,
+        top_p=0.8,
+        seed=7,
+        stop=["x"],
+        adapter="base",
+        examples=[("one and one", "two"), ("one and two", "three")],
+        system="Be brief.\nUse words.",
+    )
+    alone = ChatRequest(model="base", messages=TURNS[-1:], max_completion_tokens=8, seed=0)
+    assert to_ask(alone) == Ask(
+        "two and three", max_new_tokens=8, adapter="base", stop=[], examples=[], system=""
+    )
+
+
+def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
+    client.chat.completions.create(model="tuned", messages=TURNS)
+    ask(client)
+    system = FORMATS["deepseek"].system_prompt
+    turns = [
+        ("system", f"{system}\nBe brief.\nUse words."),
+        ("user", "one and one"),
+        ("assistant", "two"),
+        ("user", "one and two"),
+        ("assistant", "three"),
+        ("user", "two and three"),
+    ]
+    for job, shown in zip(submitted, (turns, [("system", system), turns[-1]]), strict=True):
+        text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in shown)
+        assert tokenizer.decode(job.prompt) == f"{text}<|im_start|>assistant\n"
 
 
 def test_streaming_adds_up(client):

@@ -1,14 +1,23 @@
-"""The loss of stage 1 beside TRL's own, which scores every position."""
+"""Stage 1: its loss beside TRL's own, which scores every position; where it starts and stops."""
+
+import json
+import os
+import signal
 
 import datasets
 import pytest
 import torch
 import trl
 from conftest import byte_tokenizer, tiny_model
+from safetensors.torch import load_file
+from test_scripts import DATA, run
+from test_train_grpo import a_start_adapter
 
 import rlm.sft
+import train_sft
 from rlm.adapters import new_adapter
-from rlm.prompts import IGNORED
+from rlm.data import load_problems
+from rlm.prompts import FORMATS, IGNORED
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
 
@@ -80,3 +89,86 @@ def test_training_ends_where_trls_does(tmp_path):
         losses = trainer.train().training_loss
         ends.append((losses, trainer.evaluate(trainer.train_dataset)["eval_loss"]))
     assert ends[1] == pytest.approx(ends[0], rel=1e-4)
+
+
+# --- where it starts and stops --------------------------------------------------------------------
+
+
+@pytest.fixture
+def sft(model_dir, tmp_path):
+    """`python train_sft.py` on eight examples, four a step; its exit code."""
+
+    def start(*more):
+        return run(
+            train_sft, "--model", model_dir, *DATA, "--max-samples", 8, "--batch-size", 4,
+            "--micro-batch", 4, "--eval-samples", 0, "--output", tmp_path / "sft", "--run-dir",
+            tmp_path / "run", *more,
+        )  # fmt: skip
+
+    return start
+
+
+def history(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tokenizer):
+    """At a rate of almost nothing what comes out is what went in: its rank, its scale, its values,
+    and not a new adapter's."""
+    start = a_start_adapter(model_dir, tokenizer, tmp_path / "start")
+    assert sft("--adapter", start, "--learning-rate", 1e-12) == 0
+    before, after = (
+        load_file(path / "adapter_model.safetensors") for path in (start, tmp_path / "sft")
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.allclose(after[name], tensor, atol=1e-6), name
+    assert any(tensor.abs().max() > 0.1 for name, tensor in before.items() if "lora_B" in name)
+    assert history(tmp_path / "sft")["start_adapter"] == str(start)
+    config = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+
+def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokenizer, capsys):
+    problems = load_problems(DATA[1], "train", max_samples=8, seed=0)
+    lengths = sorted(
+        len(train_sft.to_example(tokenizer, problem, FORMATS["deepseek"])["input_ids"])
+        for problem in problems
+    )
+    assert lengths[5] < lengths[6]
+    assert sft("--max-minutes", 1e-6, "--epochs", 9, "--max-length", lengths[5]) == 0
+    said = capsys.readouterr().out
+    assert "6 examples (2 too long, left out)" in said
+    assert "--max-minutes 1e-06 reached" in said
+    found = history(tmp_path / "sft")  # it is saved all the same
+    assert (found["step"], found["examples"]) == (1, 6)
+    assert sft("--max-length", lengths[0] - 1) == 2
+    assert f"no example fits in --max-length {lengths[0] - 1} tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_the_old_adapter_stays(
+    sft, tmp_path, monkeypatch, capsys, number, code
+):
+    compute_loss, steps = rlm.sft.SFTTrainer.compute_loss, []
+
+    def interrupted(*arguments, **options):
+        steps.append(1)
+        if len(steps) == 1:
+            os.kill(os.getpid(), number)
+        return compute_loss(*arguments, **options)
+
+    monkeypatch.setattr(rlm.sft.SFTTrainer, "compute_loss", interrupted)
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "run.json").write_text("an older one's")
+    before = signal.signal(number, signal.default_int_handler)  # not ignored; it would be a failure
+    try:
+        assert sft("--epochs", 9) == code
+    finally:
+        signal.signal(number, before)
+    assert len(steps) == 1  # the step was ended, and no other begun
+    assert [file.name for file in (tmp_path / "sft").iterdir()] == ["run.json"]
+    assert (tmp_path / "sft" / "run.json").read_text() == "an older one's"
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in said

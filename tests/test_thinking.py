@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from conftest import tiny_model
 from hypothesis import given
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from scripted_sampler import ScriptedSampler
 
 from rlm.prompts import FORMATS
-from rlm.sampling.params import Request, SamplingParams
+from rlm.sampling.params import Request, SamplingParams, Token
+from rlm.serving import answering
+from rlm.serving.schema import Sample, ThinkingReport
 from rlm.serving.thinking import Splitter, Thinking
 from rlm.serving.votes import vote
 
@@ -180,3 +184,48 @@ def test_equal_numbers_are_one_answer():
 def test_nobody_votes():
     result = vote([None, None])
     assert (result.winner, result.agreement, result.tie, result.members) == (None, 0.0, False, ())
+
+
+# --- which answer is shown, and how sure it is ----------------------------------------------------
+
+
+def sample(final_answer: str | None, mean_logprob: float | None, format: str = "strict") -> Sample:
+    return Sample(
+        response="",
+        reasoning=None,
+        answer="",
+        final_answer=final_answer,
+        finish_reason="stop",
+        thinking=ThinkingReport(status="closed", tokens=0, budget=None),
+        format=format,
+        completion_tokens=1,
+        mean_logprob=mean_logprob,
+    )
+
+
+def test_shown_is_the_likeliest_of_those_that_voted_for_the_winner():
+    samples = [
+        sample("6", -0.1),  # outvoted
+        sample("5", -0.9),
+        sample("5.0", -0.4),
+        sample("5", None),  # all of it was forced
+        sample("5", -0.01, "no_reasoning"),  # has no vote
+    ]
+    votes = answering.count_votes(samples)
+    assert (votes.winner, votes.members) == ("5", (1, 2, 3))
+    assert answering.shown_sample(samples, votes) is samples[2]
+    assert answering.confidence(samples, votes).value == 3 / 5
+    silent = [sample(None, None), sample(None, -0.5), sample(None, -0.2), sample("5", -0.3, "x")]
+    assert answering.shown_sample(silent, answering.count_votes(silent)) is silent[2]
+
+
+def test_one_answer_is_as_sure_as_its_drawn_tokens_are_likely_on_average(tokenizer):
+    thinking = Thinking(tokenizer, FORMAT, frozenset({257}), max_new_tokens=400)
+    ids = tokenizer.encode("<think>a</think><answer>5</answer>")
+    drawn = [-1.0, -3.0] + [math.nan] * (len(ids) - 1)  # those of the forced tokens are NaN
+    for id, logprob in zip([*ids, 257], drawn, strict=True):
+        thinking.take(Token(0, 0, id, logprob, "stop" if id == 257 else None))
+    samples = answering.finished_samples(thinking, tokenizer, FORMAT)
+    confidence = answering.confidence(samples, answering.count_votes(samples))
+    assert (confidence.value, confidence.method) == (math.exp(-2), "mean_token_probability")
+    assert answering.confidence([sample("5", None)], vote(["5"])) is None

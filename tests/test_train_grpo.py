@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -93,18 +94,20 @@ def test_a_toy_reward_is_learned(model_dir, tmp_path, seed):
 
 
 def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
+    """And the same ten steps with the true reward teach a lot: there was something to notice."""
     rng = random.Random(0)
 
     def coin(completions, **_):
         return [float(rng.random() < 0.5) for _ in completions]
 
-    config = a_config(tmp_path, steps=20, group_size=8, learning_rate=1e-3, save_every=0)
-    train(model_dir, config, coin)
-    likes = [
-        sum(likes_letters(group["completions"])) / 8
-        for group in map(json.loads, (config.run_dir / "samples.jsonl").open())
-    ]
-    assert abs(sum(likes[-20:]) - sum(likes[:20])) / 20 < 0.3
+    def rise(name, reward):
+        config = a_config(tmp_path, name, steps=10, group_size=8, save_every=0)
+        train(model_dir, config, reward)
+        likes = [sum(likes_letters(g["completions"])) / 8 for g in logged_groups(config)]
+        return (sum(likes[-12:]) - sum(likes[:12])) / 12  # three steps against three
+
+    assert rise("true", likes_letters) > 0.5
+    assert abs(rise("coin", coin)) < 0.2
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -121,14 +124,75 @@ def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
         assert not torch.equal(tensor, adapter[name]), name
 
 
-def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=2)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path, temperature):
+    """What is scored is the distribution that was drawn from, its temperature included."""
+    config = a_config(tmp_path, steps=2, temperature=temperature)
     train(model_dir, config)
     for row in rows(config):
         assert row["policy/clip_fraction"] == 0
         assert row["sampler/logprob_gap_max"] < 1e-4
         assert abs(row["loss/policy"]) < 1e-6
         assert row["optim/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("sampler", ["merged", "unmerged"])
+def test_what_the_sampler_drew_otherwise_is_corrected(model_dir, tmp_path, monkeypatch, sampler):
+    """Told that its tokens were e times likelier, then e times less likely, than they are."""
+    handed = []
+    loss = train_grpo.policy_loss
+
+    def watched(logprobs, old, advantages, weights, mask, **choices):
+        handed.append((choices["importance"], mask))
+        return loss(logprobs, old, advantages, weights, mask, **choices)
+
+    monkeypatch.setattr(train_grpo, "policy_loss", watched)
+    config = a_config(tmp_path, steps=2, sampler=sampler)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    sample = trainer.sampler.sample
+
+    def otherwise(*arguments):
+        groups = sample(*arguments)
+        for completion in (completion for group in groups for completion in group):
+            completion.logprobs[0::2] = [p + 1 for p in completion.logprobs[0::2]]
+            completion.logprobs[1::2] = [p - 1 for p in completion.logprobs[1::2]]
+        return groups
+
+    monkeypatch.setattr(trainer.sampler, "sample", otherwise)
+    trainer.train(PROBLEMS)
+    assert len(handed) >= 2
+    for importance, mask in handed:
+        if sampler == "unmerged":  # the model itself draws: there is nothing to correct
+            assert importance is None
+            continue
+        expected = torch.full(mask.shape, 2.0)  # e is cut
+        expected[:, 0::2] = math.exp(-1)
+        assert torch.allclose(importance[mask], expected[mask], atol=1e-3)
+
+
+def test_the_optimizer_gets_the_options(model_dir, tmp_path):
+    """Warm-up and schedule, weight decay, and gradients cut to the norm that is allowed."""
+    config = a_config(
+        tmp_path, steps=4, learning_rate=0.01, warmup_steps=2, lr_schedule="linear",
+        min_lr_ratio=0.5, weight_decay=0.3, max_grad_norm=1e-3,
+    )  # fmt: skip
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    stepped = []
+
+    def note(optimizer, *_):
+        (group,) = optimizer.param_groups
+        norm = torch.stack([p.grad.norm() for p in group["params"]]).norm().item()
+        stepped.append((group["lr"], group["weight_decay"], norm))
+
+    trainer.optimizer.register_step_pre_hook(note)
+    trainer.train(PROBLEMS)
+    rates, decays, norms = zip(*stepped, strict=True)
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0075])
+    assert rates == pytest.approx([config.learning_rate_at(step) for step in range(4)])
+    assert decays == (0.3,) * 4
+    assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
+    assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates)
+    assert all(row["optim/grad_norm"] > 1e-3 for row in rows(config))  # as it was before the cut
 
 
 def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
@@ -335,16 +399,25 @@ def test_three_bad_gradients_in_a_row_stop_the_run(model_dir, tmp_path, monkeypa
         train(model_dir, a_config(tmp_path, steps=9))
 
 
-def test_kl_to_the_start_adapter_begins_at_zero(model_dir, tmp_path, tokenizer):
-    """The reference is the adapter that training started from, not the bare base."""
+def a_start_adapter(model_dir, tokenizer, path: Path) -> Path:
+    """One that says something else than the base."""
     policy = new_adapter(load_base(str(model_dir), CPU), r=4, alpha=8)
     with torch.no_grad():
         for name, tensor in policy.named_parameters():
             if "lora_B" in name:
                 tensor.normal_(0, 0.1)
-    start = tmp_path / "start"
-    save_adapter(policy, tokenizer, start, {})
-    config = a_config(tmp_path, steps=3, kl_weight=0.1, sft_adapter=start)
+    save_adapter(policy, tokenizer, path, {})
+    return path
+
+
+@pytest.mark.parametrize("start", ["an adapter", "the base"])
+def test_kl_begins_at_zero_and_grows(model_dir, tmp_path, tokenizer, start):
+    """The reference is what training started from: the adapter, not the bare base; and the base
+    only where there was none. It is scored at the temperature of the policy."""
+    adapter = None
+    if start == "an adapter":
+        adapter = a_start_adapter(model_dir, tokenizer, tmp_path / "start")
+    config = a_config(tmp_path, steps=3, kl_weight=0.1, sft_adapter=adapter, temperature=0.7)
     trainer, _ = train(model_dir, config)
     kls = [row["loss/kl"] for row in rows(config)]
     assert kls[0] == pytest.approx(0, abs=1e-6)
@@ -409,11 +482,14 @@ def test_an_exhausted_pool_is_no_error(model_dir, tmp_path, rounds):
     assert "loss/policy" not in row  # nothing to learn from: no update
 
 
-def train_with_ends(model_dir, config, reward):
-    """A third of all tokens end a completion, so that lengths differ."""
+ENDS = frozenset(range(80))  # a third of all tokens, so that lengths differ
+
+
+def train_with_ends(model_dir, config, reward, ends=ENDS):
+    """These tokens end a completion."""
     torch.manual_seed(config.seed)
     trainer = GRPOTrainer(str(model_dir), config, reward_fn=reward, device=CPU)
-    trainer.sampler.stop_ids = frozenset(range(80))
+    trainer.sampler.stop_ids = ends
     trainer.train(PROBLEMS)
     return trainer
 
@@ -435,15 +511,29 @@ def odd_texts(completions):
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
-def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path):
-    options = {"steps": 1, "group_size": 8, "max_new_tokens": 3}
-    adapters = {}
-    for name, masks in (("masked", True), ("all", False)):
-        config = a_config(tmp_path, name, mask_truncated=masks, **options)
-        adapters[name] = train_with_ends(model_dir, config, odd_texts).adapter
-        (row,) = rows(config)
-        assert 0 < row["completion/truncated_rate"] < 1
-    assert any(not torch.equal(t, adapters["all"][name]) for name, t in adapters["masked"].items())
+@pytest.mark.parametrize("masked", [True, False])
+def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeypatch, masked):
+    options = {"steps": 1, "group_size": 8, "max_new_tokens": 3, "mask_truncated": masked}
+    last = []  # the last token of each completion that is learned from
+    score = train_grpo.token_logprobs
+
+    def watched(model, micro, temperature):
+        last.extend(tokens[-1].item() for tokens in micro.targets.split(micro.lengths))
+        return score(model, micro, temperature)
+
+    monkeypatch.setattr(train_grpo, "token_logprobs", watched)
+    config = a_config(tmp_path, "some", **options)
+    train_with_ends(model_dir, config, odd_texts)
+    assert 0 < rows(config)[0]["completion/truncated_rate"] < 1
+    assert any(token in ENDS for token in last)
+    assert all(token in ENDS for token in last) == masked
+
+    config = a_config(tmp_path, "none ends", **options)  # then nothing at all is learned
+    trainer = train_with_ends(model_dir, config, odd_texts, ends=frozenset())
+    (row,) = rows(config)
+    assert (row["completion/truncated_rate"], row["reward/zero_signal_share"] < 1) == (1, True)
+    moved = any(t.any() for name, t in trainer.adapter.items() if "lora_B" in name)
+    assert (moved, "loss/policy" in row) == (not masked, not masked)
 
 
 def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):

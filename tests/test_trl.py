@@ -123,19 +123,37 @@ def random_draw(seed):
     }
 
 
-def compare(seed):
-    rng = random.Random(f"options {seed}")
-    name, draw = rng.choice(list(TRL)), random_draw(seed)
-    beta = rng.choice([0.0, 0.04, 0.5])
+def branches(draw, name):
+    """What of the clipping a draw reaches: (sign of the advantage, side of the ratio)."""
+    low, high = ALGORITHMS[name].clip_eps_low, ALGORITHMS[name].clip_eps_high
+    gaps, mask = draw["new"] - draw["old"], draw["mask"]
+    if TRL[name].get("level") == "sequence":
+        gaps = ((gaps * mask).sum(1) / mask.sum(1))[:, None].expand_as(mask)
+    ratios = gaps.exp()
+    sides = (ratios > 1 + high).int() - (ratios < 1 - low).int()
+    signs = draw["advantages"].sign()[:, None].expand_as(mask)
+    return set(zip(signs[mask].tolist(), sides[mask].tolist(), strict=True))
+
+
+def compare(seed, name, beta):
+    draw = random_draw(seed)
     low, high = ALGORITHMS[name].clip_eps_low, ALGORITHMS[name].clip_eps_high
     # CISPO's bound is the ratio itself in TRL, 1 + clip_eps_high here.
     theirs = trl_loss(draw, **TRL[name], low=low, high=high + (name == "cispo"), beta=beta)
     ours = our_loss(draw, name, low=low, high=high, beta=beta)
-    assert ours[0] == pytest.approx(theirs[0], abs=2e-5, rel=2e-5), (seed, name)
-    assert torch.allclose(ours[1], theirs[1], atol=1e-5, rtol=1e-4), (seed, name)
-    return name
+    assert ours[0] == pytest.approx(theirs[0], abs=2e-5, rel=2e-5), seed
+    assert torch.allclose(ours[1], theirs[1], atol=1e-5, rtol=1e-4), seed
+    return branches(draw, name)
 
 
-def test_loss_and_gradient_equal_trls_on_a_thousand_draws():
-    seen = {compare(seed) for seed in range(1000)}
-    assert seen == set(TRL)
+FEW = [*range(6), 8, 10, 54]  # enough for every branch
+MANY = range(70)  # with each algorithm and each beta a thousand draws
+
+
+@pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("name", TRL)
+def test_loss_and_gradient_equal_trls(name, seeds):
+    sides = (0, 1) if name == "cispo" else (-1, 0, 1)  # it has no lower bound
+    for beta in (0.0, 0.04, 0.5):
+        seen = set().union(*(compare(seed, name, beta) for seed in seeds))
+        assert seen >= {(sign, side) for sign in (-1, 1) for side in sides} | {(0, 0)}

@@ -1,0 +1,216 @@
+"""inference.py: several answers, a budget, JSON, the prompt loop; and the adapter that ships."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from live_server import ADD, FORMAT
+from safetensors.torch import load_file
+from scripted_sampler import ScriptedSampler
+
+import inference
+import server
+from rlm.adapters import adapter_tensors, new_adapter, save_adapter
+from rlm.config import run_main
+from rlm.machine import Device
+from rlm.models import load_base
+from rlm.prompts import render_prompt
+from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
+
+ROOT = Path(__file__).parent.parent
+SIX = ADD.replace("5", "6")
+SCRIPT = {
+    "two and three": ADD,
+    "vote": [SIX, ADD, ADD, "no idea"],
+    "long": "<think>\n" + "word " * 8 + "\n</think>\n<answer>9</answer>",
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(model_dir, tokenizer, tmp_path_factory) -> Path:
+    """One of the tiny base, far from zero."""
+    path = tmp_path_factory.mktemp("weights") / "adapter"
+    torch.manual_seed(0)
+    policy = new_adapter(load_base(str(model_dir), Device("cpu", torch.float32, "")), r=4, alpha=8)
+    for tensor in adapter_tensors(policy).values():
+        torch.nn.init.normal_(tensor, std=0.3)
+    save_adapter(policy, tokenizer, path, {"stage": "grpo", "base_model": str(model_dir)})
+    return path
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> list[Request]:
+    """The model says what SCRIPT has; what the sampler was asked for."""
+    asked = []
+
+    class Watched(ScriptedSampler):
+        def __init__(self, model, tokenizer, *, seats):
+            super().__init__(model, tokenizer, SCRIPT, seats=seats)
+
+        def stream(self, requests):
+            asked.extend(requests)
+            return super().stream(requests)
+
+    monkeypatch.setattr("rlm.sampling.Sampler", Watched)
+    return asked
+
+
+@pytest.fixture
+def ask(adapter, capsys):
+    """`python inference.py arguments`: what it prints, and its exit code."""
+
+    def run(*arguments: object) -> tuple[str, int]:
+        argv = [str(a) for a in ("--adapter", adapter, *arguments)]
+        with pytest.raises(SystemExit) as exit:
+            run_main(inference.main, inference.InferenceConfig, argv=argv)
+        return capsys.readouterr().out, exit.value.code or 0
+
+    return run
+
+
+def test_several_answers_vote(ask, scripted):
+    out, code = ask("vote", "--n", 4)
+    assert code == 0
+    first, _, rest = out.partition("the likeliest of the winners:")
+    assert first.strip() == SIX  # the first streams by; it is outvoted
+    assert rest.strip().startswith(ADD)
+    assert [line.split()[-3:] for line in rest.splitlines() if " of 4" in line] == [
+        ["2", "of", "4"],
+        ["1", "of", "4"],
+    ]
+    assert "answer: 5  (" in rest
+    assert (len(scripted), scripted[0].n) == (1, 4)
+
+
+def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
+    out, code = ask("vote", "--n", 4, "--json")
+    assert (code, out.count("\n")) == (0, 1)
+    reply = json.loads(out)
+    assert reply.pop("seconds") > 0
+    assert reply == {
+        "question": "vote",
+        "response": ADD,
+        "reasoning": "2 + 3 = 5",
+        "answer": "5",
+        "final_answer": "5",
+        "finish_reason": "stop",
+        "thinking": {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None},
+        "vote": {
+            "n": 4,
+            "valid": 3,
+            "winner": "5",
+            "agreement": 0.5,
+            "counts": {"5": 2, "6": 1},
+        },
+        "prompt_tokens": len(render_prompt(tokenizer, "vote", FORMAT)),
+        "completion_tokens": 3 * (len(ADD) + 1) + len("no idea") + 1,
+        "experiences": 0,
+    }
+    alone = json.loads(ask("two and three", "--json")[0])
+    assert (alone["response"], alone["vote"]) == (ADD, None)
+
+
+def test_a_budget_closes_the_reasoning(ask, scripted):
+    reply = json.loads(ask("long", "--json", "--budget", 12)[0])
+    assert (reply["thinking"]["status"], reply["thinking"]["budget"]) == ("forced", 12)
+    assert 0 < reply["thinking"]["tokens"] <= 12
+    assert reply["final_answer"] == "7"
+    out, _ = ask("long", "--budget", 0)
+    assert "answer: 7  (" in out
+    assert ", reasoning forced)" in out
+    assert json.loads(ask("long", "--json")[0])["final_answer"] == "9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drawn"),
+    [
+        ([], (1, 0, SamplingParams(512, 0.0, 1.0))),
+        (["--n", 2], (2, 0, SamplingParams(512, 0.7, 1.0))),
+        (
+            ["--temperature", 0.3, "--top-p", 0.9, "--seed", 5, "--max-new-tokens", 60],
+            (1, 5, SamplingParams(60, 0.3, 0.9)),
+        ),
+    ],
+)
+def test_tokens_are_drawn_as_asked_for(ask, scripted, arguments, drawn):
+    ask("two and three", *arguments)
+    n, seed, params = drawn
+    assert [(r.n, r.seed, r.params) for r in scripted] == [(n, prompt_seed(seed), params)]
+
+
+def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypatch):
+    def type_in(*lines: str | None) -> list[str | None]:
+        left = list(lines)
+
+        def read(prompt: str) -> str:
+            line = left.pop(0)
+            if line is None:
+                raise EOFError
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+        return left
+
+    left = type_in("two and three", "long", "  ", "vote")
+    out, code = ask("--budget", 12)
+    assert (code, left) == (0, ["vote"])
+    assert out.index("empty line ends") < out.index("answer: 5  (") < out.index("answer: 7  (")
+    assert out.count("answer: ") == 2
+    left = type_in("vote", None)
+    out, code = ask("--n", 4)
+    assert (code, left, out.count("answer: 5  (")) == (0, [], 1)
+
+
+def test_an_empty_question_is_a_mistake(ask, scripted):
+    assert ask(" \n") == ("", 2)
+
+
+def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
+    """Nothing scripted. No answer is in the format here: the likeliest of all is shown."""
+    drawn = ["--n", 3, "--temperature", 1.0, "--seed", 5, "--max-new-tokens", 12]
+    reply = json.loads(ask("hello", "--json", *drawn)[0])
+    model, _ = inference.load_rlm_model(adapter)
+    prompt = render_prompt(tokenizer, "hello", FORMAT)
+    request = Request(prompt, SamplingParams(12, 1.0), prompt_seed(5), 3)
+    [group] = Sampler(model, tokenizer, seats=1).complete([request])
+    likeliest = max(group, key=lambda c: sum(c.logprobs) / len(c.logprobs))
+    assert reply["response"] == tokenizer.decode(likeliest.token_ids, skip_special_tokens=True)
+    assert (reply["vote"]["n"], reply["vote"]["valid"]) == (3, 0)
+
+
+# --- what ships -----------------------------------------------------------------------------------
+
+SHIPPED = ROOT / "weights" / "final_rlm_lora"
+# Of one of SmolLM2-135M's 30 layers: inputs and outputs of its linear maps.
+LINEAR = {
+    "self_attn.q_proj": (576, 576),
+    "self_attn.k_proj": (576, 192),
+    "self_attn.v_proj": (576, 192),
+    "self_attn.o_proj": (576, 576),
+    "mlp.gate_proj": (576, 1536),
+    "mlp.up_proj": (576, 1536),
+    "mlp.down_proj": (1536, 576),
+}
+
+
+def test_the_adapter_that_ships_fits_its_base():
+    assert inference.ADAPTER == server.ADAPTER == SHIPPED.relative_to(ROOT)
+    run = json.loads((SHIPPED / "run.json").read_text())
+    if run["base_model"] != "smollm2-135m":
+        pytest.skip(f"one of {run['base_model']} was trained in its place")
+    config = json.loads((SHIPPED / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {name.rpartition(".")[2] for name in LINEAR}
+    expected = {}
+    for layer in range(30):
+        for name, (inputs, outputs) in LINEAR.items():
+            place = f"base_model.model.model.layers.{layer}.{name}"
+            expected[f"{place}.lora_A.weight"] = (config["r"], inputs)
+            expected[f"{place}.lora_B.weight"] = (outputs, config["r"])
+    tensors = load_file(SHIPPED / "adapter_model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    for name, tensor in tensors.items():
+        assert tensor.isfinite().all(), name
+        assert tensor.any(), name  # B begins as zeros: all were trained
