@@ -127,7 +127,11 @@ def load_adapter(
 
 def _check_kind(path: Path) -> None:
     """Refuse what the sampler's merged weights and the learning pass would leave out in silence."""
-    config = json.loads((path / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    try:
+        config = dict(json.loads((path / ADAPTER_FILES[0]).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        message = f"adapter {path} does not fit this base: {ADAPTER_FILES[0]}: {error}"
+        raise UsageError(message) from error
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")

@@ -80,6 +80,16 @@ def test_what_the_sampler_would_leave_out_is_refused(plain, change, message):
         load_adapter(tiny_model(), plain, trainable=False)
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "null", None])
+def test_a_broken_adapter_config_is_one_line(plain, text):
+    file = plain / "adapter_config.json"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=r"adapter .* does not fit this base: adapter_config\.json"):
+        load_adapter(tiny_model(), plain, trainable=False)
+
+
 def test_an_adapter_of_the_embeddings_is_refused(tmp_path):
     config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])
     get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
