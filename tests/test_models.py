@@ -86,7 +86,9 @@ def test_a_broken_adapter_config_is_one_line(plain, text):
     file.unlink()
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UsageError, match=r"adapter .* does not fit this base: adapter_config\.json"):
+    with pytest.raises(
+        UsageError, match=r"adapter .* does not fit this base: adapter_config\.json"
+    ):
         load_adapter(tiny_model(), plain, trainable=False)
 
 
