@@ -194,9 +194,11 @@ class RunDirectory:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether nothing is in a directory, or what a run leaves there."""
+    """Whether nothing is in a directory (but for hidden files: a kill leaves some of ours), or what
+    a run leaves there."""
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json"]
-    return not any(path.iterdir()) or any(next(path.glob(mark), None) for mark in marks)
+    empty = all(file.name.startswith(".") for file in path.iterdir())
+    return empty or any(next(path.glob(mark), None) for mark in marks)
 
 
 def lock(path: Path) -> IO[str]:

@@ -269,6 +269,12 @@ def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "mine.jsonl"]
 
 
+def test_what_a_kill_left_before_the_lock_is_no_obstacle(tmp_path):
+    (tmp_path / ".write_test_1").touch()
+    with RunDirectory(tmp_path, resume=False):
+        pass
+
+
 def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
     with RunDirectory(tmp_path, resume=False) as run:
         run.log({"step": 0})
