@@ -61,8 +61,8 @@ class RunDirectory:
             writes: false in the processes of a launch that only follow: what they log is dropped.
 
         Raises:
-            UsageError: it cannot be written, another process trains in it, or it holds what no
-                run wrote.
+            UsageError: it cannot be written, another process trains in it, it holds what no run
+                wrote, or an earlier run that is there cannot be moved away.
         """
         self.path = path
         self.writes = writes
@@ -87,11 +87,16 @@ class RunDirectory:
         self.checkpoints.clean()
 
     def _put_away(self) -> None:
-        here = self.path.resolve()
+        here = self.path.resolve()  # what a link leads to: it leads to the new run afterwards
+        if Path.cwd().is_relative_to(here):
+            raise UsageError(
+                f"--run-dir {self.path} holds another run, which cannot be moved away from under "
+                "the current directory: name a new directory, or start this from elsewhere"
+            )
         previous = here.with_name(here.name + ".prev")
         shutil.rmtree(previous, ignore_errors=True)
-        self.path.rename(previous)  # and with it the lock
-        self.path.mkdir(exist_ok=True)
+        here.rename(previous)  # and with it the lock
+        here.mkdir(exist_ok=True)
         self._lock.close()
         self._lock = lock(self.path)
         (previous / LOCK).unlink()

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -296,6 +297,28 @@ def test_a_held_run_is_not_moved_away(tmp_path):
         assert Checkpoints(tmp_path / "run.prev" / "checkpoints").steps() == [1]
         with pytest.raises(UsageError, match="trains there"):  # the new one is held too
             lock(path)
+
+
+def test_a_link_leads_to_the_new_run_where_the_old_one_was(tmp_path):
+    disk, link = tmp_path / "disk" / "run", tmp_path / "run"
+    disk.mkdir(parents=True)
+    link.symlink_to(disk)
+    with RunDirectory(link, resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+    with RunDirectory(link, resume=False) as run:
+        run.log({"step": 0})
+    assert link.is_symlink() and (disk / "metrics.jsonl").exists()
+    assert Checkpoints(tmp_path / "disk" / "run.prev" / "checkpoints").steps() == [1]
+
+
+def test_the_current_directory_is_not_moved_away(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory(Path("."), resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+    with pytest.raises(UsageError, match=r"--run-dir \. holds another run, which cannot be moved"):
+        RunDirectory(Path("."), resume=False)
+    with RunDirectory(Path("."), resume=True) as run:  # its lock is free again
+        assert run.checkpoints.steps() == [1]
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path):
