@@ -307,7 +307,8 @@ def test_a_link_leads_to_the_new_run_where_the_old_one_was(tmp_path):
         saved(run.checkpoints.folder, 1)
     with RunDirectory(link, resume=False) as run:
         run.log({"step": 0})
-    assert link.is_symlink() and (disk / "metrics.jsonl").exists()
+    assert link.is_symlink()
+    assert (disk / "metrics.jsonl").exists()
     assert Checkpoints(tmp_path / "disk" / "run.prev" / "checkpoints").steps() == [1]
 
 
