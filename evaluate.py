@@ -24,7 +24,7 @@ from rich.table import Table
 
 from rlm import terminal
 from rlm.audit import audit_run
-from rlm.config import UsageError, explicit, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, explicit, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
 from rlm.plots import accuracy_bars
@@ -42,14 +42,16 @@ class EvaluateConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
     dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
     split: str = flag("test", "which part of the data set")
-    max_samples: int | None = flag(200, "problems (none: the whole split)")
+    max_samples: int | None = flag(200, "problems (none: the whole split)", min=1)
     sft_adapter: Path | None = flag(Path("weights/sft_lora"), "SFT row; none leaves it out")
     adapter: Path | None = flag(Path("weights/final_rlm_lora"), "GRPO row; none leaves it out")
     base_only: bool = flag(False, "no adapters")
-    few_shot: int = flag(4, "worked examples in a second row of the base (0: no such row)")
-    samples: int = flag(0, "completions to sample of each problem, besides the greedy one")
-    temperature: float = flag(1.0, "of these samples")
-    max_new_tokens: int = flag(256, "longest completion")
+    few_shot: int = flag(4, "worked examples in a second row of the base (0: no such row)", min=0)
+    samples: int = flag(0, "completions to sample of each problem, besides the greedy one", min=0)
+    temperature: float = flag(
+        1.0, "of these samples; a greedy completion is always reported", above=0
+    )
+    max_new_tokens: int = flag(256, "longest completion", min=1)
     reasoning_format: str | None = flag(
         None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
     )
@@ -64,12 +66,7 @@ class EvaluateConfig:
     output: Path = flag(Path("runs/evaluation"), "where figures, picture and failures go")
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError("--temperature must be above 0; greedy decoding is always reported")
-        if self.few_shot < 0 or self.samples < 0:
-            raise ValueError("--few-shot and --samples must be 0 or more")
-        if self.max_new_tokens < 1 or (self.max_samples is not None and self.max_samples < 1):
-            raise ValueError("--max-new-tokens and --max-samples must be at least 1")
+        check_values(self)
 
 
 def find_adapters(config: EvaluateConfig) -> dict[str, Path]:

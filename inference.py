@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, check_values, flag, run_main
 from rlm.experiences import load_experiences, with_experiences
 from rlm.prompts import FORMATS, Format, render_prompt
 from rlm.quantize import QUANTIZATIONS, trained_on
@@ -53,24 +53,19 @@ class InferenceConfig:
         choices=("auto", *QUANTIZATIONS),
     )
     json: bool = flag(False, "print one JSON object instead of text")
-    max_new_tokens: int = flag(512, "longest completion")
-    budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)")
-    n: int = flag(1, "answers to draw; above 1 they vote")
-    temperature: float | None = flag(None, "0 takes the most likely token (none: 0; 0.7 if n > 1)")
-    top_p: float = flag(1.0, "smallest set of tokens whose mass reaches this")
+    max_new_tokens: int = flag(512, "longest completion", min=1)
+    budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)", min=0)
+    n: int = flag(1, "answers to draw; above 1 they vote", min=1)
+    temperature: float | None = flag(
+        None, "0 takes the most likely token (none: 0; 0.7 if n > 1)", min=0
+    )
+    top_p: float = flag(1.0, "smallest set of tokens whose mass reaches this", above=0, max=1)
     seed: int = flag(0, "of sampling, where temperature is above 0")
 
     def __post_init__(self) -> None:
-        if min(self.max_new_tokens, self.n) < 1:
-            raise ValueError("--max-new-tokens and --n must be at least 1")
-        if self.budget is not None and self.budget < 0:
-            raise ValueError("--budget must be 0 or more")
-        if self.temperature is not None and self.temperature < 0:
-            raise ValueError("--temperature must be 0 or more")
+        check_values(self)
         if self.n > 1 and self.temperature == 0:
             raise ValueError("--n above 1 needs a temperature above 0: all answers would be one")
-        if not 0 < self.top_p <= 1:
-            raise ValueError("--top-p must be above 0 and at most 1")
         if self.json and self.question is None:
             raise ValueError("--json answers one question: give it on the command line")
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, check_values, flag, run_main
 from rlm.quantize import QUANTIZATIONS
 from rlm.records import replace_file
 
@@ -53,28 +53,20 @@ class ServerConfig:
         choices=("auto", *QUANTIZATIONS),
     )
     host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
-    port: int = flag(8000, "port to listen on; 0 takes a free one")
+    port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
     key_file: Path | None = flag(None, "file of API keys, one a line (or RLM_API_KEY is set)")
-    requests_per_minute: int = flag(120, "for each key")
-    seats: int = flag(16, "completions drawn at the same time")
-    max_new_tokens: int = flag(512, "longest completion that may be asked for")
-    max_prompt_tokens: int = flag(512, "longest prompt, system prompt included")
-    queue: int = flag(64, "requests accepted and not yet answered")
-    deadline: float = flag(120.0, "seconds a request may take")
+    requests_per_minute: int = flag(120, "for each key", min=1)
+    seats: int = flag(16, "completions drawn at the same time", min=1)
+    max_new_tokens: int = flag(512, "longest completion that may be asked for", min=1)
+    max_prompt_tokens: int = flag(512, "longest prompt, system prompt included", min=1)
+    queue: int = flag(64, "requests accepted and not yet answered", min=1)
+    deadline: float = flag(120.0, "seconds a request may take", above=0)
     ngrok: bool = flag(False, "open a public URL through ngrok")
     ngrok_url: str | None = flag(None, "a domain reserved at ngrok")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError("--port must be between 0 and 65535")
-        for name in ("seats", "max_new_tokens", "max_prompt_tokens", "queue"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.requests_per_minute < 1:
-            raise ValueError("--requests-per-minute must be at least 1")
-        if self.deadline <= 0:
-            raise ValueError("--deadline must be above 0")
+        check_values(self)
 
 
 def main(config: ServerConfig) -> int:

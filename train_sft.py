@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.config import UsageError, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.grpo_config import ATTENTIONS
 from rlm.prompts import FORMATS, IGNORED, Format, render_completion, render_problem
@@ -43,24 +43,32 @@ LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learn
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
-    max_samples: int = flag(400, "training examples")
+    max_samples: int = flag(400, "training examples", min=1)
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
-    max_length: int = flag(1024, "longest example in tokens; longer ones are left out and counted")
-    epochs: int = flag(1, "passes over the examples")
-    batch_size: int = flag(16, "examples per optimizer step")
-    micro_batch: int = flag(8, "examples per forward pass")
-    learning_rate: float = flag(1e-3, "peak; LoRA wants about ten times full fine-tuning's")
-    warmup_share: float = flag(0.05, "share of the steps in which the rate rises")
+    max_length: int = flag(
+        1024, "longest example in tokens; longer ones are left out and counted", min=1
+    )
+    epochs: int = flag(1, "passes over the examples", min=1)
+    batch_size: int = flag(16, "examples per optimizer step", min=1)
+    micro_batch: int = flag(8, "examples per forward pass", min=1)
+    learning_rate: float = flag(
+        1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
+    )
+    warmup_share: float = flag(0.05, "share of the steps in which the rate rises", min=0, max=1)
     adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
-    lora_r: int = flag(16, "rank of a new adapter")
-    lora_alpha: int = flag(32, "scale of a new adapter, over its rank")
-    lora_dropout: float = flag(0.0, "dropout inside the adapter")
+    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
+    lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
     attn: str = flag("sdpa", "attention", choices=ATTENTIONS)
-    eval_samples: int = flag(50, "validation problems whose loss is measured at the end (0: none)")
-    max_minutes: float | None = flag(None, "stop at the step after this many minutes, and save")
+    eval_samples: int = flag(
+        50, "validation problems whose loss is measured at the end (0: none)", min=0
+    )
+    max_minutes: float | None = flag(
+        None, "stop at the step after this many minutes, and save", above=0
+    )
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
     use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
     seed: int = flag(0, "seed of data order and adapter")
@@ -69,26 +77,17 @@ class SFTConfig:
     dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
 
     def __post_init__(self) -> None:
+        check_values(self)
         self.quantize = chosen_quantization(self.quantize, self.use_4bit)
         self.use_4bit = self.quantize == "4bit"
         self.tracker = chosen_tracker(self.tracker, self.use_wandb)
-        counts = "max_samples epochs batch_size micro_batch lora_r lora_alpha max_length"
-        for name in counts.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.batch_size % self.micro_batch:
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
                 f"{self.micro_batch}"
             )
-        if self.eval_samples < 0:
-            raise ValueError("--eval-samples must be 0 or more")
-        if self.learning_rate <= 0:
-            raise ValueError("--learning-rate must be above 0")
-        if not 0 <= self.warmup_share <= 1 or not 0 <= self.lora_dropout < 1:
-            raise ValueError("--warmup-share must be in [0, 1], --lora-dropout in [0, 1)")
-        if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ValueError("--max-minutes must be above 0")
+        if self.lora_dropout == 1:
+            raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         if self.adapter and self.output.resolve() == self.adapter.resolve():
             raise ValueError("--output would overwrite --adapter; name another directory")
 

@@ -19,7 +19,7 @@ from recipes.orchestrator.cold_start import written_graph
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.runner import Runner
 from rlm import adapters, machine, models
-from rlm.config import flag, run_main
+from rlm.config import check_values, flag, run_main
 from rlm.data import load_problems
 from rlm.sampling import Sampler
 
@@ -28,14 +28,13 @@ from rlm.sampling import Sampler
 class GraphsConfig:
     model: str = flag(machine.EMBEDDED_MODEL, "behind all agents")
     adapter: Path | None = flag(None, "that they wear; without one they rarely end by themselves")
-    graphs: int = flag(32, "in a step, each with prompts and a problem of its own")
-    max_new_tokens: int = flag(64, "of each agent")
-    repeats: int = flag(3, "measured repetitions, after one to warm up")
+    graphs: int = flag(32, "in a step, each with prompts and a problem of its own", min=1)
+    max_new_tokens: int = flag(64, "of each agent", min=1)
+    repeats: int = flag(3, "measured repetitions, after one to warm up", min=1)
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
-        if min(self.graphs, self.max_new_tokens, self.repeats) < 1:
-            raise ValueError("sizes must be at least 1")
+        check_values(self)
 
 
 def measure(config: GraphsConfig, agents: LocalAgents) -> dict[str, Any]:

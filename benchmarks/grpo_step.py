@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import harness, shapes
 from benchmarks.arms import Work
 from rlm import machine, terminal
-from rlm.config import flag, run_main
+from rlm.config import check_values, flag, run_main
 
 PARTS = ("sample", "score", "learn")
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
@@ -29,7 +29,7 @@ CELLS = {"half": "half of the groups with signal", "all": "all groups with signa
 class TRLFlags:
     """TRL's settings, part of each benchmark that has it as an arm; the defaults are tuned."""
 
-    trl_batch: int = flag(8, "TRL: rows in a forward pass", group="TRL")
+    trl_batch: int = flag(8, "TRL: rows in a forward pass", group="TRL", min=1)
     trl_checkpointing: bool = flag(False, "TRL: recompute activations", group="TRL")
     trl_continuous: bool = flag(False, "TRL: transformers' continuous batching", group="TRL")
     trl_autocast: bool = flag(False, "TRL: its bf16 option (mixed precision)", group="TRL")
@@ -49,23 +49,20 @@ class GRPOStepConfig(TRLFlags):
     model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
     adapter: Path | None = flag(None, "adapter to start from (none: a new one)")
     dataset: str = flag("word-problems:1", "where the prompts come from")
-    prompts: int = flag(8, "problems in a step")
-    group_size: int = flag(8, "completions of each")
-    max_new_tokens: int = flag(128, "longest completion")
-    lora_r: int = flag(16, "rank of a new adapter")
-    learning_rate: float = flag(1e-6, "so small that the policy stays what it is")
-    steps: int = flag(3, "measured steps of a process, after one to warm up")
-    rounds: int = flag(2, "processes of each arm and cell, in turns")
+    prompts: int = flag(8, "problems in a step", min=1)
+    group_size: int = flag(8, "completions of each", min=2)
+    max_new_tokens: int = flag(128, "longest completion", min=1)
+    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    learning_rate: float = flag(1e-6, "so small that the policy stays what it is", min=0)
+    steps: int = flag(3, "measured steps of a process, after one to warm up", min=1)
+    rounds: int = flag(2, "processes of each arm and cell, in turns", min=1)
     cells: tuple[str, ...] = flag(tuple(CELLS), "groups with signal", choices=tuple(CELLS))
     tune: bool = flag(False, "instead: one step with each of TRL's settings")
     seed: int = flag(0, "of problems and sampling")
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
-        if min(self.prompts, self.steps, self.rounds, self.max_new_tokens, self.trl_batch) < 1:
-            raise ValueError("--prompts, --steps, --rounds and lengths must be at least 1")
-        if self.group_size < 2:
-            raise ValueError("--group-size must be at least 2")
+        check_values(self)
         if self.prompts * self.group_size % self.trl_batch:
             raise ValueError("--trl-batch must divide the completions of a step")
 

@@ -24,7 +24,7 @@ from benchmarks import harness, shapes
 from benchmarks.arms import FORMAT, Work, snapshot_path
 from benchmarks.grpo_step import TRLFlags, run_ours, run_trl
 from rlm import machine, terminal
-from rlm.config import flag, run_main
+from rlm.config import check_values, flag, run_main
 from rlm.data import load_problems
 from rlm.evaluation import evaluate, paired_bootstrap
 from rlm.plots import BLUE, ORANGE
@@ -39,24 +39,22 @@ class LearningCurveConfig(TRLFlags):
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory")
     adapter: Path | None = flag(Path("weights/sft_lora"), "adapter to start from, or none")
     dataset: str = flag("word-problems:1", "what is learned")
-    minutes: float = flag(15.0, "training time of each arm")
-    max_steps: int = flag(300, "and at most this many steps")
-    batch_size: int = flag(20, "problems in a step")
-    group_size: int = flag(8, "completions of each")
-    max_new_tokens: int = flag(96, "longest completion, in training and evaluation")
-    learning_rate: float = flag(1e-4, "of AdamW, constant")
-    lora_r: int = flag(16, "rank, where no adapter is given to start from")
-    eval_every: int = flag(1, "steps between evaluations")
-    eval_samples: int = flag(200, "validation problems")
+    minutes: float = flag(15.0, "training time of each arm", above=0)
+    max_steps: int = flag(300, "and at most this many steps", min=1)
+    batch_size: int = flag(20, "problems in a step", min=1)
+    group_size: int = flag(8, "completions of each", min=2)
+    max_new_tokens: int = flag(96, "longest completion, in training and evaluation", min=1)
+    learning_rate: float = flag(1e-4, "of AdamW, constant", min=0)
+    lora_r: int = flag(16, "rank, where no adapter is given to start from", min=1)
+    eval_every: int = flag(1, "steps between evaluations", min=1)
+    eval_samples: int = flag(200, "validation problems", min=1)
     seed: int = flag(0, "of problems and sampling")
     work_dir: Path = flag(Path("runs/learning_curve"), "the adapters on the way (gigabytes)")
     json: Path | None = flag(None, "file for the report")
     plot: Path | None = flag(None, "file for the picture (PNG)")
 
     def __post_init__(self) -> None:
-        counts = (self.max_steps, self.batch_size, self.eval_every, self.eval_samples)
-        if min(counts) < 1 or self.minutes <= 0:
-            raise ValueError("--minutes must be above 0, steps and sizes at least 1")
+        check_values(self)
         if self.batch_size * self.group_size % self.trl_batch:
             raise ValueError("--trl-batch must divide the completions of a step")
 

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import floor, harness, peers, shapes
 from rlm import adapters, machine, models, terminal
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, check_values, flag, run_main
 from rlm.data import Problem, load_problems
 from rlm.prompts import FORMATS, render_prompt
 from rlm.quantize import QUANTIZATIONS
@@ -45,11 +45,11 @@ class RolloutConfig:
     adapter: Path | None = flag(None, "adapter that ours and generate draw with")
     dataset: str = flag("word-problems:1", "where the prompts come from")
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
-    rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each")
-    new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length")
+    rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each", min=1)
+    new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length", min=1)
     lengths: bool = flag(True, "also replay the recorded lengths")
     memory: bool = flag(True, "also measure each arm's peak memory, in processes of their own")
-    repeats: int = flag(3, "measured repetitions of each cell, after a warm-up")
+    repeats: int = flag(3, "measured repetitions of each cell, after a warm-up", min=1)
     vllm_url: str | None = flag(None, "a running `vllm serve` with the same model")
     llama_url: str | None = flag(None, "a running llama-server with the same model")
     record_lengths: Path | None = flag(None, "sample with this adapter, write lengths.json, end")
@@ -57,10 +57,9 @@ class RolloutConfig:
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
+        check_values(self)
         if any(rows % GROUP for rows in self.rows) or not self.rows:
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
-        if self.new_tokens < 1 or self.repeats < 1:
-            raise ValueError("--new-tokens and --repeats must be at least 1")
 
 
 # --- ours ---------------------------------------------------------------------------------------

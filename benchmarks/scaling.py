@@ -20,28 +20,29 @@ from typing import Any
 from benchmarks import harness, shapes
 from benchmarks.arms import Work
 from rlm import machine, terminal
-from rlm.config import flag, run_main
+from rlm.config import check_values, flag, run_main
 
 
 @dataclass
 class ScalingConfig:
-    groups: tuple[int, ...] | None = flag((4, 8, 16, 32), "group sizes, or none")
-    new_tokens: tuple[int, ...] | None = flag((64, 128, 256, 512), "completion lengths, or none")
+    groups: tuple[int, ...] | None = flag((4, 8, 16, 32), "group sizes, or none", min=2)
+    new_tokens: tuple[int, ...] | None = flag(
+        (64, 128, 256, 512), "completion lengths, or none", min=1
+    )
     models: tuple[str, ...] | None = flag(
         (machine.EMBEDDED_MODEL, "random:smollm2-360m", "random:qwen2.5-0.5b"),
         "models of growing size, or none",
     )
-    prompts: int = flag(4, "problems in a step")
-    group_size: int = flag(8, "where the group size does not vary")
-    length: int = flag(128, "where the length does not vary")
+    prompts: int = flag(4, "problems in a step", min=1)
+    group_size: int = flag(8, "where the group size does not vary", min=2)
+    length: int = flag(128, "where the length does not vary", min=1)
     dataset: str = flag("word-problems:1", "where the prompts come from")
-    steps: int = flag(2, "measured steps of a cell, after one to warm up")
+    steps: int = flag(2, "measured steps of a cell, after one to warm up", min=1)
     seed: int = flag(0, "of problems and sampling")
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
-        if min(self.prompts, self.steps, self.length) < 1 or self.group_size < 2:
-            raise ValueError("sizes must be at least 1, --group-size at least 2")
+        check_values(self)
 
 
 def run_cell(work: Work) -> dict[str, Any]:

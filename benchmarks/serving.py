@@ -28,7 +28,7 @@ import httpx2
 
 from benchmarks import harness
 from rlm import machine, models, terminal
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, check_values, flag, run_main
 from rlm.data import load_problems
 from rlm.prompts import FORMATS
 
@@ -40,16 +40,15 @@ START_SECONDS = 180
 class ServingConfig:
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory")
     dataset: str = flag("word-problems:1", "where the questions come from")
-    requests: int = flag(8, "requests in a row, then at once")
-    max_tokens: int = flag(64, "longest completion")
-    repeats: int = flag(3, "measured repetitions, after a warm-up")
+    requests: int = flag(8, "requests in a row, then at once", min=1)
+    max_tokens: int = flag(64, "longest completion", min=1)
+    repeats: int = flag(3, "measured repetitions, after a warm-up", min=1)
     peer: bool = flag(True, "also run transformers serve")
     continuous: bool = flag(True, "its continuous batching (without, it takes one at a time)")
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
-        if min(self.requests, self.max_tokens, self.repeats) < 1:
-            raise ValueError("--requests, --max-tokens and --repeats must be at least 1")
+        check_values(self)
 
 
 @dataclass(frozen=True)

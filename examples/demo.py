@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm import terminal
-from rlm.config import flag, parse, run_main
+from rlm.config import check_values, flag, parse, run_main
 
 if TYPE_CHECKING:
     from rlm.evaluation import Evaluation
@@ -36,10 +36,13 @@ sys.path.insert(0, str(ROOT))  # the stage scripts, when the package is not inst
 @dataclass
 class DemoConfig:
     output: Path = flag(Path("runs/demo"), "where everything goes")
-    problems: int = flag(200, "held-out test problems")
-    samples: int = flag(2, "sampled completions a problem")
+    problems: int = flag(200, "held-out test problems", min=1)
+    samples: int = flag(2, "sampled completions a problem", min=1)
     sft_config: Path = flag(ROOT / "configs/demo_sft.yaml", "options of stage 1")
     grpo_config: Path = flag(ROOT / "configs/demo_grpo.yaml", "options of stage 2")
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
 def main(config: DemoConfig) -> int:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -50,15 +50,18 @@ def flag(
     positional: bool = False,
     group: str | None = None,
     spells: str | None = None,
+    min: float | None = None,  # bounds of a number; of a tuple field: of each item
+    above: float | None = None,
+    max: float | None = None,
 ) -> Any:
     """A dataclass field, and what the command line needs to know about it.
+
+    Choices and bounds hold for values from Python too, where `__post_init__` calls `check_values`.
 
     Args:
         spells: the field of which this is another spelling; see `layered`.
     """
     metadata = dict(locals())  # the arguments above, as `_Option` takes them
-    if isinstance(default, list | dict | set):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -129,6 +132,30 @@ def changed(config: T, **values: Any) -> T:
     object.__setattr__(new, "_explicit", explicit(config))
     mark_preset(new, set_by_preset(config) - values.keys())
     return new
+
+
+def check_values(config: Any) -> None:
+    """Hold a config's values against the choices and bounds of their flags; None is always one.
+
+    Raises:
+        ValueError: the first that fails; the message names its flag.
+    """
+    for field in dataclasses.fields(config):
+        value, limits = getattr(config, field.name), field.metadata
+        least, above, most = (limits.get(name) for name in ("min", "above", "max"))
+        flag = "--" + field.name.replace("_", "-")
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is None:
+                continue
+            if limits.get("choices") and item not in limits["choices"]:
+                known = ", ".join(map(str, limits["choices"]))
+                raise ValueError(f"{flag}: unknown {item!r}; there are {known}")
+            if least is not None and item < least:
+                raise ValueError(f"{flag} must be at least {least:g}")
+            if above is not None and item <= above:
+                raise ValueError(f"{flag} must be above {above:g}")
+            if most is not None and item > most:
+                raise ValueError(f"{flag} must be at most {most:g}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -230,6 +257,9 @@ class _Option:
     positional: bool = False
     group: str | None = None
     spells: str | None = None
+    min: float | None = None
+    above: float | None = None
+    max: float | None = None
 
     def __post_init__(self) -> None:
         self.keys = [self.name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)]
@@ -237,7 +267,7 @@ class _Option:
         self.expects = "|".join(map(str, self.choices or map(_describe, _members(self.kind))))
 
     def add_to(self, parser: Any) -> None:
-        items = self.default if isinstance(self.default, tuple | list) else [self.default]
+        items = self.default if isinstance(self.default, tuple) else [self.default]
         words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
         text = f"{self.help} (default: {','.join(words) or 'empty'})".replace("%", "%%")
         if self.positional:
@@ -245,7 +275,7 @@ class _Option:
         elif bool in _members(self.kind):
             parser.add_argument(self.flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            many = any(get_origin(member) in (tuple, list) for member in _members(self.kind))
+            many = any(get_origin(member) is tuple for member in _members(self.kind))
             action = "append" if many else "store"
             parser.add_argument(self.flag, action=action, metavar=self.expects, help=text)
 
@@ -311,7 +341,7 @@ def _layer(options: list[_Option], rows: Iterable[_Row], text: bool = False) -> 
             raise UsageError(f"{label} is given twice")
         try:
             values[option.name] = new = _convert(option.kind, value, text)
-            items = new if isinstance(new, tuple | list) else [new]
+            items = new if isinstance(new, tuple) else [new]
             if option.choices and not all(i is None or i in option.choices for i in items):
                 raise ValueError
         except (ValueError, OverflowError):
@@ -331,8 +361,6 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _describe(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "|".join(map(str, get_args(kind)))
     args = get_args(kind)
     return f"{_describe(args[0])},..." if args else kind.__name__.lower().removesuffix("type")
 
@@ -345,12 +373,9 @@ def _convert(kind: Any, value: Any, text: bool) -> Any:
     for member in members if len(members) > 1 else ():
         with suppress(ValueError, OverflowError):
             return _convert(member, value, text)
-    for choice in args if origin is Literal else ():
-        if value == (str(choice) if text else choice) and (text or type(value) is type(choice)):
-            return choice
-    if origin in (tuple, list) and isinstance(value, list | tuple):
+    if origin is tuple and isinstance(value, list | tuple):
         items = filter(None, map(str.strip, ",".join(value).split(","))) if text else value
-        return origin(_convert(args[0], item, text) for item in items)
+        return tuple(_convert(args[0], item, text) for item in items)
     if kind is int and (text or type(value) is int):
         return int(value)
     # YAML 1.1 reads 1e-4 (no dot) as a string, so a float may be one in every layer.

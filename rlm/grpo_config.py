@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from rlm.algorithms import ALGORITHMS, Algorithm
-from rlm.config import flag, layered, mark_preset
+from rlm.config import check_values, flag, layered, mark_preset
 from rlm.prompts import FORMATS
 from rlm.quantize import QUANTIZATIONS, chosen_quantization
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
@@ -55,12 +55,14 @@ class GRPOConfig:
 
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "gsm8k, word-problems[:LEVELS], or FILE.jsonl")
-    max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)")
-    max_prompt_length: int | None = flag(None, "leave out problems with longer prompts, in tokens")
+    max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)", min=1)
+    max_prompt_length: int | None = flag(
+        None, "leave out problems with longer prompts, in tokens", min=1
+    )
     sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
     reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
-    reward_timeout: float = flag(60.0, "seconds that one call of a reward may take")
+    reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
     attn: str = flag("sdpa", "attention of the learning pass", choices=ATTENTIONS)
@@ -69,50 +71,64 @@ class GRPOConfig:
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
     use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")
     token_level_loss: bool | None = flag(None, "mean over all tokens of the step")
-    fixed_length_normalizer: int | None = flag(None, "sum over tokens / (rollouts x this)")
-    clip_eps_low: float | None = flag(None, "the ratio is clipped to at least 1 - this")
-    clip_eps_high: float | None = flag(None, "and at most 1 + this")
+    fixed_length_normalizer: int | None = flag(None, "sum over tokens / (rollouts x this)", min=1)
+    clip_eps_low: float | None = flag(
+        None, "the ratio is clipped to at least 1 - this (1: to no bound)", min=0, max=1
+    )
+    clip_eps_high: float | None = flag(None, "and at most 1 + this", min=0)
     dynamic_sampling: bool | None = flag(None, "replace groups without a difference")
-    max_refill_rounds: int = flag(3, "times a step may sample replacements")
-    overlong_buffer: int | None = flag(None, "last tokens over which the reward falls (0: none)")
-    overlong_penalty: float = flag(-1.0, "its depth, at max_new_tokens and if truncated")
+    max_refill_rounds: int = flag(3, "times a step may sample replacements", min=0)
+    overlong_buffer: int | None = flag(
+        None, "last tokens over which the reward falls (0: none)", min=0
+    )
+    overlong_penalty: float = flag(-1.0, "its depth, at max_new_tokens and if truncated", max=0)
     mask_truncated: bool = flag(False, "leave completions without an end token out of the loss")
-    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing")
+    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing", min=0)
     kl_estimator: str = flag("k3", "how KL is estimated", choices=KL_ESTIMATORS)
-    kl_target: float | None = flag(None, "KL per token to which the weight is adapted (none: no)")
+    kl_target: float | None = flag(
+        None, "KL per token to which the weight is adapted (none: no)", above=0
+    )
 
-    steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"])
-    batch_size: int = flag(20, "problems in a step")
+    steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"], min=1)
+    batch_size: int = flag(20, "problems in a step", min=1)
     group_size: int = flag(8, "completions of each problem")
-    max_new_tokens: int = flag(96, "longest completion")
+    max_new_tokens: int = flag(96, "longest completion", min=1)
     temperature: float = flag(1.0, "of sampling and scoring alike")
     top_p: float = flag(1.0, "1: another value would not be the distribution that is scored")
     top_k: int = flag(0, "0: off, for the same reason")
-    seats: int = flag(128, "completions decoded at the same time")
+    seats: int = flag(128, "completions decoded at the same time", min=1)
     sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
     sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
 
-    learning_rate: float = flag(2e-4, "peak; LoRA wants about ten times full fine-tuning's")
+    learning_rate: float = flag(2e-4, "peak; LoRA wants about ten times full fine-tuning's", min=0)
     lr_schedule: str = flag("linear", "after warm-up", choices=("constant", "linear", "cosine"))
-    min_lr_ratio: float = flag(0.1, "where linear and cosine end, as a share of the peak")
-    warmup_steps: int = flag(1, "steps in which the rate rises")
-    weight_decay: float = flag(0.0, "AdamW's")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
-    updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step")
-    train_batch_size: int | None = flag(None, "completions in a micro-batch (none: by tokens)")
-    train_batch_tokens: int | None = flag(None, "padded tokens in a micro-batch (none: by memory)")
+    min_lr_ratio: float = flag(
+        0.1, "where linear and cosine end, as a share of the peak", min=0, max=1
+    )
+    warmup_steps: int = flag(1, "steps in which the rate rises", min=0)
+    weight_decay: float = flag(0.0, "AdamW's", min=0)
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
+    updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step", min=1)
+    train_batch_size: int | None = flag(
+        None, "completions in a micro-batch (none: by tokens)", min=1
+    )
+    train_batch_tokens: int | None = flag(
+        None, "padded tokens in a micro-batch (none: by memory)", min=1
+    )
     checkpointing: bool = flag(False, "compute activations twice rather than keep them")
     use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])
-    lora_r: int = flag(16, "rank of a new adapter")
-    lora_alpha: int = flag(32, "scale times rank, of a new adapter")
+    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    lora_alpha: int = flag(32, "scale times rank, of a new adapter", min=1)
     lora_dropout: float = flag(0.0, "0: dropped units would not be the policy that sampled")
 
-    eval_every: int = flag(10, "steps between greedy evaluations (0: only first and last)")
-    eval_samples: int = flag(100, "validation problems, always the same")
-    save_every: int = flag(10, "steps between checkpoints (0: only at the end)")
-    keep_checkpoints: int = flag(2, "newest checkpoints kept")
-    sample_every: int = flag(5, "steps between printed samples (0: none)")
-    max_minutes: float | None = flag(None, "stop at the step after this many minutes, and export")
+    eval_every: int = flag(10, "steps between greedy evaluations (0: only first and last)", min=0)
+    eval_samples: int = flag(100, "validation problems, always the same", min=1)
+    save_every: int = flag(10, "steps between checkpoints (0: only at the end)", min=0)
+    keep_checkpoints: int = flag(2, "newest checkpoints kept", min=1)
+    sample_every: int = flag(5, "steps between printed samples (0: none)", min=0)
+    max_minutes: float | None = flag(
+        None, "stop at the step after this many minutes, and export", above=0
+    )
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
@@ -122,9 +138,8 @@ class GRPOConfig:
     output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
 
     def __post_init__(self) -> None:
-        self._check_names()
+        check_values(self)
         self._fill_in()
-        self._check_numbers()
         self._check_contradictions()
         if self.group_size < min(8, type(self).group_size):  # a recipe may have its own default
             _warn_once(
@@ -177,22 +192,6 @@ class GRPOConfig:
         """How often a step may sample."""
         return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
 
-    def _check_names(self) -> None:
-        known = {
-            "algorithm": ALGORITHMS,
-            "reasoning_format": FORMATS,
-            "kl_estimator": KL_ESTIMATORS,
-            "sampler": SAMPLER_NAMES,
-            "lr_schedule": ("constant", "linear", "cosine"),
-            "quantize": QUANTIZATIONS,
-            "attn": ATTENTIONS,
-            "tracker": TRACKER_NAMES,
-        }
-        for name, names in known.items():
-            if getattr(self, name) not in names:
-                given = getattr(self, name)
-                raise ValueError(f"{_flag(name)}: unknown {given!r}; there are {', '.join(names)}")
-
     def _fill_in(self) -> None:
         """What the algorithm decides and no option does, and an option by its other spelling."""
         self.quantize = chosen_quantization(self.quantize, self.use_4bit)
@@ -214,25 +213,7 @@ class GRPOConfig:
         for name in self._filled_in:
             setattr(self, name, values[name])
 
-    def _check_numbers(self) -> None:
-        at_least_1 = (
-            "steps batch_size max_new_tokens seats updates_per_batch lora_r lora_alpha "
-            "eval_samples keep_checkpoints max_samples max_prompt_length train_batch_size "
-            "train_batch_tokens fixed_length_normalizer"
-        )
-        for name in at_least_1.split():
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} must be at least 1")
-        at_least_0 = (
-            "eval_every save_every sample_every warmup_steps learning_rate kl_weight "
-            "weight_decay clip_eps_high max_refill_rounds overlong_buffer"
-        )
-        for name in at_least_0.split():
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} must be 0 or more")
-        for name in ("max_grad_norm", "reward_timeout", "max_minutes"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{_flag(name)} must be above 0")
+    def _check_contradictions(self) -> None:
         if self.group_size < 2:
             raise ValueError(
                 "--group-size must be at least 2: a completion is compared inside its group"
@@ -241,16 +222,8 @@ class GRPOConfig:
             raise ValueError(
                 "--temperature must be above 0: equal completions have nothing to compare"
             )
-        if not 0 <= self.clip_eps_low <= 1:
-            raise ValueError("--clip-eps-low must be in [0, 1]; 1 is no lower bound")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError("--min-lr-ratio must be between 0 and 1")
-        if self.kl_target is not None and (self.kl_target <= 0 or not self.kl_weight):
-            raise ValueError("--kl-target must be above 0, with a --kl-weight to begin with")
-        if self.overlong_penalty > 0:
-            raise ValueError("--overlong-penalty must be 0 or less: it is added to the reward")
-
-    def _check_contradictions(self) -> None:
+        if self.kl_target is not None and not self.kl_weight:
+            raise ValueError("--kl-target needs a --kl-weight to begin with")
         if self.top_p != 1 or self.top_k != 0:
             raise ValueError(
                 "--top-p must be 1 and --top-k 0 in training: tokens would be drawn from a "
@@ -312,10 +285,6 @@ def algorithms_help() -> str:
     """The table of ALGORITHMS, for --help."""
     lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
     return "\n".join(["algorithms:", *lines])
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 @cache

@@ -160,12 +160,12 @@ def test_dynamic_sampling_rounds():
         ({"use_lora": False}, "never written"),
         ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
         ({"overlong_buffer": 97}, "longer than"),
-        ({"overlong_penalty": 1.0}, "0 or less"),
+        ({"overlong_penalty": 1.0}, "at most 0"),
         ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo"),
         ({"reasoning_format": "xml"}, "deepseek, simple"),
         ({"kl_estimator": "k4"}, "k1, k2, k3"),
         ({"doctor": True, "resume": True}, "--resume"),
-        ({"clip_eps_low": 1.5}, "no lower bound"),
+        ({"clip_eps_low": 1.5}, "at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(options, why):

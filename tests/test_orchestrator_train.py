@@ -531,10 +531,11 @@ def test_the_published_flags():
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("--max-agents 1", "from 2 to 26"),
+        ("--max-agents 1", "at least 2"),
+        ("--max-agents 27", "at most 26"),
         ("--agent-url http://x", "--agent-model"),
         ("--agent-key KEY", "--agent-url"),
-        ("--agent-temperature -1", "0 or more"),
+        ("--agent-temperature -1", "at least 0"),
         ("--agent-max-tokens 0", "at least 1"),
         ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),

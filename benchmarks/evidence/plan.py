@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.grpo_step import TRLFlags
 from rlm import machine
-from rlm.config import UsageError, flag, to_dict
+from rlm.config import UsageError, check_values, flag, to_dict
 from rlm.grpo_config import GRPOConfig
 from rlm.records import replace_file
 
@@ -103,7 +103,7 @@ class EvidenceConfig(TRLFlags):
     cell: str | None = flag(None, "failures, ship: which (or a demo run)", positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
-    minutes: float | None = flag(None, "start no cell after this many minutes")
+    minutes: float | None = flag(None, "start no cell after this many minutes", above=0)
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
     grid: Path = flag(Path("runs/evidence"), "the cells' directories")
     docs: Path = flag(Path("docs/results"), "where the report goes")
@@ -113,14 +113,14 @@ class EvidenceConfig(TRLFlags):
     dataset: str = flag("word-problems", "or gsm8k:DIRECTORY (hash checked)", group="settings")
     solved: int = flag(200, "worked solutions", group="settings")
     sft_passes: int = flag(2, "of SFT over them", group="settings")
-    sft_rate: float = flag(1e-3, "learning rate of SFT", group="settings")
-    more_rate: float = flag(5e-4, "of SFT that goes on from SFT", group="settings")
+    sft_rate: float = flag(1e-3, "learning rate of SFT", group="settings", above=0)
+    more_rate: float = flag(5e-4, "of SFT that goes on from SFT", group="settings", above=0)
     sft_batch: int = flag(16, "examples per update", group="settings")
     lora_r: int = flag(16, "rank of the adapter", group="settings")
     steps: int = flag(6, "of GRPO", group="settings")
     batch_size: int = flag(16, "problems a step", group="settings")
     group_size: int = flag(8, "completions of each", group="settings")
-    learning_rate: float = flag(2e-4, "of GRPO, falling linearly", group="settings")
+    learning_rate: float = flag(2e-4, "of GRPO, falling linearly", group="settings", min=0)
     max_new_tokens: int = flag(96, "longest completion", group="settings")
     base_new_tokens: int = flag(192, "of the base, which rambles", group="settings")
     greedy_problems: int = flag(80, "of each test set, decoded greedily", group="settings")
@@ -135,6 +135,7 @@ class EvidenceConfig(TRLFlags):
     prompt_problems: int = flag(24, "to choose the base's prompts on", group="settings")
 
     def __post_init__(self) -> None:
+        check_values(self)
         for field in fields(self):
             if type(field.default) is int and getattr(self, field.name) < 1:
                 raise ValueError(f"--{field.name.replace('_', '-')} must be at least 1")

@@ -28,7 +28,7 @@ from recipes.experience.roles import CONFIG, GENERATORS, Role, client_of, load_s
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm import terminal
-from rlm.config import UsageError, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, flag, run_main, to_dict
 from rlm.data import Problem
 from rlm.evaluation import bootstrap_interval, mean_at_k, paired_bootstrap
 from rlm.experiences import load_experiences, with_experiences
@@ -46,23 +46,19 @@ class EvaluateConfig:
         tuple(DIRECTORY / f"{name}_experiences.json" for name in GENERATORS), "a row for each"
     )
     dataset: str | None = flag(None, "what to ask (none: what the run did not practise on)")
-    max_problems: int | None = flag(30, "problems (none: all)")
-    samples: int = flag(4, "answers to each problem, k")
-    temperature: float = flag(0.3, "of these answers")
+    max_problems: int | None = flag(30, "problems (none: all)", min=1)
+    samples: int = flag(4, "answers to each problem, k", min=1)
+    temperature: float = flag(0.3, "of these answers", min=0)
     role: str = flag("generator_1", "whose endpoint answers", choices=GENERATORS)
     ablations: bool = flag(False, "also learn from the role's practice in three poorer ways")
-    max_tokens: int = flag(2048, "longest reply")
-    max_cost: float | None = flag(None, "stop before this is passed")
+    max_tokens: int = flag(2048, "longest reply", min=1)
+    max_cost: float | None = flag(None, "stop before this is passed", min=0)
     seed: int = flag(0, "of requests")
     api_config: Path = flag(CONFIG, "keys and endpoints of the roles")
     run_dir: Path = flag(RUN, "the run that wrote the libraries; figures go there")
 
     def __post_init__(self) -> None:
-        counts = (self.samples, self.max_tokens, self.max_problems)
-        if any(count is not None and count < 1 for count in counts):
-            raise ValueError("--samples, --max-tokens and --max-problems must be at least 1")
-        if min(self.temperature, self.max_cost or 0) < 0:
-            raise ValueError("--temperature and --max-cost must be 0 or more")
+        check_values(self)
 
 
 def named_libraries(paths: Sequence[Path]) -> dict[str, Path]:

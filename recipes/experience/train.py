@@ -37,7 +37,7 @@ from recipes.experience.roles import (
 )
 from recipes.experience.summary import summarise
 from rlm import terminal
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, check_values, flag, run_main
 from rlm.data import Problem, load_problems
 from rlm.records import read_lines, replace_json
 from rlm.remote import RemoteClient, Spending
@@ -52,33 +52,33 @@ class TrainConfig:
     target: str = flag("all", "who learns", choices=("generator", "critic", "all"), positional=True)
     number: int | None = flag(None, "which generator", choices=(1, 2, 3), positional=True)
     dataset: str = flag("aime2024", "aime2024, aime2025, physics, gsm8k, word-problems or FILE")
-    max_problems: int | None = flag(None, "practise on so many (none: all)")
-    rollouts: int = flag(3, "attempts a generator makes at each problem")
-    temperature: float | None = flag(None, "of every request (none: 0.3, the critic's 0.0)")
-    tau: float = flag(0.05, "a group teaches if the σ of its rewards is above this")
+    max_problems: int | None = flag(None, "practise on so many (none: all)", min=1)
+    rollouts: int = flag(3, "attempts a generator makes at each problem", min=1)
+    temperature: float | None = flag(None, "of every request (none: 0.3, the critic's 0.0)", min=0)
+    tau: float = flag(0.05, "a group teaches if the σ of its rewards is above this", min=0)
     weights: tuple[float, ...] | None = flag(
-        None, "of r_ans,r_logic,r_graph (none: 0.5,0.25,0.25); of the critic also r_fusion"
+        None, "of r_ans,r_logic,r_graph (none: 0.5,0.25,0.25); of the critic also r_fusion", above=0
     )
-    max_tokens: int = flag(2048, "longest reply")
-    max_cost: float | None = flag(None, "stop before this is passed, in the currency of the prices")
-    library_items: int = flag(20, "lessons that a library holds at most")
-    library_tokens: int = flag(1200, "tokens that its lessons take in a prompt at most, about")
+    max_tokens: int = flag(2048, "longest reply", min=1)
+    max_cost: float | None = flag(
+        None, "stop before this is passed, in the currency of the prices", min=0
+    )
+    library_items: int = flag(20, "lessons that a library holds at most", min=1)
+    library_tokens: int = flag(
+        1200, "tokens that its lessons take in a prompt at most, about", min=1
+    )
     seed: int = flag(0, "of problems and requests")
     api_config: Path = flag(CONFIG, "keys and endpoints of the roles")
     library_dir: Path = flag(DIRECTORY, "where the libraries are")
     run_dir: Path = flag(RUN, "where the caches are")
 
     def __post_init__(self) -> None:
+        check_values(self)
         if (self.target == "generator") != (self.number is not None):
             raise ValueError("write: generator 1 (or 2, 3), critic, or all")
         parts = len(CRITIC_WEIGHTS if self.target == "critic" else GENERATOR_WEIGHTS)
-        if self.weights and (len(self.weights) != parts or min(self.weights) <= 0):
-            raise ValueError(f"--weights are {parts} numbers above 0")
-        for name in ("max_problems", "rollouts", "max_tokens", "library_items", "library_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if min(self.tau, self.temperature or 0, self.max_cost or 0) < 0:
-            raise ValueError("--tau, --temperature and --max-cost must be 0 or more")
+        if self.weights and len(self.weights) != parts:
+            raise ValueError(f"--weights are {parts} numbers")
 
     def of(self, name: str) -> dict[str, Any]:
         """Temperature and weights of a role; under `all` the critic keeps its own defaults."""

@@ -12,20 +12,19 @@ from recipes.orchestrator.graph import Invalid
 from recipes.orchestrator.orchestrator import OpenRun
 from rlm import machine, terminal
 from rlm.answers import grade
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, check_values, flag, run_main
 
 
 @dataclass
 class AskConfig:
     question: str | None = flag(None, "the problem", positional=True)
     run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
-    tries: int = flag(3, "graphs to draw at most: the most likely one, then others")
+    tries: int = flag(3, "graphs to draw at most: the most likely one, then others", min=1)
 
     def __post_init__(self) -> None:
+        check_values(self)
         if not (self.question or "").strip():
             raise ValueError('ask something: python -m recipes.orchestrator.ask "…"')
-        if self.tries < 1:
-            raise ValueError("--tries must be at least 1")
 
 
 def main(config: AskConfig) -> int:

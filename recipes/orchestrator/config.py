@@ -29,15 +29,15 @@ class Config(GRPOConfig):
         aliases=("orchestrator-model",),
     )
     sft_adapter: Path | None = flag(START, "to start from, made if it is not there; or none")
-    steps: int = flag(100, "rounds of sampling and learning")
-    batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",))
+    steps: int = flag(100, "rounds of sampling and learning", min=1)
+    batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",), min=1)
     group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",))
-    max_new_tokens: int = flag(400, "longest graph, as text")
-    learning_rate: float = flag(1e-4, "peak", aliases=("lr",))
-    kl_weight: float = flag(0.1, "pull toward the start adapter", aliases=("kl-coef",))
-    eval_samples: int = flag(50, "validation problems, always the same")
-    test_samples: int = flag(100, "test problems at the end (0: none)")
-    sample_every: int = flag(10, "steps between printed graphs (0: none)")
+    max_new_tokens: int = flag(400, "longest graph, as text", min=1)
+    learning_rate: float = flag(1e-4, "peak", aliases=("lr",), min=0)
+    kl_weight: float = flag(0.1, "pull toward the start adapter", aliases=("kl-coef",), min=0)
+    eval_samples: int = flag(50, "validation problems, always the same", min=1)
+    test_samples: int = flag(100, "test problems at the end (0: none)", min=0)
+    sample_every: int = flag(10, "steps between printed graphs (0: none)", min=0)
     run_dir: Path = flag(Path("runs/orchestrator"), "logs, rollouts, checkpoints and the adapter")
     output: Path | None = flag(None, f"where the best adapter goes (none: {ADAPTER} in --run-dir)")
 
@@ -47,12 +47,14 @@ class Config(GRPOConfig):
     )
     agent_url: str | None = flag(None, "of an OpenAI-compatible API that serves --agent-model")
     agent_key: str | None = flag(None, "environment variable with that API's key")
-    agent_max_tokens: int = flag(96, "longest reply of an agent")
-    agent_temperature: float = flag(0.0, "of the agents; 0 is repeatable, and cached")
-    max_agents: int = flag(AGENTS, "agents in a graph, at most")
+    agent_max_tokens: int = flag(96, "longest reply of an agent", min=1)
+    agent_temperature: float = flag(0.0, "of the agents; 0 is repeatable, and cached", min=0)
+    max_agents: int = flag(AGENTS, "agents in a graph, at most", min=AGENTS, max=MOST_AGENTS)
     zero_leaks: bool = flag(True, "a graph whose prompts hold the answer earns nothing")
-    format_reward: float = flag(0.0, "for a valid graph, besides the 0/1 for the answer")
-    start_questions: int = flag(96, "cold start: problems, with several written graphs for each")
+    format_reward: float = flag(0.0, "for a valid graph, besides the 0/1 for the answer", min=0)
+    start_questions: int = flag(
+        96, "cold start: problems, with several written graphs for each", min=1
+    )
     debug: bool = flag(False, "5 steps of 2 × 2 at most, everything measured at each")
 
     # The names of the published description.
@@ -75,15 +77,6 @@ class Config(GRPOConfig):
                 setattr(self, name, min(getattr(self, name), most))
             self.eval_every = self.sample_every = 1
         super().__post_init__()
-        for name in ("agent_max_tokens", "start_questions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.test_samples < 0 or self.agent_temperature < 0 or self.format_reward < 0:
-            raise ValueError(
-                "--test-samples, --agent-temperature and --format-reward must be 0 or more"
-            )
-        if not AGENTS <= self.max_agents <= MOST_AGENTS:
-            raise ValueError(f"--max-agents must be from {AGENTS} to {MOST_AGENTS}")
         if self.agent_url and not self.agent_model:
             raise ValueError("--agent-url needs --agent-model: the name that the server knows")
         if self.agent_key and not self.agent_url:

@@ -25,7 +25,7 @@ from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
 from rlm.adapters import wearing
-from rlm.config import UsageError, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, flag, run_main, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import (
     bootstrap_interval,
@@ -48,15 +48,14 @@ SHARES = {
 class EvaluateConfig:
     run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
     split: str = flag("test", "which part of its data set")
-    max_samples: int = flag(200, "problems")
-    read_price: float = flag(0.0, "of a million tokens read")
-    written_price: float = flag(0.0, "of a million tokens written")
+    max_samples: int = flag(200, "problems", min=1)
+    read_price: float = flag(0.0, "of a million tokens read", min=0)
+    written_price: float = flag(0.0, "of a million tokens written", min=0)
     seed: int = flag(0, "of the vote's samples")
     output: Path = flag(Path("runs/orchestrator_evaluation"), "where figures and traces go")
 
     def __post_init__(self) -> None:
-        if self.max_samples < 1 or self.read_price < 0 or self.written_price < 0:
-            raise ValueError("--max-samples must be at least 1, prices 0 or more")
+        check_values(self)
 
 
 @dataclass
