@@ -19,11 +19,12 @@ sign is dropped: 20% is 20. Every Unicode decimal digit is a digit; ①, Ⅷ, �
 
 import re
 import unicodedata
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
-from rlm.text_answers import READERS
+from rlm.text_answers import READERS, read_text
 
 REASONS: tuple[str, ...] = (
     "correct",  # one number, equal to the gold
@@ -208,10 +209,14 @@ def parse_number(text: str) -> Fraction | None:
     return -value if match and value and match[1] == "-" else value
 
 
-def same_answer(candidate: str, gold: str) -> bool:
-    """Both are numbers, and the same one."""
-    value = parse_number(candidate)
-    return value is not None and value == parse_number(gold)
+def ballot(answer: str) -> Hashable | None:
+    """What equal answers share: their number, or their text where they are none. For votes.
+
+    >>> ballot("0.5") == ballot("1/2"), ballot("Paris.") == ballot("paris")
+    (True, True)
+    """
+    number = parse_number(answer)
+    return read_text(answer) if number is None else number
 
 
 def _claim(token: str, before: str, after: str) -> _Claim:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlm.answers import Verdict, grade, parse_number
+from rlm.answers import Verdict, ballot, grade
 from rlm.prompts import Format, render_problem
-from rlm.text_answers import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -229,16 +228,10 @@ def _mean(scores: Sequence[float]) -> dict[str, float]:
 
 def majority_score(verdicts: Sequence[Verdict]) -> float:
     """Chance that the most frequent answer of some completions is right; equal numbers are one."""
-    votes = [_vote(v.answer) if v.is_answer else None for v in verdicts]
+    votes = [ballot(v.answer or "") if v.is_answer else None for v in verdicts]
     right = {vote for vote, v in zip(votes, verdicts, strict=True) if v.correct}
     winners = majority(votes)
     return mean_at_k([winner in right for winner in winners]) if winners else 0.0
-
-
-def _vote(answer: str | None) -> Hashable | None:
-    """Equal answers are one vote: as numbers, or as texts where they are none."""
-    number = parse_number(answer or "")
-    return read_text(answer or "") if number is None else number
 
 
 def evaluate(

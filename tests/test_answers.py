@@ -16,7 +16,6 @@ from rlm.answers import (
     gold_from_gsm8k,
     grade,
     parse_number,
-    same_answer,
     split_completion,
 )
 
@@ -30,7 +29,7 @@ def reason(text: str, gold: str, *, strict: bool) -> str:
     assert verdict.correct == (verdict.reason == "correct")
     if verdict.reason in COMPARED:
         assert verdict.answer is not None
-        assert verdict.correct == same_answer(verdict.answer, gold)
+        assert verdict.correct == (parse_number(verdict.answer) == parse_number(gold))
     return verdict.reason
 
 

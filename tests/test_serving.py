@@ -680,8 +680,7 @@ def test_draining_outlasts_a_restart(tokenizer):
 
 
 def test_the_engine_survives_one_death_but_not_two(tokenizer, monkeypatch):
-    deaths = threading.Event()
-    service, _ = make_service(tokenizer, SCRIPT, on_death=deaths.set)
+    service, _ = make_service(tokenizer, SCRIPT)
     usual = Engine._step
 
     def die(self, name):
@@ -695,7 +694,7 @@ def test_the_engine_survives_one_death_but_not_two(tokenizer, monkeypatch):
         wait_until(lambda: service.engine.state == "ready")
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
         assert server.post({"prompt": "die"}).json()["code"] == "engine_down"
-        wait_until(deaths.is_set)
+        wait_until(lambda: service.engine.state == "dead")
         assert server.get("/ready").json()["code"] == "engine_down"
         assert server.post({"prompt": "x"}).json()["code"] == "engine_down"
         assert server.get("/health").status_code == 200

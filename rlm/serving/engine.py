@@ -91,15 +91,13 @@ class Engine:
         prompt_tokens: int,
         new_tokens: int,
         hang_seconds: float = 60.0,
-        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             prompt_tokens, new_tokens: the longest prompt and completion there will be.
             hang_seconds: a step that takes longer counts as dead until it comes back.
-            on_death: called in the dying thread when there will be no restart.
         """
-        self._load, self._on_death = load, on_death
+        self._load = load
         self._room = (prompt_tokens, new_tokens)
         self._hang_seconds = hang_seconds
         self._lanes: dict[str, Lane] = {}
@@ -187,7 +185,6 @@ class Engine:
                 self.state = "loading" if again else "dead"
                 self._fail_all(Problem(503, "engine_down", "the engine died", retry_after=5))
                 if not again:
-                    self._on_death()
                     return
 
     def _open_lanes(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlm.answers import parse_number
+from rlm.answers import ballot
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Vote:
 def vote(answers: Sequence[str | None]) -> Vote:
     """The answer given most often; on a tie the one that came first (None abstains).
 
-    Numbers are compared as numbers: 0.5 and 1/2 are one answer, shown as it was first written.
+    0.5 and 1/2 are one answer, shown as it was first written.
 
     >>> result = vote(["8", "7", "8.0", None])
     >>> result.winner, result.counts, result.agreement, result.members
@@ -37,8 +37,7 @@ def vote(answers: Sequence[str | None]) -> Vote:
     voters: dict[object, list[int]] = {}
     for i, answer in enumerate(answers):
         if answer is not None:
-            value = parse_number(answer)
-            voters.setdefault(answer if value is None else value, []).append(i)
+            voters.setdefault(ballot(answer), []).append(i)
     ranked = sorted(voters.values(), key=lambda members: (-len(members), members[0]))
     counts = {str(answers[members[0]]): len(members) for members in ranked}
     winner = ranked[0] if ranked else []
