@@ -73,10 +73,10 @@ def main(config: ServerConfig) -> int:
     from rlm.machine import prepare_process
     from rlm.serving import logs
     from rlm.serving.access import Keys as KeySet
-    from rlm.serving.access import load_keys, new_key
+    from rlm.serving.access import is_loopback, load_keys, new_key
 
     keys = load_keys(os.environ, config.key_file)
-    if not _is_loopback(config.host) and not keys.required:
+    if not is_loopback(config.host) and not keys.required:
         raise UsageError(
             f"--host {config.host} opens the server to others: set RLM_API_KEY or --key-file first"
         )
@@ -91,15 +91,6 @@ def main(config: ServerConfig) -> int:
     logs.configure(sys.stderr)
     service = _service(config)
     return asyncio.run(_serve(config, service, keys, listening))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:

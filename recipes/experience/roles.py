@@ -8,7 +8,6 @@ either, all roles talk to this project's own server on this machine.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ from rlm.remote import (
     RemoteError,
     Spending,
 )
+from rlm.serving.access import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 CONFIG = Path("data/api_keys/api_config.json")
@@ -94,7 +94,8 @@ def _checked(name: str, entry: dict[str, Any], path: Path) -> RoleSettings:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
-    if settings.api_key.get_secret_value().strip() or _is_loopback(settings.base_url):
+    own = is_loopback(urlsplit(settings.base_url).hostname or "")  # ours needs no key
+    if own or settings.api_key.get_secret_value().strip():
         if settings.base_url:
             return settings
         raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
@@ -102,14 +103,6 @@ def _checked(name: str, entry: dict[str, Any], path: Path) -> RoleSettings:
         f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
         f"environment variable {name.upper()}_API_KEY"
     )
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def client_of(settings: RoleSettings, spending: Spending) -> RemoteClient:

@@ -132,6 +132,11 @@ class AllowedHosts(set[str]):
         return host in self or (self.numeric and _is_address(host))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's alone, without asking anybody."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
