@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.config import UsageError, check_values, flag, run_main
+from rlm.config import UsageError, check_values, flag
 from rlm.experiences import load_experiences, with_experiences
 from rlm.prompts import FORMATS, Format, render_prompt
 from rlm.quantize import QUANTIZATIONS, trained_on
+from rlm.script import run_main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.config import UsageError, check_values, flag, run_main
+from rlm.config import UsageError, check_values, flag
 from rlm.quantize import QUANTIZATIONS
 from rlm.records import replace_file
+from rlm.script import run_main
 
 if TYPE_CHECKING:
     from rlm.serving.access import AllowedHosts, Keys

@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlm.config import check_command_line, run_main
 from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
+from rlm.script import check_command_line, run_main
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     COMMAND_LINE = {"description": __doc__, "presets": PRESETS, "epilog": algorithms_help()}

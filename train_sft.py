@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm import terminal
-from rlm.config import UsageError, check_values, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, flag, to_dict
 from rlm.data import Problem, load_problems
 from rlm.grpo_config import ATTENTIONS
 from rlm.prompts import FORMATS, IGNORED, Format, render_completion, render_problem
 from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
+from rlm.script import run_main
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from recipes.orchestrator.cold_start import written_graph
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.runner import Runner
 from rlm import adapters, machine, models
-from rlm.config import check_values, flag, run_main
+from rlm.config import check_values, flag
 from rlm.data import load_problems
 from rlm.sampling import Sampler
+from rlm.script import run_main
 
 
 @dataclass

@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks import harness, shapes
 from benchmarks.arms import Work
 from rlm import machine, terminal
-from rlm.config import check_values, flag, run_main
+from rlm.config import check_values, flag
+from rlm.script import run_main
 
 PARTS = ("sample", "score", "learn")
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}

@@ -24,11 +24,12 @@ from benchmarks import harness, shapes
 from benchmarks.arms import FORMAT, Work, snapshot_path
 from benchmarks.grpo_step import TRLFlags, run_ours, run_trl
 from rlm import machine, terminal
-from rlm.config import check_values, flag, run_main
+from rlm.config import check_values, flag
 from rlm.data import load_problems
 from rlm.evaluation import evaluate, paired_bootstrap
 from rlm.plots import BLUE, ORANGE
 from rlm.runs import check_writable
+from rlm.script import run_main
 
 COLOURS = {harness.OURS: BLUE, "trl": ORANGE}
 Row = dict[str, Any]  # one evaluation: seconds, samples, correct, total, low, high, bits

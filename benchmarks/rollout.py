@@ -25,12 +25,13 @@ import torch
 
 from benchmarks import floor, harness, peers, shapes
 from rlm import adapters, machine, models, terminal
-from rlm.config import UsageError, check_values, flag, run_main
+from rlm.config import UsageError, check_values, flag
 from rlm.data import Problem, load_problems
 from rlm.prompts import FORMATS, render_prompt
 from rlm.quantize import QUANTIZATIONS
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
 from rlm.sampling.params import Request
+from rlm.script import run_main
 
 LENGTHS = Path(__file__).with_name("lengths.json")
 GROUP = 8  # completions of a prompt

@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks import harness, shapes
 from benchmarks.arms import Work
 from rlm import machine, terminal
-from rlm.config import check_values, flag, run_main
+from rlm.config import check_values, flag
+from rlm.script import run_main
 
 
 @dataclass

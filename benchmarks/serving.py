@@ -28,9 +28,10 @@ import httpx2
 
 from benchmarks import harness
 from rlm import machine, models, terminal
-from rlm.config import UsageError, check_values, flag, run_main
+from rlm.config import UsageError, check_values, flag
 from rlm.data import load_problems
 from rlm.prompts import FORMATS
+from rlm.script import run_main
 
 PEER = "transformers serve"
 START_SECONDS = 180

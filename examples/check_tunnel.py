@@ -27,7 +27,8 @@ from fastapi.responses import StreamingResponse
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when it is not installed
 
 from rlm import terminal
-from rlm.config import UsageError, flag, run_main
+from rlm.config import UsageError, flag
+from rlm.script import run_main
 from rlm.serving.http_guard import UVICORN
 from rlm.serving.security import AllowedHosts, Keys, SecuritySettings, new_key, secure
 from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm import terminal
-from rlm.config import check_values, flag, parse, run_main
+from rlm.config import check_values, flag, parse
+from rlm.script import run_main
 
 if TYPE_CHECKING:
     from rlm.evaluation import Evaluation

@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # rlm, when the package is not installed
 
 from rlm import terminal  # noqa: E402
-from rlm.config import UsageError, flag, run_main  # noqa: E402
+from rlm.config import UsageError, flag  # noqa: E402
 from rlm.records import replace_json  # noqa: E402
+from rlm.script import run_main  # noqa: E402
 
 # Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
 KEPT = (

@@ -8,8 +8,9 @@ import pytest
 import evaluate
 from rlm import audit as module
 from rlm.audit import MathVerify, audit, read_samples
-from rlm.config import UsageError, run_main
+from rlm.config import UsageError
 from rlm.prompts import FORMATS
+from rlm.script import run_main
 
 TAGS = FORMATS["deepseek"]
 GROUPS = [

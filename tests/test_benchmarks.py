@@ -23,8 +23,9 @@ from benchmarks import (
     scaling,
 )
 from recipes.orchestrator.runner import Reply
-from rlm.config import UsageError, run_main
+from rlm.config import UsageError
 from rlm.sampling import Sampler
+from rlm.script import run_main
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlm.config import UsageError, check_values, explicit, flag, parse, run_main, to_dict
+from rlm.config import UsageError, check_values, explicit, flag, parse, to_dict
+from rlm.script import run_main
 
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 
@@ -316,7 +317,8 @@ def run_script(body, **streams):
     script = f"""
 import sys
 from dataclasses import dataclass
-from rlm.config import flag, run_main
+from rlm.config import flag
+from rlm.script import run_main
 
 @dataclass
 class Config:

@@ -5,7 +5,6 @@ import torch
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
-from rlm.config import run_main
 from rlm.data import Problem
 from rlm.doctor import diagnose, examine
 from rlm.grpo_config import GRPOConfig
@@ -13,6 +12,7 @@ from rlm.machine import Device
 from rlm.prompts import FORMATS
 from rlm.rewards import FormatReward
 from rlm.sampling import Completion
+from rlm.script import run_main
 
 CPU = Device("cpu", torch.float32, "test")
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(40)]

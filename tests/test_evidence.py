@@ -38,7 +38,8 @@ from benchmarks.evidence import (
 from benchmarks.evidence.intervals import crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
 from rlm import records
-from rlm.config import UsageError, parse, run_main
+from rlm.config import UsageError, parse
+from rlm.script import run_main
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared" / "data"

@@ -11,9 +11,10 @@ from scripted_server import ScriptedServer, refuse
 
 from recipes.experience import evaluate, train
 from recipes.experience.roles import GENERATORS
-from rlm.config import UsageError, parse, run_main
+from rlm.config import UsageError, parse
 from rlm.data import Problem, load_problems
 from rlm.experiences import load_experiences
+from rlm.script import run_main
 
 GROSS = 144
 LESSON = "One gross is {} pieces: multiply the number of gross by {}."

@@ -17,9 +17,10 @@ from recipes.experience import apprentice, prompting, train
 from recipes.experience.library import Library
 from recipes.experience.roles import GENERATORS, RoleSettings, load_settings
 from recipes.experience.scaffold import parse_scaffold
-from rlm.config import UsageError, parse, run_main
+from rlm.config import UsageError, parse
 from rlm.experiences import load_experiences
 from rlm.records import Journal, read_lines
+from rlm.script import run_main
 from server import ServerConfig
 
 ROOT = Path(__file__).parent.parent

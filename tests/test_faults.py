@@ -26,11 +26,12 @@ from safetensors.torch import load
 from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
 import train_grpo
-from rlm.config import run_main, to_dict
+from rlm.config import to_dict
 from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
 from rlm.parallel import Team
 from rlm.sampling import Sampler
+from rlm.script import run_main
 from rlm.state import differences
 
 ROOT = Path(__file__).parent.parent

@@ -14,11 +14,11 @@ from scripted_sampler import ScriptedSampler
 import inference
 import server
 from rlm.adapters import adapter_tensors, new_adapter, save_adapter
-from rlm.config import run_main
 from rlm.machine import Device
 from rlm.models import load_base
 from rlm.prompts import render_prompt
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
+from rlm.script import run_main
 
 ROOT = Path(__file__).parent.parent
 SIX = ADD.replace("5", "6")

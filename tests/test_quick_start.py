@@ -19,8 +19,8 @@ from conftest import byte_tokenizer, tiny_model
 import train_grpo
 from rlm import data, word_problems
 from rlm.algorithms import ALGORITHMS
-from rlm.config import run_main
 from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
+from rlm.script import run_main
 
 FOLDERS = [parent / "shared" / "seeds" for parent in Path(__file__).resolve().parents]
 DOCUMENT = next((file for folder in FOLDERS for file in folder.glob("002_*.txt")), None)

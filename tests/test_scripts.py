@@ -24,9 +24,10 @@ import inference
 import train_grpo
 import train_sft
 from rlm import machine, models
-from rlm.config import UsageError, parse, run_main
+from rlm.config import UsageError, parse
 from rlm.evaluation import Evaluation
 from rlm.prompts import FORMATS, render_problem, render_prompt
+from rlm.script import run_main
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_sft", "train_grpo", "evaluate", "inference", "server")

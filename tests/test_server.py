@@ -25,12 +25,13 @@ from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
 from rlm.adapters import adapter_tensors, load_adapter, new_adapter, save_adapter
-from rlm.config import UsageError, parse, run_main
+from rlm.config import UsageError, parse
 from rlm.machine import Device
 from rlm.models import base_hash, load_base
 from rlm.prompts import FORMATS, render_prompt
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams
+from rlm.script import run_main
 from rlm.serving.access import Keys
 from rlm.serving.catalog import find_adapters
 from rlm.serving.draining import DrainingServer

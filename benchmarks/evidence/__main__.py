@@ -4,7 +4,7 @@ from benchmarks import evidence
 from benchmarks.evidence import grid
 from benchmarks.evidence.plan import PRESETS, EvidenceConfig
 from rlm import terminal
-from rlm.config import run_main
+from rlm.script import run_main
 
 
 def main(config: EvidenceConfig) -> int:

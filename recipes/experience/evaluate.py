@@ -28,12 +28,13 @@ from recipes.experience.roles import CONFIG, GENERATORS, Role, client_of, load_s
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm import terminal
-from rlm.config import UsageError, check_values, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, flag, to_dict
 from rlm.data import Problem
 from rlm.evaluation import bootstrap_interval, mean_at_k, paired_bootstrap
 from rlm.experiences import load_experiences, with_experiences
 from rlm.records import Journal, read_lines, replace_file, replace_json
 from rlm.remote import ChatReply, RemoteError, Spending
+from rlm.script import run_main
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
 BASELINE = "no library"

@@ -37,10 +37,11 @@ from recipes.experience.roles import (
 )
 from recipes.experience.summary import summarise
 from rlm import terminal
-from rlm.config import UsageError, check_values, flag, run_main
+from rlm.config import UsageError, check_values, flag
 from rlm.data import Problem, load_problems
 from rlm.records import read_lines, replace_json
 from rlm.remote import RemoteClient, Spending
+from rlm.script import run_main
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN = Path("runs/experience/default")

@@ -12,7 +12,8 @@ from recipes.orchestrator.graph import Invalid
 from recipes.orchestrator.orchestrator import OpenRun
 from rlm import machine, terminal
 from rlm.answers import grade
-from rlm.config import UsageError, check_values, flag, run_main
+from rlm.config import UsageError, check_values, flag
+from rlm.script import run_main
 
 
 @dataclass

@@ -25,7 +25,7 @@ from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
 from rlm.adapters import wearing
-from rlm.config import UsageError, check_values, flag, run_main, to_dict
+from rlm.config import UsageError, check_values, flag, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import (
     bootstrap_interval,
@@ -34,6 +34,7 @@ from rlm.evaluation import (
     wilson_interval,
 )
 from rlm.remote import Price
+from rlm.script import run_main
 
 FIXED = {"asked twice": ASKED_TWICE, "two agents, by hand": HAND_WRITTEN}
 SHARES = {

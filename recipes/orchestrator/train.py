@@ -32,10 +32,11 @@ from recipes.orchestrator.orchestrator import render, write_graphs
 from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
 from recipes.orchestrator.runner import Agents, Runner
 from rlm import adapters, machine, models, terminal
-from rlm.config import UsageError, explicit, run_main
+from rlm.config import UsageError, explicit
 from rlm.data import Problem, load_problems
 from rlm.grpo import Group
 from rlm.runs import check_writable
+from rlm.script import run_main
 from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
