@@ -12,6 +12,8 @@ temperature), paired by problem, with a bootstrap interval.
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -49,7 +51,7 @@ class DemoConfig:
 def main(config: DemoConfig) -> int:
     import train_grpo
     import train_sft
-    from rlm.machine import peak_memory_gb, prepare_process
+    from rlm.machine import peak_memory_gb, pick_device, prepare_process
 
     prepare_process()
     began, clock = time.monotonic(), Clock()
@@ -75,6 +77,8 @@ def main(config: DemoConfig) -> int:
 
     clock.seconds["total"] = round(time.monotonic() - began, 1)
     summary = _summary(results) | {
+        "command": shlex.join(["python", "examples/demo.py", *sys.argv[1:]]),
+        "machine": f"{os.cpu_count()} cores, {pick_device()}",
         "seconds": clock.seconds,
         "peak_memory_gb": round(peak_memory_gb(), 2),
     }

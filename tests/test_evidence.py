@@ -1024,7 +1024,8 @@ def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finish
     from benchmarks.evidence.ship import ship
 
     run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
-    shutil.copytree(finished.folder(Cell("grpo", 0)) / "adapter", run / "final_rlm_lora")
+    for cell, name in (("sft", "sft_lora"), ("grpo", "final_rlm_lora")):
+        shutil.copytree(finished.folder(Cell(cell, 0)) / "adapter", run / name)
     config = replace(finished, command="ship", cell=str(run), weights=weights, other_problems=4)
     with pytest.raises(UsageError, match="make demo"):
         ship(config)
@@ -1037,18 +1038,21 @@ def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finish
         "sampled_accuracy": {row: {"strict": drawn} for row in ("sft", "grpo")},
         "gain": {"points": 12.9, "low": 8.8, "high": 17.1},
         "seconds": {"total": 1140.0},
+        "machine": "2 cores, cpu",
+        "command": "python examples/demo.py --problems 4",
     }
     (run / "summary.json").write_text(json.dumps(summary))
     ship(config)
     card = (weights / "README.md").read_text()
-    assert "`make demo` at commit" in card
-    assert "19 minutes" in card
+    assert "`python examples/demo.py --problems 4` at commit" in card
+    assert "SFT on 16 worked solutions, then 2 steps of 2 problems" in card
+    assert "19 minutes in all on 2 cores, cpu;" in card
     assert "| after GRPO | 50.0 (15.0–85.0) | 50.0 (15.0–85.0) | 25.0 (10.0–40.0) |" in card
     assert "+12.9 points (+8.8 to +17.1)" in card
     assert "| families nobody saw | 4 |" in card
     tensors = load_file(weights / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert read_json(weights / "run.json")["command"] == "make demo"
+    assert read_json(weights / "run.json")["command"] == summary["command"]
 
 
 def test_a_base_has_nothing_to_ship(finished):

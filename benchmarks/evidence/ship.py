@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.evidence.intervals import crossed_bootstrap
-from benchmarks.evidence.judging import GRADINGS, Judge, as_rows
+from benchmarks.evidence.judging import GRADINGS, Judge
+from benchmarks.evidence.model_card import card
 from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
-from benchmarks.evidence.pools import TITLES, JudgedSet, judged_sets
-from benchmarks.evidence.results import collect, load_results, per_cent, pooled_sets
+from benchmarks.evidence.pools import JudgedSet, judged_sets
+from benchmarks.evidence.results import collect, load_results, pooled_sets
 from benchmarks.evidence.sections import summary_rows
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError
@@ -30,19 +30,6 @@ from rlm.evaluation import Evaluation
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12
-WHAT_IT_IS = (
-    "LoRA in bf16 that makes the base reason between `<think>` and `</think>` and give one number "
-    "between `<answer>` and `</answer>`. It is a demonstration: it does small arithmetic told as a "
-    "story, and little else."
-)
-EMBEDDED = (
-    "The base comes dequantised from a Q4_1 file: figures published for SmolLM2 do not apply to "
-    "it, and this adapter belongs to these very weights (`base_hash` in run.json)."
-)
-WHAT_IT_KNOWS = (
-    "- English, integers of two or three digits, one step. Longer problems, other wordings and "
-    "other languages were not learned; the sets nobody saw show how it fails."
-)
 
 
 def ship(config: EvidenceConfig) -> None:
@@ -68,7 +55,7 @@ def ship(config: EvidenceConfig) -> None:
         judged = judge_rounded(config, made, judged_sets(config))
         write_json(made / "run.json", run_json(config, cell, result, judged))
         collect(config)
-        (made / "README.md").write_text(card(config, cell, result, judged), encoding="utf-8")
+        (made / "README.md").write_text(cell_card(config, cell, result, judged), encoding="utf-8")
     terminal.line(f"{config.weights}: {cell.name} in bf16")
 
 
@@ -162,96 +149,30 @@ def counts(found: Evaluation) -> dict[str, int]:
     return right | {"total": len(found.problems)}
 
 
-def examples(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The first right and the first wrong greedy answer, as they came."""
-    lines = []
-    for right in (True, False):
-        found = [r for r in rows if (r["completions"][0]["strict"] == "correct") is right]
-        for row in found[:1]:
-            title = "Right" if right else "Wrong"
-            lines += [f"{title}. {row['question']} (gold {row['answer']})", ""]
-            lines += ["```", row["completions"][0]["text"].replace("```", "'''"), "```", ""]
-    return lines
-
-
-def score_rows(judged: Mapping[str, Evaluation]) -> list[str]:
-    """A table row of each test set, with intervals over problems."""
-    return [
-        f"| {TITLES.get(name, name)} | {len(found.problems)} | "
-        + " | ".join(
-            per_cent(crossed_bootstrap([found.per_problem(strict)])) for strict in GRADINGS.values()
-        )
-        + " |"
-        for name, found in judged.items()
-    ]
-
-
-def card(
+def cell_card(
     config: EvidenceConfig, cell: Cell, result: dict[str, Any], judged: Mapping[str, Evaluation]
 ) -> str:
-    """The model card, made from the results alone."""
-    settings, training = result["settings"], result["training"]
-    rounded = score_rows(judged)
-    results = load_results(config.docs / "evidence")
-    rows = summary_rows(results, pooled_sets(results))
-    base = settings["model"]
-    embedded = f"\n{EMBEDDED}" if base == machine.EMBEDDED_MODEL else ""
-    return "\n".join(
-        [
-            "---",
-            "base_model: HuggingFaceTB/SmolLM2-135M-Instruct"
-            if base == machine.EMBEDDED_MODEL
-            else f"base_model: {base}",
-            "library_name: peft",
-            "license: apache-2.0",
-            "---",
-            "",
-            f"# A reasoning adapter: {ARMS[cell.arm].title}, seed {cell.seed}",
-            "",
-            WHAT_IT_IS,
-            "",
-            "## Where it comes from",
-            "",
-            f"`{result['command']}`, then `python -m benchmarks.evidence ship {cell.name}`; "
-            f"commit {result['commit']}, {result['date']}. "
-            f"SFT on {settings['solved']} worked solutions ({settings['sft_passes']} passes), then "
-            f"{settings['steps']} steps of "
-            f"{settings['batch_size']} × {settings['group_size']} completions "
-            f"({training['seconds'] / 60:.1f} minutes on {result['machine']['cpu']}, "
-            f"{result['machine']['cores']} cores).{embedded}",
-            "",
-            "Data: "
-            + (
-                "word problems of one step from this project's own generator (Apache-2.0)."
-                if settings["dataset"] == "word-problems"
-                else "GSM8K's train file (MIT)."
-            )
-            + " Base: Apache-2.0 (Hugging Face). Adapter: Apache-2.0.",
-            "",
-            "## What it scores",
-            "",
-            "These very weights, greedy, right in per cent with a 95 % interval over problems:",
-            "",
-            "| test set | problems | strict | lenient |",
-            "|---|---|---|---|",
-            *rounded,
-            "",
+    """What the card says of a cell of the grid."""
+    settings, results = result["settings"], load_results(config.docs / "evidence")
+    chosen = "It was chosen by validation problems; the test problems decided nothing."
+    return card(
+        title=f"{ARMS[cell.arm].title}, seed {cell.seed}",
+        base=settings["model"],
+        dataset=settings["dataset"],
+        origin=f"`{result['command']}`, then `python -m benchmarks.evidence ship {cell.name}`; "
+        f"commit {result['commit']}, {result['date']}. SFT on {settings['solved']} worked "
+        f"solutions ({settings['sft_passes']} passes), then {settings['steps']} steps of "
+        f"{settings['batch_size']} × {settings['group_size']} completions "
+        f"({result['training']['seconds'] / 60:.1f} minutes on {result['machine']['cpu']}, "
+        f"{result['machine']['cores']} cores).",
+        judged=judged,
+        before_rounding=[
             "All arms of the grid it is one of, before rounding, over seeds and problems:",
             "",
-            *rows,
-            "",
-            "## One right, one wrong",
-            "",
-            *examples(as_rows(next(iter(judged.values())))),
-            "## Limits",
-            "",
-            "- It was chosen by validation problems; the test problems decided nothing."
-            if not config.cell
-            else "- The cell was named by hand.",
-            "- Its seed is one of several: the table above has their spread.",
-            WHAT_IT_KNOWS,
-            "- The reasoning can be wrong where the answer is right; the failure files of the "
-            "report list such cases.",
-            "",
-        ]
+            *summary_rows(results, pooled_sets(results)),
+        ],
+        limits=[
+            "The cell was named by hand." if config.cell else chosen,
+            "Its seed is one of several: the table above has their spread.",
+        ],
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.judging import as_rows
+from benchmarks.evidence.model_card import card
 from benchmarks.evidence.plan import EvidenceConfig, read_json
 from benchmarks.evidence.pools import (
     OTHER,
@@ -19,14 +19,9 @@ from benchmarks.evidence.pools import (
     made,
 )
 from benchmarks.evidence.ship import (
-    EMBEDDED,
-    WHAT_IT_IS,
-    WHAT_IT_KNOWS,
     counts,
-    examples,
     judge_rounded,
     made_in,
-    score_rows,
     write_json,
     write_rounded,
 )
@@ -49,8 +44,11 @@ def ship_demo(config: EvidenceConfig, run: Path) -> None:
     if not (adapter / "run.json").exists() or not summary_file.exists():
         raise UsageError(f"{run} holds no finished run: make demo")
     history, summary = adapters.read_run(adapter), read_json(summary_file)
+    sft = adapters.read_run(run / "sft_lora")
     if history["base_model"] != config.model:
         raise UsageError(f"{run} trained {history['base_model']}, not --model {config.model}")
+    if "command" not in summary:
+        raise UsageError(f"{run} was made by an earlier version of the demo: run it again")
     total = summary["accuracy"]["grpo"]["strict"]["total"]
     tests = [
         JudgedSet(LEARNED, load_problems(history["dataset"], "test", max_samples=total), 0),
@@ -66,80 +64,57 @@ def ship_demo(config: EvidenceConfig, run: Path) -> None:
             folder / "run.json",
             {key: history[key] for key in KEPT if key in history}
             | {
-                "command": "make demo",
+                "command": summary["command"],
                 "numbers": "bfloat16, rounded from float32",
                 "greedy_after_rounding": {name: counts(found) for name, found in judged.items()},
                 "config": {"reasoning_format": history["config"]["reasoning_format"]} | steps,
             },
         )
-        (folder / "README.md").write_text(_card(history, summary, judged), encoding="utf-8")
+        (folder / "README.md").write_text(_card(history, sft, summary, judged), encoding="utf-8")
     terminal.line(f"{config.weights}: the adapter of {run} in bf16")
 
 
-def _card(history: dict[str, Any], summary: dict[str, Any], judged: dict[str, Evaluation]) -> str:
-    steps = history["config"]
-    table = []
-    for name, title in (("base", "base model"), ("sft", "after SFT"), ("grpo", "after GRPO")):
-        found = summary["accuracy"][name]
-        greedy = [_share(found[grading]) for grading in ("strict", "lenient")]
-        drawn = summary["sampled_accuracy"].get(name)
-        sampled = "–" if drawn is None else _percent(drawn["strict"])
-        table.append(f"| {title} | {greedy[0]} | {greedy[1]} | {sampled} |")
-    gain, minutes = summary["gain"], summary["seconds"]["total"] / 60
+def _card(
+    history: dict[str, Any],
+    sft: dict[str, Any],
+    summary: dict[str, Any],
+    judged: dict[str, Evaluation],
+) -> str:
+    steps, gain = history["config"], summary["gain"]
     total = summary["accuracy"]["grpo"]["strict"]["total"]
-    return "\n".join(
-        [
-            "---",
-            "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
-            "library_name: peft",
-            "license: apache-2.0",
-            "---",
-            "",
-            "# A reasoning adapter for SmolLM2-135M: SFT, then GRPO",
-            "",
-            WHAT_IT_IS,
-            "",
-            "## Where it comes from",
-            "",
-            f"`make demo` at commit {history['commit'][:8]}: SFT on 400 worked solutions, then "
-            f"{history['step']} steps of {steps['batch_size']} problems × {steps['group_size']} "
-            f"completions, {minutes:.0f} minutes on two CPU cores in all; then `python -m "
-            "benchmarks.evidence ship runs/demo`, which rounds it.",
-            "",
-            EMBEDDED,
-            "",
-            "Data: word problems of one step from this project's own generator (Apache-2.0). "
-            "Base: Apache-2.0 (Hugging Face). Adapter: Apache-2.0.",
-            "",
-            "## What it scores",
-            "",
-            "These very weights, greedy, right in per cent with a 95 % interval over problems:",
-            "",
-            "| test set | problems | strict | lenient |",
-            "|---|---|---|---|",
-            *score_rows(judged),
-            "",
+    return card(
+        title="SFT, then GRPO",
+        base=history["base_model"],
+        dataset=history["dataset"],
+        origin=f"`{summary['command']}` at commit {history['commit'][:8]}: SFT on "
+        f"{sft['examples']} worked solutions, then {history['step']} steps of "
+        f"{steps['batch_size']} problems × {steps['group_size']} completions, "
+        f"{summary['seconds']['total'] / 60:.0f} minutes in all on {summary['machine']}; then "
+        "`python -m benchmarks.evidence ship`, which rounds it.",
+        judged=judged,
+        before_rounding=[
             f"The run it comes from, before rounding, on {total} test problems of the families it "
             "learned:",
             "",
             "| | greedy, strict | greedy, lenient | sampled at temperature 1, strict |",
             "|---|---|---|---|",
-            *table,
+            *_rows(summary),
             "",
             f"GRPO over SFT, sampled, paired by problem: {gain['points']:+.1f} points "
             f"({gain['low']:+.1f} to {gain['high']:+.1f}).",
-            "",
-            "## One right, one wrong",
-            "",
-            *examples(as_rows(judged[LEARNED])),
-            "## Limits",
-            "",
-            "- One run, one seed; it is the adapter after the last step, no score chose it.",
-            WHAT_IT_KNOWS,
-            "- The reasoning can be wrong where the answer is right.",
-            "",
-        ]
+        ],
+        limits=["One run, one seed."],
     )
+
+
+def _rows(summary: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, title in (("base", "base model"), ("sft", "after SFT"), ("grpo", "after GRPO")):
+        found, drawn = summary["accuracy"][name], summary["sampled_accuracy"].get(name)
+        greedy = [_share(found[grading]) for grading in ("strict", "lenient")]
+        sampled = "–" if drawn is None else _percent(drawn["strict"])
+        rows.append(f"| {title} | {greedy[0]} | {greedy[1]} | {sampled} |")
+    return rows
 
 
 def _share(found: dict[str, Any]) -> str:
