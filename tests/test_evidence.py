@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
 from benchmarks.evidence import (
-    audit,
     failures,
     grid,
     intervals,
@@ -32,6 +31,7 @@ from benchmarks.evidence import (
     reading,
     report,
     results,
+    scrutiny,
     sections,
     training,
 )
@@ -832,16 +832,16 @@ def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
         (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
     other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
     (folder / "sft-s1.json").write_text(json.dumps(other))
-    last = audit.cells(results.load_results(folder))[-1]
+    last = scrutiny.cells(results.load_results(folder))[-1]
     assert last.startswith("Not run: base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
 
 
 def test_the_table_of_cells_has_both_commits(finished):
     cell = result_of(finished, "sft-s0") | {"commit": 40 * "c"}
     assert cell["training"].pop("commit", "") != ""  # every trained cell has one, or None
-    assert "| – | cccccccc |" in "\n".join(audit.cells({"sft": [cell]}))  # from before
+    assert "| – | cccccccc |" in "\n".join(scrutiny.cells({"sft": [cell]}))  # from before
     cell["training"]["commit"] = 40 * "b" + "-dirty"
-    page = "\n".join(audit.cells({"sft": [cell]}))
+    page = "\n".join(scrutiny.cells({"sft": [cell]}))
     assert "| trained at | judged at |" in page
     assert "| bbbbbbbb-dirty | cccccccc |" in page
 
@@ -901,13 +901,12 @@ def test_a_control_that_gains_is_named(finished, page):
 
 
 def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
-    from benchmarks.evidence import audit
 
     found = results.load_results(finished.docs / "evidence")
     better = json.loads(json.dumps(found["grpo"]))
     for test in better[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    page = "\n".join(audit.algorithms(found | {"cispo": better}, pools.WORDS))
+    page = "\n".join(scrutiny.algorithms(found | {"cispo": better}, pools.WORDS))
     rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
@@ -974,7 +973,7 @@ def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monke
         with pytest.raises(Killed):
             failures.write_failures(config)
     assert file.read_text() == before
-    assert "; 1 sorted anew by a person" in "\n".join(audit.failures(file.parent))
+    assert "; 1 sorted anew by a person" in "\n".join(scrutiny.failures(file.parent))
     failures.write_failures(config)
     assert [e["by_hand"] for e in failures.read_failures(file)["wrong"]][:2] == ["arithmetic", None]
 

@@ -8,7 +8,7 @@ rule: above zero, below zero (with few seeds: for these alone), or zero lies ins
 
 from __future__ import annotations
 
-from benchmarks.evidence import audit, sections
+from benchmarks.evidence import scrutiny, sections
 from benchmarks.evidence.plan import EvidenceConfig
 from benchmarks.evidence.results import collect, load_results, pooled_sets
 from rlm import terminal
@@ -34,12 +34,12 @@ def write_report(config: EvidenceConfig) -> None:
         sections.passes(results, sets, config.docs),
         sections.curves(results, config.docs),
         sections.families(results, config.docs),
-        audit.beside_trl(results, sets),
-        audit.algorithms(results, sets),
-        audit.watch(results, sets),
-        audit.failures(config.docs / "failures"),
-        audit.prompts(results),
-        audit.cells(results),
+        scrutiny.beside_trl(results, sets),
+        scrutiny.algorithms(results, sets),
+        scrutiny.watch(results, sets),
+        scrutiny.failures(config.docs / "failures"),
+        scrutiny.prompts(results),
+        scrutiny.cells(results),
     ]
     text = "\n\n".join("\n".join(part).strip() for part in parts if part)
     page = config.docs / "README.md"

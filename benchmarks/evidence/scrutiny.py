@@ -1,4 +1,4 @@
-"""What the report says beside accuracy: TRL, what the reward was earned with, failures, the cells.
+"""What a sceptic asks beside accuracy: TRL, what the reward was earned with, failures, the cells.
 
 A function for each section, [] where there are no data.
 """
