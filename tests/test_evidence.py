@@ -419,6 +419,13 @@ def test_a_wrong_answer_is_sorted(reasoning, answer, sort):
     assert sort in reading.SORTS
 
 
+def test_numbers_the_other_way_round_are_no_other_numbers():
+    row = {"question": "5 and 29", "solution": "difference: 29 - 5 = 24", "answer": "24"}
+    text = "<think>\ndifference: 5 - 29 = 2\n</think>\n<answer>2</answer>"
+    completion = {"text": text, "strict": "wrong", "truncated": False}
+    assert reading.first_sort(row, completion) == "wrong order"
+
+
 def test_sorts_that_come_before_reading():
     wrong = {"text": "<think>", "strict": "unclosed_reasoning", "truncated": True}
     assert reading.first_sort(ROW, wrong) == "truncated"
@@ -973,7 +980,9 @@ def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monke
         with pytest.raises(Killed):
             failures.write_failures(config)
     assert file.read_text() == before
-    assert "; 1 sorted anew by a person" in "\n".join(scrutiny.failures(file.parent))
+    page = "\n".join(scrutiny.failures(file.parent))
+    anew = content["wrong"][0]["sort"] != "arithmetic"
+    assert f"; 1 of them read and sorted by hand, {anew:d} otherwise than by the rule; " in page
     failures.write_failures(config)
     assert [e["by_hand"] for e in failures.read_failures(file)["wrong"]][:2] == ["arithmetic", None]
 

@@ -30,6 +30,7 @@ SORTS = {
     "distractor": "used a number that the solution does not need",
     "invented number": "used a number that is neither given nor calculated",
     "wrong operation": "the first step that is not right has another operation",
+    "wrong order": "the right operation on the right numbers, the other way round",
     "wrong numbers": "the right operation, on others of the right numbers",
     "arithmetic": "the right operation on the right numbers, a false result",
     "answer differs": "the answer is not what was calculated",
@@ -117,7 +118,8 @@ def first_sort(row: Mapping[str, Any], completion: Mapping[str, Any]) -> str:
             if mine.signs != right.signs:
                 return "wrong operation"
             if mine.work != right.work:
-                return "wrong numbers"
+                same = sorted(mine.numbers) == sorted(right.numbers)
+                return "wrong order" if same else "wrong numbers"
             if not mine.holds:
                 return "arithmetic"
     elif not all(e.holds for e in did):

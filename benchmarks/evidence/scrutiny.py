@@ -164,7 +164,7 @@ def _over_time(cells: Sequence[Result]) -> list[str]:
 
 
 def failures(folder: Path) -> list[str]:
-    """How wrong answers were sorted, by rule and by a person, and some of them in full."""
+    """How wrong answers were sorted, by rule and by hand, and some of them in full."""
     files = sorted(folder.glob("*.yaml"), key=lambda f: (not f.stem.startswith(START), f.stem))
     if not files:
         return []
@@ -174,11 +174,13 @@ def failures(folder: Path) -> list[str]:
     for name, content in read.items():
         rule = Counter(entry["sort"] for entry in content["wrong"])
         final = Counter(entry["by_hand"] or entry["sort"] for entry in content["wrong"])
-        by_hand = sum(entry["by_hand"] is not None for entry in content["wrong"])
+        by_hand = [entry for entry in content["wrong"] if entry["by_hand"] is not None]
+        anew = sum(entry["by_hand"] != entry["sort"] for entry in by_hand)
         counts[name] = (rule, final)
         lines.append(
             f"- `{name}`: {len(content['wrong'])} of {content['wrong_of'][0]} wrong greedy answers "
-            f"({content['wrong_of'][1]} problems); {by_hand} sorted anew by a person; "
+            f"({content['wrong_of'][1]} problems); {len(by_hand)} of them read and sorted by hand, "
+            f"{anew} otherwise than by the rule; "
             f"{content['doubtful_of'][0]} of {content['doubtful_of'][1]} right ones have doubtful "
             f"reasoning. [Read them](failures/{name}.yaml); `{content['command']}`"
         )
