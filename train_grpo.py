@@ -316,7 +316,7 @@ class GRPOTrainer:
         self.state.use_best()
         rows, config = self.team.agree(self.run.metrics()), self.config
         summary = report.run_summary(
-            config, self.model_name, self.state, len(rows), validated_on, seconds
+            config, self.model_name, self.state, rows, validated_on, seconds
         )
         if self.team.leads:
             save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)

@@ -55,13 +55,17 @@ def changed_options(config: GRPOConfig) -> dict[str, object]:
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
     """What happened, and what to do next."""
-    accuracy = summary["accuracy"]
+    accuracy, at_start = summary["accuracy"], summary["start_accuracy"]
+    validated = "not measured"
+    if accuracy is not None:
+        validated = f"{accuracy:.1%} at step {summary['step']}"
+        validated += "" if at_start is None else f", {at_start:.1%} at the start"
+        if at_start is not None and at_start > accuracy:
+            validated += "; no step was better: try a lower --learning-rate"
     terminal.facts(
         "Stage 2 done",
         {
-            "validation accuracy": "not measured"
-            if accuracy is None
-            else f"{accuracy:.1%} at step {summary['step']}",
+            "validation accuracy": validated,
             "time": terminal.duration(summary["seconds"]),
             "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
             "curves": config.run_dir / "curves.png",
@@ -75,11 +79,15 @@ def run_summary(
     config: GRPOConfig,
     model: str,
     state: TrainingState,
-    steps_run: int,
+    rows: Sequence[Mapping[str, float]],
     validated_on: int,
     seconds: float,
 ) -> dict[str, object]:
-    """What stands in the run.json beside the adapter: where it comes from and how it did."""
+    """What stands in the run.json beside the adapter: where it comes from and how it did.
+
+    Args:
+        rows: the metrics of all steps.
+    """
     return {
         "stage": "grpo",
         "base_model": model,
@@ -87,10 +95,11 @@ def run_summary(
         "quantize": config.quantize,
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
         "dataset": config.dataset,
-        "step": state.best_step if state.best else steps_run,
+        "step": state.best_step if state.best else len(rows),
         "accuracy": state.best_accuracy if state.best else None,
+        "start_accuracy": rows[0].get("eval/start_accuracy"),
         "validated_on": validated_on,
-        "steps_run": steps_run,
+        "steps_run": len(rows),
         "commit": git_commit(),
         "seconds": seconds,
         "peak_memory_gb": peak_memory_gb(),

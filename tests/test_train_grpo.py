@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
 import train_grpo
+from rlm import report
 from rlm.adapters import new_adapter, save_adapter
 from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
@@ -283,8 +284,25 @@ def test_a_run_leaves_these_files(model_dir, tmp_path):
     assert run["base_hash"].startswith("sha256:")
     assert run["step"] == summary["step"]
     assert run["validated_on"] == 4
+    assert run["start_accuracy"] == rows(config)[0]["eval/start_accuracy"]
+    assert run["steps_run"] == 5
     evaluated = [row["step"] + 1 for row in rows(config) if "eval/accuracy" in row]
     assert evaluated == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "at_start", "said"),
+    [
+        (0.705, 0.73, "70.5% at step 8, 73.0% at the start; no step was better: try a lower"),
+        (0.73, 0.705, "73.0% at step 8, 70.5% at the start\n"),
+        (0.73, None, "73.0% at step 8\n"),  # resumed by an earlier version
+        (None, 0.73, "not measured\n"),
+    ],
+)
+def test_the_summary_says_whether_training_beat_its_start(accuracy, at_start, said, capsys):
+    found = {"accuracy": accuracy, "start_accuracy": at_start, "step": 8, "seconds": 1.0}
+    report.summary_card(GRPOConfig(), found | {"peak_memory_gb": 1.0})
+    assert f"validation accuracy: {said}" in capsys.readouterr().out
 
 
 def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypatch):
