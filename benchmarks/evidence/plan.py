@@ -103,7 +103,7 @@ class EvidenceConfig(TRLFlags):
     cell: str | None = flag(None, "failures, ship: which (or a demo run)", positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
-    minutes: float | None = flag(None, "start no cell after this many minutes", above=0)
+    minutes: float | None = flag(None, "start no cell after this many minutes", min=0)
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
     grid: Path = flag(Path("runs/evidence"), "the cells' directories")
     docs: Path = flag(Path("docs/results"), "where the report goes")
