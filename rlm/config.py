@@ -142,7 +142,7 @@ def check_values(config: Any) -> None:
         value, limits = getattr(config, field.name), field.metadata
         least, above, most = (limits.get(name) for name in ("min", "above", "max"))
         flag = "--" + field.name.replace("_", "-")
-        for item in value if isinstance(value, tuple) else (value,):
+        for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists
             if item is None:
                 continue
             if limits.get("choices") and item not in limits["choices"]:

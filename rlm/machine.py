@@ -27,6 +27,8 @@ C = TypeVar("C")  # a script's config, with model, dataset and quantize
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+# What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
+WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ def pick_device() -> Device:
         if major >= 8:
             return Device("cuda", torch.bfloat16, f"{name} computes bf16 fast")
         return Device("cuda", torch.float16, f"{name}, sm_{major}{minor}, has no fast bf16")
+    held_down = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if held_down in WITHOUT_BF16:
+        return Device("cpu", torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} has no bf16")
     if torch.cpu._is_amx_tile_supported():
         return Device("cpu", torch.bfloat16, "this CPU has AMX")
     if torch.cpu._is_avx512_bf16_supported():

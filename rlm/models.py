@@ -31,7 +31,7 @@ from transformers import (
 from rlm.checkpoints import file_hash
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
-from rlm.quantize import keep_as_packed, packing
+from rlm.quantize import check_unpacking, keep_as_packed, packing
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
@@ -149,6 +149,7 @@ def load_base(
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         keep_as_packed(model)
+        check_unpacking(model)
     else:
         model.to(device.type)
     return model.eval().requires_grad_(False)

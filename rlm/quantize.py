@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rlm.config import UsageError
+
 if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -92,6 +94,34 @@ def keep_as_packed(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
         if isinstance(module, Linear4bit | Linear8bitLt):
             module.compute_dtype = model.dtype
+
+
+def check_unpacking(model: PreTrainedModel) -> None:
+    """That 4-bit weights of these widths come out of their packing as they went in.
+
+    bitsandbytes 0.50 scales them wrongly (by 40 % of their norm, silently) on CPUs with AVX-512,
+    where a row is not a whole number of blocks.
+
+    Raises:
+        UsageError: this machine's code for them is wrong.
+    """
+    import torch
+    from bitsandbytes import functional
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    shapes = {(m.in_features, m.weight.quant_state.blocksize, m.weight.device) for m in layers}
+    for width, block, device in shapes:
+        if width % block == 0:
+            continue
+        exact = torch.linspace(-1, 1, 4 * width, device=device).view(4, width)
+        packed, state = functional.quantize_4bit(exact, blocksize=block, quant_type="nf4")
+        error = (functional.dequantize_4bit(packed, state) - exact).norm() / exact.norm()
+        if error > 0.2:  # 4 bits are worth about 0.1
+            raise UsageError(
+                f"bitsandbytes unpacks 4-bit rows of {width} weights wrongly on this machine "
+                f"(they are no multiple of {block}): use --quantize 8bit or none"
+            )
 
 
 def unpacked(linear: torch.nn.Module) -> torch.Tensor:

@@ -62,22 +62,23 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=256 + len(SPECIAL),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        eos_token_id=257,
-        pad_token_id=258,
-        bos_token_id=None,
-        **({"sliding_window": None} if family == "mistral" else {}) | options,
-    )
+    usual = {
+        "vocab_size": 256 + len(SPECIAL),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+        "bos_token_id": None,
+    }
+    if family == "mistral":
+        usual["sliding_window"] = None
+    config = AutoConfig.for_model(family, **usual | options)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -87,6 +88,12 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     (in a fixture of its module, which this one does not reach), test_evaluation every case."""
     if "train_grpo" in sys.modules:
         monkeypatch.setattr("train_grpo.learning_curves", lambda rows, path: path.touch())
+
+
+@pytest.fixture
+def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 on every machine, for what is compared token by token: bf16 rounds to whole percents."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 @pytest.fixture

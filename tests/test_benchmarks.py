@@ -391,10 +391,11 @@ def test_rollouts_of_the_embedded_model(tmp_path):
     subprocess.run(
         [
             sys.executable, "-m", "benchmarks.rollout", "--rows", "8", "--new-tokens", "8",
-            "--repeats", "1", "--no-lengths", "--no-memory", "--json", str(target),
+            "--repeats", "1", "--no-lengths", "--json", str(target),
         ],
         cwd=ROOT, check=True,
     )  # fmt: skip
     report = json.loads(target.read_text())
     assert report["ratio"]["generate"] > 0
+    assert report["memory_ratio"]["generate"] > 0  # measured in processes of their own
     assert report["cells"][0]["floor"]["share"] > 0

@@ -255,6 +255,12 @@ def test_a_value_out_of_bounds_is_refused_in_python_and_when_typed(values, messa
         parse(Bounded, typed)
 
 
+def test_a_list_is_held_against_the_bounds_as_a_tuple_is():
+    assert Bounded(sizes=[3, 2]).sizes == [3, 2]  # as JSON hands them to a process of its own
+    with pytest.raises(ValueError, match="--sizes must be at least 2"):
+        Bounded(sizes=[2, 1])
+
+
 def test_a_value_on_a_bound_is_taken():
     Bounded(count=None, share=1.0, sizes=(), kind="b", fine=-1)
     assert parse(Bounded, ["--count=1", "--share=1", "--sizes=2,3"]).sizes == (2, 3)

@@ -106,6 +106,20 @@ def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment
     assert tried == ([asked] if asked else [])
 
 
+@pytest.mark.parametrize(
+    ("held_down", "dtype"),
+    [(None, "bfloat16"), ("DEFAULT", "bfloat16"), ("AVX512_CORE_BF16", "bfloat16"),
+     ("avx2", "float32"), ("AVX512_CORE_VNNI", "float32")],
+)  # fmt: skip
+def test_bf16_where_the_cpu_computes_it_and_is_let(monkeypatch, held_down, dtype):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if held_down:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_down)
+    assert str(machine.pick_device().dtype) == f"torch.{dtype}"
+
+
 def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100, 1000))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 70)

@@ -440,7 +440,7 @@ def hashes(model, part):
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
-def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter):
+def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, in_fp32):
     """They say what a model of their own would say, take no second copy, and never change."""
     adapter = a_solver(base, tmp_path / "solver") if with_adapter else None
     config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)

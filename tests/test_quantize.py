@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes import functional
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from conftest import tiny_model
 from safetensors.torch import load_file
 from test_scripts import run
 from test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
@@ -28,6 +30,15 @@ PACKED = ("4bit", "8bit")
 FIRST = ("4bit", pytest.param("8bit", marks=pytest.mark.slow))  # where each takes seconds
 # Nats a token between the merged copy and the packed layers: 8-bit products round their input too.
 GAP = {"4bit": 2e-3, "8bit": 0.1}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    """As wide as bitsandbytes' blocks."""
+    path = tmp_path_factory.mktemp("base")
+    tiny_model(hidden_size=64, head_dim=16, initializer_range=0.1).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 def packed_layers(model):
@@ -97,6 +108,15 @@ def test_weights_unpack_to_what_the_layer_multiplies_with(model_dir, quantize):
         exact = full.get_submodule(name).weight
         error = (weight - exact).norm() / exact.norm()
         assert 0 < error < {"4bit": 0.15, "8bit": 0.02}[quantize]
+
+
+def test_rows_that_come_out_of_their_packing_otherwise_are_refused(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path)  # rows of 32 weights: two of them share a block
+    right = functional.dequantize_4bit
+    wrong = lambda packed, state: right(packed, state).roll(1, 0)  # noqa: E731
+    monkeypatch.setattr(functional, "dequantize_4bit", wrong)
+    with pytest.raises(UsageError, match="rows of 32 weights wrongly on this machine"):
+        load_base(str(tmp_path), CPU, quantize="4bit")
 
 
 @pytest.mark.parametrize("quantize", PACKED)

@@ -206,7 +206,7 @@ def test_inference_json_and_base(trained, capsys):
     assert base["response"] != tuned["response"]
 
 
-def test_plain_peft_loads_the_adapter_and_says_the_same(trained, model_dir):
+def test_plain_peft_loads_the_adapter_and_says_the_same(trained, model_dir, in_fp32):
     """Greedy text of transformers + PEFT, with nothing of ours but the prompt."""
     model, tokenizer = inference.load_rlm_model(trained / "grpo")
     text = inference.generate_reasoning("Tom has 3?", model, tokenizer, max_new_tokens=24)

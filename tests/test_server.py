@@ -77,7 +77,7 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
     assert list(find_adapters(None, tmp_path, None).offered) == ["base", "tuned"]
 
 
-def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer):
+def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer, in_fp32):
     """All lanes stand on one model; each must say what a model with only its adapter says."""
     lanes = load_lanes(find_adapters(weights / "final_rlm_lora", weights, None), tokenizer, seats=2)
     prompt = render_prompt(tokenizer, "hello", FORMATS["deepseek"])
