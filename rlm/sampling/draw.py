@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from rlm.config import UsageError
 from rlm.sampling.params import SamplingParams
@@ -59,11 +60,8 @@ def draw(
         logits = logits / max(params.temperature, COLDEST)
     logits = truncate(logits, params)
     rows, vocabulary = logits.shape
-    peak = logits.amax(-1, keepdim=True)
-    mass = logits.new_empty(rows, -(-vocabulary // BLOCK) * BLOCK)
-    mass[:, vocabulary:] = 0
-    torch.sub(logits, peak, out=mass[:, :vocabulary])
-    mass[:, :vocabulary].exp_()
+    probabilities = logits.softmax(-1)
+    mass = F.pad(probabilities, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else probabilities
     mass = mass.unflatten(-1, (-1, BLOCK))  # (N, blocks, BLOCK)
     # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
     blocks = mass.sum(-1).double()
@@ -75,8 +73,8 @@ def draw(
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
     inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
     tokens = (block * BLOCK + _look_up(inside, wanted)).squeeze(-1)
-    chosen = logits.gather(-1, tokens[:, None])
-    return tokens, (chosen - peak - total.log()).squeeze(-1).float()
+    chosen = probabilities.gather(-1, tokens[:, None]) / total  # which is one, but for rounding
+    return tokens, chosen.log().squeeze(-1).float()
 
 
 def _check(mass: torch.Tensor) -> None:
