@@ -26,8 +26,7 @@ class SFTTrainer(trl.SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Mean negative log-likelihood of the labels: TRL's figure, and its gradient."""
-        wrapped = model is not self.model or self.args.bf16 or self.args.fp16
-        if return_outputs or wrapped or model.device.type != "cpu":
+        if return_outputs or model is not self.model or model.device.type != "cpu":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         decoder, head = decoder_and_head(model)
         hidden = decoder(

@@ -17,7 +17,9 @@ import rlm.sft
 import train_sft
 from rlm.adapters import new_adapter
 from rlm.data import load_problems
+from rlm.machine import Device
 from rlm.prompts import FORMATS, IGNORED
+from rlm.records import read_log
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
 
@@ -127,6 +129,27 @@ def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tok
     assert history(tmp_path / "sft")["start_adapter"] == str(start)
     config = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+
+def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
+    """As on a CPU with bf16 units; what is learned and written stays fp32."""
+    seen, losses, score_tokens = [], [], rlm.sft.score_tokens
+
+    def watched(hidden, *others):
+        seen.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return score_tokens(hidden, *others)
+
+    monkeypatch.setattr(rlm.sft, "score_tokens", watched)
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr("rlm.machine.pick_device", lambda dtype=dtype: Device("cpu", dtype, ""))
+        assert sft("--epochs", 8, "--learning-rate", 3e-2) == 0
+        assert set(seen) == {(dtype, False)}
+        seen.clear()
+        saved = load_file(tmp_path / "sft" / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+        losses.append([row["loss/sft"] for row in read_log(tmp_path / "run" / "metrics.jsonl")])
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokenizer, capsys):
