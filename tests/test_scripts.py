@@ -530,9 +530,10 @@ def test_an_unwritable_place_is_refused_before_training(model_dir, tmp_path, cap
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_yaml_configs_parse():
-    assert parse(train_sft.SFTConfig, ["--config", str(ROOT / "configs/demo_sft.yaml")])
-    assert parse(train_grpo.GRPOConfig, ["--config", str(ROOT / "configs/demo_grpo.yaml")])
+@pytest.mark.parametrize("run", ["demo", "shipped"])
+def test_yaml_configs_parse(run):
+    assert parse(train_sft.SFTConfig, ["--config", str(ROOT / f"configs/{run}_sft.yaml")])
+    assert parse(train_grpo.GRPOConfig, ["--config", str(ROOT / f"configs/{run}_grpo.yaml")])
 
 
 @pytest.mark.parametrize("change", ["input_ids", "labels", "padding"])

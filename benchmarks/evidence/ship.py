@@ -137,7 +137,7 @@ def run_json(
         "command": result["command"],
         "commit": result["commit"],
         "date": result["date"],
-        "numbers": "bfloat16, rounded from float32",
+        "numbers": "bfloat16",
         "greedy_after_rounding": {name: counts(found) for name, found in judged.items()},
         "config": {"reasoning_format": "deepseek"},
     }

@@ -65,7 +65,7 @@ def ship_demo(config: EvidenceConfig, run: Path) -> None:
             {key: history[key] for key in KEPT if key in history}
             | {
                 "command": summary["command"],
-                "numbers": "bfloat16, rounded from float32",
+                "numbers": "bfloat16",
                 "greedy_after_rounding": {name: counts(found) for name, found in judged.items()},
                 "config": {"reasoning_format": history["config"]["reasoning_format"]} | steps,
             },
@@ -90,10 +90,10 @@ def _card(
         f"{sft['examples']} worked solutions, then {history['step']} steps of "
         f"{steps['batch_size']} problems × {steps['group_size']} completions, "
         f"{summary['seconds']['total'] / 60:.0f} minutes in all on {summary['machine']}; then "
-        "`python -m benchmarks.evidence ship`, which rounds it.",
+        "`python -m benchmarks.evidence ship`, which writes it in bf16.",
         judged=judged,
         before_rounding=[
-            f"The run it comes from, before rounding, on {total} test problems of the families it "
+            f"What the run itself measured, before that, on {total} test problems of the families it "
             "learned:",
             "",
             "| | greedy, strict | greedy, lenient | sampled at temperature 1, strict |",
