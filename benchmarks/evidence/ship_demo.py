@@ -93,8 +93,8 @@ def _card(
         "`python -m benchmarks.evidence ship`, which writes it in bf16.",
         judged=judged,
         before_rounding=[
-            f"What the run itself measured, before that, on {total} test problems of the families it "
-            "learned:",
+            f"What the run itself measured, before that, on {total} test problems of the families "
+            "it learned:",
             "",
             "| | greedy, strict | greedy, lenient | sampled at temperature 1, strict |",
             "|---|---|---|---|",
