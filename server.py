@@ -86,8 +86,6 @@ def main(config: ServerConfig) -> int:
         keys = KeySet([key])
         terminal.line(f"API key for this run, shown once: {key}")
     listening = _listen(config.host, config.port)
-    # oneDNN would keep its code for 1,024 shapes, a megabyte each, and requests have all shapes.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     prepare_process()
     logs.configure(sys.stderr)
     service = _service(config)

@@ -100,7 +100,7 @@ class GRPOConfig:
     sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
     sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
 
-    learning_rate: float = flag(2e-4, "peak; LoRA wants about ten times full fine-tuning's", min=0)
+    learning_rate: float = flag(1e-4, "peak; LoRA wants about ten times full fine-tuning's", min=0)
     lr_schedule: str = flag("linear", "after warm-up", choices=("constant", "linear", "cosine"))
     min_lr_ratio: float = flag(
         0.1, "where linear and cosine end, as a share of the peak", min=0, max=1

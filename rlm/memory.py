@@ -31,6 +31,9 @@ SMALLEST_MICRO_BATCH = 64
 # Logits in fp32 (and in 16 bits before that) and their exponentials are alive at once.
 LOGITS_COPIES = 3
 HEADROOM = 0.9  # of what is available
+# What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
+# freed memory that the allocator cannot give back. 0.3 to 0.5 GB were seen (docs/performance.md).
+KEPT_BY_LIBRARIES = {"cpu": 3 * 2**27, "cuda": 0}
 
 
 @dataclass(frozen=True)
@@ -41,24 +44,25 @@ class MemoryPlan:
     sampling: int  # the sampler's copy of the weights, keys and values
     optimizer: int  # gradients, two moments, the best adapter so far
     learning: int  # what a micro-batch keeps for its backward pass, and its logits
+    kept: int  # by libraries and the allocator, of what they no longer need
     available: int  # beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
 
     @property
     def peak(self) -> int:
         """Sampling and learning take turns: what one needs, the other has given back."""
-        return self.loaded + self.optimizer + max(self.sampling, self.learning)
+        return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
 
     def __str__(self) -> str:
         """
-        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 2**34, 512))[:45]
+        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 0, 2**34, 512))[:45]
         'about 2.0 GB at the peak (loaded 1.0, samplin'
         """
         gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
         return (
             f"about {self.peak / 2**30:.1f} GB at the peak (loaded {gb['loaded']}, sampling "
-            f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}); "
-            f"{gb['available']} GB are free; micro-batches of {self.train_batch_tokens} tokens"
+            f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}, kept by libraries "
+            f"{gb['kept']}); {gb['available']} GB are free; micro-batches of {self.train_batch_tokens} tokens"
         )
 
 
@@ -121,6 +125,7 @@ def plan_memory(
         sampling=sampling,
         optimizer=optimizer,
         learning=learning(tokens),
+        kept=KEPT_BY_LIBRARIES.get(device, 0),
         available=available,
         train_batch_tokens=tokens,
     )
