@@ -61,8 +61,9 @@ class MemoryPlan:
         gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
         return (
             f"about {self.peak / 2**30:.1f} GB at the peak (loaded {gb['loaded']}, sampling "
-            f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}, kept by libraries "
-            f"{gb['kept']}); {gb['available']} GB are free; micro-batches of {self.train_batch_tokens} tokens"
+            f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}, kept by "
+            f"libraries {gb['kept']}); {gb['available']} GB are free; micro-batches of "
+            f"{self.train_batch_tokens} tokens"
         )
 
 
