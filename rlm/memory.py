@@ -55,8 +55,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """
-        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 0, 2**34, 512))[:45]
-        'about 2.0 GB at the peak (loaded 1.0, samplin'
+        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 2**29, 2**34, 512))[:45]
+        'about 2.5 GB at the peak (loaded 1.0, samplin'
         """
         gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
         return (
