@@ -62,6 +62,7 @@ def trained(model_dir, tmp_path_factory):
     common = ["--model", model_dir, *DATA]
     assert run(
         train_sft, *common, "--max-samples", 16, "--batch-size", 8, "--micro-batch", 4,
+        "--learning-rate", 1e-2,  # two steps are to change what it says, in bf16 too
         "--output", path / "sft", "--run-dir", path / "run_sft",
     ) == 0  # fmt: skip
     assert run(
