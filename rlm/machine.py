@@ -134,7 +134,8 @@ def prepare_process() -> None:
     Every layer allocates temporaries of a few megabytes; mapped anew each time, page faults take
     a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to 32 MB; larger
     ones still go back to the system, so memory stays bounded. oneDNN would keep its code for 1,024
-    shapes of products, a megabyte each; batches and requests have all shapes, and 64 are as fast.
+    shapes of products, a megabyte each; batches and requests have all shapes, and fewer are as fast
+    (128 and 32 were tried, docs/log.md).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
     from transformers.utils import logging as transformers_logging

@@ -32,7 +32,7 @@ SMALLEST_MICRO_BATCH = 64
 LOGITS_COPIES = 3
 HEADROOM = 0.9  # of what is available
 # What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
-# freed memory that the allocator cannot give back. 0.3 to 0.5 GB were seen (docs/performance.md).
+# freed memory that the allocator cannot give back. 0.3 to 0.5 GB were seen (docs/log.md).
 KEPT_BY_LIBRARIES = {"cpu": 3 * 2**27, "cuda": 0}
 
 
