@@ -63,7 +63,7 @@ class SFTConfig:
     lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
-    attn: str = flag("sdpa", "attention", choices=ATTENTIONS)
+    attn: str = flag("auto", "attention", choices=ATTENTIONS)
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end (0: none)", min=0
     )

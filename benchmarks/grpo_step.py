@@ -46,7 +46,14 @@ class TRLFlags:
 
 
 @dataclass
-class GRPOStepConfig(TRLFlags):
+class TimedTRLFlags(TRLFlags):
+    """With what changes TRL's pace alone, and so is no setting of an evidence grid."""
+
+    trl_attn: str = flag("sdpa", "TRL: attention", group="TRL", choices=("sdpa", "eager"))
+
+
+@dataclass
+class GRPOStepConfig(TimedTRLFlags):
     model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
     adapter: Path | None = flag(None, "adapter to start from (none: a new one)")
     dataset: str = flag("word-problems:1", "where the prompts come from")
@@ -174,7 +181,7 @@ def variants(config: GRPOStepConfig) -> list[dict[str, Any]]:
         for batch in (8, 16, 64)
         if rows % batch == 0
     ]
-    tried += [given | {"continuous": True}, given | {"malloc": True}]
+    tried += [given | {"continuous": True}, given | {"malloc": True}, given | {"attn": "eager"}]
     if machine.pick_device().dtype.itemsize == 2:  # where 16 bits are slow, autocast only costs
         tried.append(given | {"autocast": True})
     return [variant for i, variant in enumerate(tried) if variant not in tried[:i]]

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness, shapes
 from benchmarks.arms import FORMAT, Work, snapshot_path
-from benchmarks.grpo_step import TRLFlags, run_ours, run_trl
+from benchmarks.grpo_step import TimedTRLFlags, run_ours, run_trl
 from rlm import machine, terminal
 from rlm.config import check_values, flag
 from rlm.data import load_problems
@@ -36,7 +36,7 @@ Row = dict[str, Any]  # one evaluation: seconds, samples, correct, total, low, h
 
 
 @dataclass
-class LearningCurveConfig(TRLFlags):
+class LearningCurveConfig(TimedTRLFlags):
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory")
     adapter: Path | None = flag(Path("weights/sft_lora"), "adapter to start from, or none")
     dataset: str = flag("word-problems:1", "what is learned")

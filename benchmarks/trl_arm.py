@@ -32,6 +32,7 @@ class Settings:
     continuous: bool  # transformers' continuous batching instead of `generate`
     autocast: bool  # its bf16 option; off, the model computes in the number type it was loaded in
     malloc: bool  # our allocator settings (`machine.prepare_process`)
+    attn: str = "sdpa"  # of transformers
 
 
 class TimedTrainer(trl.GRPOTrainer):
@@ -90,7 +91,7 @@ def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         machine.prepare_process()
     device = machine.pick_device()
     tokenizer = models.load_tokenizer(work.model)
-    base = models.load_base(work.model, device)
+    base = models.load_base(work.model, device, attn=settings.attn)
     # TRL stops at the ends that the model's config names: all of those that ours stops at.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
     if work.adapter:

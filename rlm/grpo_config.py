@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "use_4bit": True,
     },
 }
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 
 
 @dataclass
@@ -65,7 +65,7 @@ class GRPOConfig:
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
-    attn: str = flag("sdpa", "attention of the learning pass", choices=ATTENTIONS)
+    attn: str = flag("auto", "attention of the learning pass", choices=ATTENTIONS)
     doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
 
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlm import attention
 from rlm.checkpoints import file_hash
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL, Device, hub_reachable
@@ -126,11 +127,15 @@ def load_base(
 
     Args:
         quantize: one of `rlm.quantize.QUANTIZATIONS`.
-        attn: how the training pass attends; our sampler has its own way.
+        attn: how the training pass attends ("auto": as is fastest on this device); our sampler
+            has its own way.
 
     Raises:
         UsageError: nothing loadable is there, or it does not attend like that.
     """
+    if attn == "auto":
+        by_products = device.type == "cpu" and device.dtype.itemsize == 2
+        attn = attention.NAME if by_products else "sdpa"
     packed, place = packing(quantize, device.dtype), None
     if packed:
         place = {"": torch.cuda.current_device() if device.type == "cuda" else device.type}

@@ -85,7 +85,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     """
     started, device = time.monotonic(), machine.pick_device()
     tokenizer = models.load_tokenizer(config.model)
-    base = models.load_base(config.model, device, quantize=config.quantize)
+    base = models.load_base(config.model, device, quantize=config.quantize, attn="auto")
     torch.manual_seed(config.seed)  # of the new adapter's matrices
     policy = adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
     adapters.use_lean_lora(policy)

@@ -201,7 +201,7 @@ def make_lora_orchestrator(
 ) -> PeftModel:
     """The base with the adapter to train: a given one, or a new one that changes nothing yet."""
     name, quantize = _model(orchestrator_id)
-    base = models.load_base(name, machine.pick_device(), quantize=quantize)
+    base = models.load_base(name, machine.pick_device(), quantize=quantize, attn="auto")
     if start_adapter:
         policy = adapters.load_adapter(base, start_adapter, trainable=True)
     else:

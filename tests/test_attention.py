@@ -1,0 +1,83 @@
+"""Attention of the learning pass: the same figures as torch's, where it is used and where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_model
+
+from rlm import attention
+from rlm.config import UsageError
+from rlm.logprobs import attention_mask
+from rlm.machine import Device
+from rlm.models import load_base
+
+# A prompt of 3, completions of 2 and 3, and one of 8 tokens whose end is padding.
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 1, 1, -1, -1]])
+
+
+def inputs(dtype, heads, shared):
+    """(B, heads, S, D) as transformers hands them over: views of (B, S, heads, D)."""
+    torch.manual_seed(0)
+    made = [torch.randn(2, 8, h, 4).to(dtype).transpose(1, 2) for h in (heads, shared, shared)]
+    return [part.requires_grad_() for part in made]
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_and_its_gradients_equal_torchs(heads, shared, dtype):
+    ours = inputs(dtype, heads, shared)
+    exact = [part.detach().float().requires_grad_() for part in ours]
+    mask = attention_mask(SEGMENTS, dtype)
+    out = attention.attend(*ours, mask, 0.3)
+    # Rows of padding see nothing: what comes out of them is never read, and must be finite.
+    seen = (SEGMENTS >= 0)[:, None, :, None]
+    wanted = F.scaled_dot_product_attention(
+        *exact, attn_mask=attention_mask(SEGMENTS, torch.float32), scale=0.3, enable_gqa=True
+    )
+    near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
+    torch.testing.assert_close((out * seen).float(), wanted * seen, **near)
+    slope = torch.randn(out.shape) * seen
+    found = torch.autograd.grad(out, ours, slope.to(dtype))
+    for ours_by, exact_by in zip(found, torch.autograd.grad(wanted, exact, slope), strict=True):
+        torch.testing.assert_close(ours_by.float(), exact_by, **near)
+
+
+def test_one_mask_may_serve_all_sequences():
+    q, k, v = inputs(torch.float32, 4, 2)
+    mask = attention_mask(SEGMENTS[:1], torch.float32)
+    out = attention.attend(q, k, v, mask, 0.5)
+    assert torch.equal(out, attention.attend(q, k, v, mask.repeat(2, 1, 1, 1), 0.5))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_model_scores_the_same_with_it(family, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path)
+    ids = torch.arange(24).reshape(2, 12) % 100
+    padding = torch.ones_like(ids)
+    padding[1, 9:] = 0
+    logits = {}
+    for attn in ("sdpa", attention.NAME):
+        model = load_base(str(tmp_path), Device("cpu", torch.float32, ""), attn=attn)
+        logits[attn] = model(input_ids=ids, attention_mask=padding, use_cache=False).logits
+    ours, theirs = (part[padding.bool()] for part in logits.values())
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken"), [(torch.bfloat16, attention.NAME), (torch.float32, "sdpa")]
+)
+def test_it_is_chosen_where_a_cpu_computes_in_bf16(model_dir, dtype, taken):
+    model = load_base(str(model_dir), Device("cpu", dtype, ""), attn="auto")
+    assert model.config._attn_implementation == taken
+    named = load_base(str(model_dir), Device("cpu", dtype, ""), attn="sdpa")
+    assert named.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
+def test_what_it_does_not_do_is_one_line(option):
+    q, k, v = inputs(torch.float32, 2, 2)
+    mask = attention_mask(SEGMENTS, torch.float32)
+    with pytest.raises(UsageError, match="use --attn eager"):
+        attention._for_transformers(torch.nn.Module(), q, k, v, mask, **option)
