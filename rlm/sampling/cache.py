@@ -2,7 +2,9 @@
 
 A row attends to three segments: the beginning that all prompts share (the system prompt), the
 rest of its own prompt, shared by the prompt's n completions, and its own completion. The first
-two are stored once and multiplied with the queries of all their rows in one product.
+two are stored once and multiplied with the queries of all their rows in one product. Keys are
+stored (D, T) and values (T, D), as the products read them: of a part of their T, oneDNN would
+rearrange a transposed view in every product.
 
 Letters: N rows, P prompt slots, R rows of a prompt, H key-value heads, Q queries per such head,
 D head width, T tokens.
@@ -70,21 +72,27 @@ class Cache:
             head_width(config),
         )
 
-        def store(*shape: int) -> Tensor:
+        def store(tokens: int, *shape: int) -> tuple[Tensor, Tensor]:
+            """Keys (L, …, H, D, T) and values (L, …, H, T, D)."""
+            shape = (layers, *shape, heads)
             # Zeros, because what is masked is still multiplied: 0 · NaN would be NaN.
-            return torch.zeros(2, layers, *shape, width, dtype=dtype, device=device)
+            return (
+                torch.zeros(*shape, width, tokens, dtype=dtype, device=device),
+                torch.zeros(*shape, tokens, width, dtype=dtype, device=device),
+            )
 
-        self._prefix = store(heads, room.prefix_tokens)  # (2, L, H, T, D): keys, values
-        self._prompts = store(room.slots, heads, room.prompt_tokens)
-        self._own = store(room.seats, heads, room.new_tokens)
+        self._prefix = store(room.prefix_tokens)
+        self._prompts = store(room.prompt_tokens, room.slots)
+        self._own = store(room.new_tokens, room.seats)
         self._device, self._heads = device, heads
 
     def read_prefix(self) -> Attend:
         """Attention of the pass that reads the shared beginning, one row."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            self._prefix[0, layer, :, : k.shape[2]] = k[0]
-            self._prefix[1, layer, :, : k.shape[2]] = v[0]
+            keys, values = self._prefix
+            keys[layer, :, :, : k.shape[2]] = k[0].mT
+            values[layer, :, : k.shape[2]] = v[0]
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
@@ -102,11 +110,17 @@ class Cache:
         seen = torch.ones(shape, dtype=torch.bool, device=self._device).tril(prefix)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            parts = []
-            for kind, new in enumerate((k, v)):
-                self._prompts[kind, layer][where, :, :tokens] = new
-                before = self._prefix[kind, layer, :, :prefix].expand(len(new), -1, -1, -1)
-                parts.append(torch.cat((before, new), 2))
+            keys, values = self._prompts
+            keys[layer][where, :, :, :tokens] = k.mT
+            values[layer][where, :, :tokens] = v
+            before = (
+                self._prefix[0][layer, :, :, :prefix].mT,
+                self._prefix[1][layer, :, :prefix],
+            )
+            parts = [
+                torch.cat((old.expand(len(new), -1, -1, -1), new), 2)
+                for old, new in zip(before, (k, v), strict=True)
+            ]
             shares = q.shape[1] // parts[0].shape[1]
             grouped = shares > 1
             if grouped and q.is_cuda:  # no fused kernel there takes a mask and grouped heads
@@ -145,32 +159,29 @@ class Cache:
         used = max(slots) + 1
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            self._own[0, layer][rows, :, own] = k[:, :, 0]
-            self._own[1, layer][rows, :, own] = v[:, :, 0]
+            keys, values = self._own
+            keys[layer][rows, :, :, own] = k[:, :, 0]
+            values[layer][rows, :, own] = v[:, :, 0]
             (n, heads, width), shared = q[:, :, 0].shape, k.shape[1]
             # Queries that share a key-value head become rows of one matrix.
             q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
-            (k0, k1, k2), (v0, v1, v2) = (
-                (
-                    self._prefix[kind, layer, :, : longest[0]],  # (H, T, D)
-                    self._prompts[kind, layer, :used, :, : longest[1]].flatten(0, 1),  # (P·H, T, D)
-                    self._own[kind, layer, :n, :, : longest[2]].flatten(0, 1),  # (N·H, T, D)
-                )
-                for kind in (0, 1)
-            )
+            k0, v0 = (part[layer] for part in self._prefix)  # (H, D, T), (H, T, D)
+            k1, v1 = (part[layer, :used].flatten(0, 1) for part in self._prompts)  # (P·H, D, T), …
+            k2, v2 = (part[layer, :n].flatten(0, 1) for part in self._own)  # (N·H, D, T), …
             scores = torch.cat(
                 (
-                    _shared_by_all(q, k0.mT),
-                    _shared_by_some(q, k1.mT, grid, place),
-                    torch.bmm(q, k2.mT),
+                    _shared_by_all(q, k0[..., : longest[0]]),
+                    _shared_by_some(q, k1[..., : longest[1]], grid, place),
+                    torch.bmm(q, k2[..., : longest[2]]),
                 ),
                 -1,
             )  # (N·H, Q, T)
             scores = scores.unflatten(0, (n, shared)) + mask
             weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
             w0, w1, w2 = weights.split(longest, -1)
-            out = torch.baddbmm(_shared_by_some(w1, v1, grid, place), w2, v2)
-            out += _shared_by_all(w0, v0)
+            out = _shared_by_some(w1, v1[:, : longest[1]], grid, place)
+            out = torch.baddbmm(out, w2, v2[:, : longest[2]])
+            out += _shared_by_all(w0, v0[:, : longest[0]])
             return out.view(n, heads, 1, width)
 
         return attend
@@ -186,7 +197,9 @@ class Cache:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a row to another seat, so that the occupied seats stay a block."""
-        self._own[:, :, target, :, :length] = self._own[:, :, source, :, :length]
+        keys, values = self._own
+        keys[:, target, ..., :length] = keys[:, source, ..., :length]
+        values[:, target, :, :length] = values[:, source, :, :length]
 
 
 def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
