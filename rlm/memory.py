@@ -115,10 +115,10 @@ def plan_memory(
         tokens = max(tokens, longest_sequence)
         return tokens * per_token + LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * vocabulary * 4
 
-    tokens = train_batch_tokens
+    tokens, kept = train_batch_tokens, KEPT_BY_LIBRARIES.get(device, 0)
     if tokens is None:
         tokens = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cpu"])
-        room = HEADROOM * available - optimizer
+        room = HEADROOM * available - optimizer - kept
         while tokens > SMALLEST_MICRO_BATCH and learning(tokens) > room:
             tokens //= 2
     plan = MemoryPlan(
@@ -126,7 +126,7 @@ def plan_memory(
         sampling=sampling,
         optimizer=optimizer,
         learning=learning(tokens),
-        kept=KEPT_BY_LIBRARIES.get(device, 0),
+        kept=kept,
         available=available,
         train_batch_tokens=tokens,
     )
