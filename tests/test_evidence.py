@@ -812,6 +812,20 @@ def test_a_report_needs_no_grid_but_its_copies(finished, page, tmp_path):
     assert (finished.docs / "README.md").read_text() == page
 
 
+def test_seconds_of_two_machines_are_not_compared(finished, page, tmp_path):
+    """A cell that another machine trained is named, and its ratio is left out."""
+    shutil.copytree(finished.docs / "evidence", tmp_path / "docs" / "evidence")
+    file = tmp_path / "docs" / "evidence" / "trl-s0.json"
+    cell = json.loads(file.read_text())
+    cell["machine"] |= {"instruction_sets": ["avx2", "sme"], "onednn_max_cpu_isa": "AVX2"}
+    file.write_text(json.dumps(cell))
+    report.write_report(replace(finished, grid=tmp_path / "none", docs=tmp_path / "docs"))
+    other = (tmp_path / "docs" / "README.md").read_text()
+    assert "; trl-s0: " in other and "(sme)" in other and "(ONEDNN_MAX_CPU_ISA=AVX2)" in other
+    assert "other machine" in other and "whose seconds do not compare" in other
+    assert "other machine" not in page and "whose seconds do not compare" not in page
+
+
 def test_a_report_of_nothing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no cell is done"):
         report.write_report(EvidenceConfig(grid=tmp_path / "a", docs=tmp_path / "b"))

@@ -42,6 +42,20 @@ def load_results(folder: Path) -> Results:
     return {arm: sorted(rows, key=lambda r: r["seed"]) for arm, rows in by_arm.items() if rows}
 
 
+def machine_name(cell: Result) -> str:
+    """What decides a cell's seconds: equal for two cells whose seconds compare."""
+    found = cell["machine"]
+    sets, limit = found.get("instruction_sets"), found.get("onednn_max_cpu_isa")
+    parts = [
+        found["cpu"] + (f" ({sets[-1]})" if sets else ""),
+        f"{found['cores']} cores",
+        f"{found['memory_gb']} GB",
+        found["dtype"] + (f" (ONEDNN_MAX_CPU_ISA={limit})" if limit else ""),
+        *([found["gpu"]] if found["gpu"] else []),
+    ]
+    return ", ".join(parts)
+
+
 def shared_sets(results: Results) -> tuple[list[str], list[str]]:
     """Those that every cell was judged on, and the others, which compare with nothing."""
     judged = [cell["tests"] for cells in results.values() for cell in cells]

@@ -19,6 +19,7 @@ from benchmarks.evidence.results import (
     Results,
     accuracy,
     lead,
+    machine_name,
     pairs_up,
     per_cent,
     points,
@@ -39,7 +40,9 @@ def beside_trl(results: Results, sets: Sequence[str]) -> list[str]:
         [
             mine["seed"],
             *(f"{cell['training']['seconds']:.0f}" for cell in (mine, theirs)),
-            f"{theirs['training']['seconds'] / mine['training']['seconds']:.1f} ×",
+            f"{theirs['training']['seconds'] / mine['training']['seconds']:.1f} ×"
+            if machine_name(mine) == machine_name(theirs)
+            else "other machine",
             *(f"{cell['training']['peak_memory_gb']:.1f}" for cell in (mine, theirs)),
         ]
         for mine, theirs in pairs

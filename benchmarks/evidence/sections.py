@@ -18,6 +18,7 @@ from benchmarks.evidence.results import (
     Results,
     accuracy,
     lead,
+    machine_name,
     pairs_up,
     per_cent,
     points,
@@ -31,7 +32,6 @@ def head(results: Results) -> list[str]:
     cells = [cell for rows in results.values() for cell in rows]
     settings = cells[0]["settings"]
     seeds = sorted({cell["seed"] for cell in cells if ARMS[cell["arm"]].kind != "base"})
-    machines = sorted({_machine(cell["machine"]) for cell in cells})
     return [
         "# Results",
         "",
@@ -39,8 +39,7 @@ def head(results: Results) -> list[str]:
         "`python -m benchmarks.evidence` runs every cell that they come from. "
         "The last section has each cell's own command, commit and time.",
         "",
-        f"Model: `{settings['model']}`; data: {settings['dataset']}; "
-        f"machine: {'; and '.join(machines)}.",
+        f"Model: `{settings['model']}`; data: {settings['dataset']}; machine: {_machines(cells)}.",
         f"Learning: SFT on {settings['solved']} worked solutions ({settings['sft_passes']} "
         f"passes); then {settings['steps']} steps "
         f"of {settings['batch_size']} problems × {settings['group_size']} completions, "
@@ -65,9 +64,14 @@ def _left_out(results: Results) -> list[str]:
     return ["", f"Left out, as not every cell was judged on it: {names}."] if others else []
 
 
-def _machine(found: Mapping[str, Any]) -> str:
-    parts = [found["cpu"], f"{found['cores']} cores", f"{found['memory_gb']} GB", found["dtype"]]
-    return ", ".join([*parts, *([found["gpu"]] if found["gpu"] else [])])
+def _machines(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The machine of most cells; then any other, with its cells."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        found.setdefault(machine_name(cell), []).append(cell["cell"])
+    first, *others = sorted(found, key=lambda name: -len(found[name]))
+    texts = [f"{', '.join(sorted(found[name]))}: {name}" for name in others]
+    return "; ".join([first, *texts]) + (", whose seconds do not compare" if others else "")
 
 
 def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
