@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 from rlm.grpo import Rollout
 from rlm.models import decoder_and_head
 
-# Logits of this many tokens are held at once: 128 × 49,152 × 4 bytes = 25 MB, which the
-# allocator still recycles (`machine.prepare_process`); larger blocks are mapped anew every time.
+# Logits of this many tokens are made in one product and held at once.
 LOGITS_CHUNK = 128
+# On a CPU, fp32 is made of so many at once: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and
+# the allocator finds such a block again. 25 MB it often maps anew, page fault by page fault.
+WIDE_ROWS = 16
 
 
 @dataclass
@@ -200,21 +202,27 @@ class _ScoreTokens(torch.autograd.Function):
         targets: Tensor,  # (M,)
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, weight, bias).float()
-        if temperature != 1:
-            logits /= temperature
-        logits -= logits.logsumexp(-1, keepdim=True)  # now log-probabilities of all tokens
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1)
-        probabilities = logits.exp()
-        # As a product of a row and a column: no third (M, V).
-        entropy = -torch.bmm(probabilities[:, None], logits[..., None]).flatten()
+        logits = F.linear(hidden, weight, bias)  # (M, V)
+        rows = WIDE_ROWS if logits.device.type == "cpu" else LOGITS_CHUNK
+        logprobs, entropies = [], []
+        for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
+            wide = part.float()
+            if temperature != 1:
+                wide = wide / temperature
+            wide = wide.log_softmax(-1)  # log-probabilities of all tokens
+            logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
+            probabilities = wide.exp()
+            # As a product of a row and a column: no further (rows, V).
+            entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
+            if ctx.needs_input_grad[0]:
+                coefficients = probabilities.neg_()
+                coefficients[torch.arange(len(wanted), device=wanted.device), wanted] += 1
+                part.copy_(coefficients)  # in the place of the logits, which are not needed again
+        entropy = torch.cat(entropies)
         if ctx.needs_input_grad[0]:
-            coefficients = probabilities.neg_()
-            coefficients[torch.arange(len(targets), device=targets.device), targets] += 1
-            slope = coefficients.to(weight.dtype) @ weight  # (M, hidden)
-            ctx.save_for_backward(slope / temperature)
+            ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return torch.cat(logprobs), entropy
 
     @staticmethod
     def backward(

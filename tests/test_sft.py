@@ -62,7 +62,8 @@ def test_loss_and_gradient_are_trls(tmp_path, count):
     assert their_gradients.keys() == our_gradients.keys()
     for name, gradient in their_gradients.items():
         assert gradient.abs().max() > 0, name
-        assert torch.allclose(our_gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+        # Both are 3e-6 from the gradient in double, whose largest entry is 1.5.
+        assert torch.allclose(our_gradients[name], gradient, rtol=1e-4, atol=1e-5), name
 
 
 def test_only_learned_positions_meet_the_vocabulary(tmp_path, monkeypatch):
