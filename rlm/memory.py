@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlm import terminal
+from rlm import attention, terminal
 from rlm.config import UsageError
 from rlm.grpo import Rollout
 from rlm.grpo_config import GRPOConfig
@@ -30,6 +30,8 @@ MICRO_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALLEST_MICRO_BATCH = 64
 # Logits in fp32 (and in 16 bits before that) and their exponentials are alive at once.
 LOGITS_COPIES = 3
+# What `rlm.attention` holds of one sequence at a time: weights and scores, and their gradients.
+ATTENTION_COPIES = 4
 HEADROOM = 0.9  # of what is available
 # What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
 # freed memory that the allocator cannot give back. 0.3 to 0.5 GB were seen (docs/log.md).
@@ -92,30 +94,32 @@ def plan_memory(
         if count
     )
     longest_sequence = longest + config.max_new_tokens
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    model = policy.config.get_text_config()
+    context = getattr(model, "max_position_embeddings", None)
     if context and longest_sequence > context:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
             f"model's {context}; leave that problem out, or lower the limit"
         )
-    train_batch_tokens, checkpointing = config.train_batch_tokens, config.checkpointing
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in masters)
     per_token = activation_bytes(policy)
-    layers = policy.config.get_text_config().num_hidden_layers
-    if checkpointing:  # each layer's input, and one layer in full
-        width = policy.config.get_text_config().hidden_size * policy.dtype.itemsize
-        per_token = per_token // layers + layers * width
+    layers = model.num_hidden_layers
+    if config.checkpointing:  # each layer's input, and one layer in full
+        per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
     else:  # gradients of the layer at work
         per_token += per_token // layers
-    vocabulary = policy.config.get_text_config().vocab_size
+    by_products = model._attn_implementation == attention.NAME
+    heads = model.num_attention_heads if by_products else 0
 
     def learning(tokens: int) -> int:
         tokens = max(tokens, longest_sequence)
-        return tokens * per_token + LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * vocabulary * 4
+        logits = LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * model.vocab_size * 4
+        attending = ATTENTION_COPIES * heads * tokens**2 * policy.dtype.itemsize
+        return tokens * per_token + logits + attending
 
-    tokens, kept = train_batch_tokens, KEPT_BY_LIBRARIES.get(device, 0)
+    tokens, kept = config.train_batch_tokens, KEPT_BY_LIBRARIES.get(device, 0)
     if tokens is None:
         tokens = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cpu"])
         room = HEADROOM * available - optimizer - kept
