@@ -45,7 +45,8 @@ def load_results(folder: Path) -> Results:
 def machine_name(cell: Result) -> str:
     """What decides a cell's seconds: equal for two cells whose seconds compare."""
     found = cell["machine"]
-    sets, limit = found.get("instruction_sets"), found.get("onednn_max_cpu_isa")
+    sets = [name for name in found.get("instruction_sets") or () if name not in ("fma", "f16c")]
+    limit = found.get("onednn_max_cpu_isa")
     parts = [
         found["cpu"] + (f" ({sets[-1]})" if sets else ""),
         f"{found['cores']} cores",
