@@ -145,7 +145,10 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     graphs = [read_graph(text) for text in texts]
     valid = [graph for graph in graphs if isinstance(graph, Graph)]
     assert len(valid) > 0.9 * len(graphs)
-    assert {graph.prompts[1] for graph in valid} == set(WORDS)
+    words = [graph.prompts[1] for graph in valid]
+    assert set(words) >= set(WORDS)
+    # At temperature 1 a token that nobody taught may be drawn, too.
+    assert sum(word in WORDS for word in words) > 0.9 * len(words)
     run = json.loads((start / "run.json").read_text())
     assert run["stage"] == "orchestrator_start"
     assert run["examples"] == 640
