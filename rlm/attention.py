@@ -10,6 +10,8 @@ Letters: B sequences, S tokens, Q query heads per key-value head, H key-value he
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -92,14 +94,24 @@ def _for_transformers(
     **options: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention; heads and tokens are swapped in its answer."""
-    unsupported = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    if dropout or attention_mask is None or unsupported:
-        raise UsageError(
-            f"this model's attention needs {(unsupported or ['dropout, or no mask'])[0]}: "
-            "use --attn eager"
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if dropout or attention_mask is None:
+        raise UsageError("this model's attention needs dropout, or no mask: use --attn eager")
+    scale = plain_scale(query, scaling, options, "use --attn eager")
     return attend(query, key, value, attention_mask, scale).transpose(1, 2), None
+
+
+def plain_scale(
+    query: Tensor, scaling: float | None, options: Mapping[str, object], advice: str
+) -> float:
+    """The factor of the scores, from what transformers hands to an attention function.
+
+    Raises:
+        UsageError: it asks for more than softmax(scale · q kᵀ + mask) v.
+    """
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise UsageError(f"this model's attention needs {name}: {advice}")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 AttentionInterface.register(NAME, _for_transformers)

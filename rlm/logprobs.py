@@ -149,8 +149,8 @@ def token_logprobs(
     """Log-probability of each completion token, and the entropy it was drawn with: two (n, T).
 
     Under softmax(logits / temperature), the distribution that was sampled. Logits are made for
-    completion tokens only, in fp32, a chunk at a time; no (tokens × V) tensor of the batch exists.
-    Entropy carries no gradient. Beyond a row's end both are 0.
+    completion tokens only, a chunk at a time, and scored in fp32; no (tokens × V) tensor of the
+    batch exists. Entropy carries no gradient. Beyond a row's end both are 0.
     """
     decoder, head = decoder_and_head(model)
     hidden = decoder(

@@ -28,7 +28,8 @@ PROBE_TOKENS = 64
 # tokens, a GPU's by some thousands.
 MICRO_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 SMALLEST_MICRO_BATCH = 64
-# Logits in fp32 (and in 16 bits before that) and their exponentials are alive at once.
+# On a GPU logits in fp32 (and in 16 bits before that) and their exponentials are alive at once; a
+# CPU needs less (logprobs.WIDE_ROWS), by some dozens of megabytes.
 LOGITS_COPIES = 3
 # What `rlm.attention` holds of one sequence at a time: weights and scores, and their gradients.
 ATTENTION_COPIES = 4

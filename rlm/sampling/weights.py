@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.adapters import active_adapters, is_plain_lora, lora_layers, merged_weight
+from rlm.attention import plain_scale
 from rlm.config import UsageError
 from rlm.models import decoder_and_head
 from rlm.sampling.cache import Attend
@@ -72,11 +73,8 @@ def _through_cache(
     **options: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention; heads and tokens are swapped in its answer."""
-    unsupported = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    if unsupported:
-        raise UsageError(f"this model's attention needs {unsupported[0]}: unsupported")
+    scale = plain_scale(query, scaling, options, "unsupported")
     _through_cache.calls += 1
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = _through_cache.attend(module.layer_idx, query, key, value, scale)
     return out.transpose(1, 2), None
 
