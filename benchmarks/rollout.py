@@ -38,6 +38,9 @@ GROUP = 8  # completions of a prompt
 HEADLINE_ROWS = 64
 SEATS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
 RECORDED_ROWS, RECORDED_LIMIT = 256, 128
+# A server's threads go on spinning for a second or two after its last token (vLLM's do), on the
+# cores that the next arm wants.
+SERVER_REST = 4.0
 
 
 @dataclass
@@ -126,6 +129,11 @@ class Bench:
     arms: dict[str, tuple[Callable[..., int], Callable[..., int]]]  # fixed, lengths
     generate: peers.Generate | None
 
+    @property
+    def settle(self) -> float:
+        """Seconds of rest before a turn."""
+        return SERVER_REST if self.config.vllm_url or self.config.llama_url else 0
+
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
         """Prompts and seeds of a repetition: new ones each time, the same for every arm."""
         start = repetition * prompts
@@ -167,8 +175,9 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     return Bench(config, problems, tokenizer, cost, arms, generate)
 
 
-def rate(work: Callable[[], int], expected: int) -> float:
-    """Tokens per second; all of the tokens must have been drawn."""
+def rate(work: Callable[[], int], expected: int, settle: float = 0) -> float:
+    """Tokens per second, after `settle` seconds of rest; all of the tokens must have been drawn."""
+    time.sleep(settle)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -189,7 +198,8 @@ def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
 
     def run(fixed: Callable[..., int], repetition: int) -> float:
         texts, seeds = bench.work(prompts, repetition)
-        return rate(lambda: fixed(texts, GROUP, new_tokens, seeds), rows * new_tokens)
+        work = partial(fixed, texts, GROUP, new_tokens, seeds)
+        return rate(work, rows * new_tokens, bench.settle)
 
     runs = harness.alternate(
         {name: partial(run, fixed) for name, (fixed, _) in bench.arms.items()},
@@ -217,7 +227,7 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
 
     def run(replay: Callable[..., int], repetition: int) -> float:
         texts, seeds = bench.work(len(recorded), repetition)
-        return rate(lambda: replay(texts, recorded, seeds), useful)
+        return rate(partial(replay, texts, recorded, seeds), useful, bench.settle)
 
     runs = harness.alternate(
         {name: partial(run, replay) for name, (_, replay) in bench.arms.items()},
@@ -324,7 +334,11 @@ def measure(
     )
     tried = bench.generate.choose_options(*_probe(bench))
     terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")
-    cells = [fixed_cell(bench, rows, rates) for rows in config.rows]
+    cells = []
+    for rows in config.rows:
+        cells.append(fixed_cell(bench, rows, rates))
+        medians = (f"{arm} {runs['median']:.0f}" for arm, runs in cells[-1]["arms"].items())
+        terminal.line(f"{cells[-1]['name']}: {', '.join(medians)} tokens/s")
     headline = next((c for c in cells if c["name"].startswith(f"{HEADLINE_ROWS} rows")), cells[-1])
     if recorded:
         cells.append(lengths_cell(bench, *recorded))
