@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -153,36 +154,37 @@ class Cache:
         room = (self.room.prefix_tokens, self.room.prompt_tokens, self.room.new_tokens)
         longest = [coarse(n, 64, most) for n, most in zip(needed, room, strict=True)]
         mask = self._mask(lengths, longest)
-        grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
         own = lengths[2] - 1
-        rows = torch.arange(len(slots), device=self._device)
-        used = max(slots) + 1
+        seats = torch.arange(len(slots), device=self._device)
+        grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
+        # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
+        products = (_shared_by_all, partial(_shared_by_some, grid=grid, place=place), torch.bmm)
+        stores = (
+            self._prefix,
+            [part[:, : max(slots) + 1].flatten(1, 2) for part in self._prompts],
+            [part[:, : len(slots)].flatten(1, 2) for part in self._own],
+        )
+        # Of all layers at once, because a thousand views a step take as long as some products.
+        segments = [
+            (product, keys[..., :size].unbind(), values[..., :size, :].unbind())
+            for product, (keys, values), size in zip(products, stores, longest, strict=True)
+            if size
+        ]
+        sizes = [size for size in longest if size]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             keys, values = self._own
-            keys[layer][rows, :, :, own] = k[:, :, 0]
-            values[layer][rows, :, own] = v[:, :, 0]
+            keys[layer][seats, :, :, own] = k[:, :, 0]
+            values[layer][seats, :, own] = v[:, :, 0]
             (n, heads, width), shared = q[:, :, 0].shape, k.shape[1]
             # Queries that share a key-value head become rows of one matrix.
             q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
-            k0, v0 = (part[layer] for part in self._prefix)  # (H, D, T), (H, T, D)
-            k1, v1 = (part[layer, :used].flatten(0, 1) for part in self._prompts)  # (P·H, D, T), …
-            k2, v2 = (part[layer, :n].flatten(0, 1) for part in self._own)  # (N·H, D, T), …
-            scores = torch.cat(
-                (
-                    _shared_by_all(q, k0[..., : longest[0]]),
-                    _shared_by_some(q, k1[..., : longest[1]], grid, place),
-                    torch.bmm(q, k2[..., : longest[2]]),
-                ),
-                -1,
-            )  # (N·H, Q, T)
-            scores = scores.unflatten(0, (n, shared)) + mask
-            weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
-            w0, w1, w2 = weights.split(longest, -1)
-            out = _shared_by_some(w1, v1[:, : longest[1]], grid, place)
-            out = torch.baddbmm(out, w2, v2[:, : longest[2]])
-            out += _shared_by_all(w0, v0[:, : longest[0]])
-            return out.view(n, heads, 1, width)
+            scores = torch.cat([product(q, keys[layer]) for product, keys, _ in segments], -1)
+            # (A softmax of 16-bit numbers is computed in fp32, and rounded in the end.)
+            weights = (scores.unflatten(0, (n, shared)) + mask).softmax(-1).flatten(0, 1)
+            parts = zip(segments, weights.split(sizes, -1), strict=True)
+            out = [product(part, values[layer]) for (product, _, values), part in parts]
+            return sum(out[1:], start=out[0]).view(n, heads, 1, width)
 
         return attend
 
@@ -192,7 +194,9 @@ class Cache:
             torch.arange(size, device=self._device) >= length[:, None]
             for length, size in zip(lengths, longest, strict=True)
         ]
-        mask = torch.zeros(len(lengths[0]), sum(longest), device=self._device)
+        mask = torch.zeros(
+            len(lengths[0]), sum(longest), dtype=self._own[0].dtype, device=self._device
+        )
         return mask.masked_fill_(torch.cat(beyond, 1), -torch.inf)[:, None, None]
 
     def move(self, source: int, target: int, length: int) -> None:
