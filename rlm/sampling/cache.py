@@ -164,7 +164,8 @@ class Cache:
             [part[:, : max(slots) + 1].flatten(1, 2) for part in self._prompts],
             [part[:, : len(slots)].flatten(1, 2) for part in self._own],
         )
-        # Of all layers at once, because a thousand views a step take as long as some products.
+        # Of all layers at once, because a thousand views a step take as long as some products:
+        # of each layer (H, D, T), (P·H, D, T) or (N·H, D, T), and values (…, T, D).
         segments = [
             (product, keys[..., :size].unbind(), values[..., :size, :].unbind())
             for product, (keys, values), size in zip(products, stores, longest, strict=True)
@@ -180,7 +181,7 @@ class Cache:
             # Queries that share a key-value head become rows of one matrix.
             q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
             scores = torch.cat([product(q, keys[layer]) for product, keys, _ in segments], -1)
-            # (A softmax of 16-bit numbers is computed in fp32, and rounded in the end.)
+            # (N·H, Q, T). A softmax of 16-bit numbers is computed in fp32, and rounded in the end.
             weights = (scores.unflatten(0, (n, shared)) + mask).softmax(-1).flatten(0, 1)
             parts = zip(segments, weights.split(sizes, -1), strict=True)
             out = [product(part, values[layer]) for (product, _, values), part in parts]
