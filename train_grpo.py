@@ -1,4 +1,5 @@
-"""This is not TRL's trainer. Stage 2: GRPO by hand; the whole loop is in `GRPOTrainer._loop`.
+"""This is not TRL's trainer. Stage 2: GRPO by hand; the loop is `GRPOTrainer._loop`, its halves
+`_roll_out` (sample, score) and `_learn` (update).
 
 Sample a group of completions for each problem, verify each final answer 0/1, compare inside the
 group, update the LoRA adapter. What textbook GRPO has and this leaves out, and why:
@@ -134,10 +135,7 @@ class GRPOTrainer:
 
     def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:
         config, team, run, started = self.config, self.team, self.run, time.monotonic()
-        choices, size = config.choices, config.group_size
-        overlong = (config.overlong_buffer, config.overlong_penalty)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        params = SamplingParams(config.max_new_tokens, config.temperature)
+        choices, overlong = config.choices, (config.overlong_buffer, config.overlong_penalty)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
         problems = start.within(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, team)
@@ -146,27 +144,7 @@ class GRPOTrainer:
         run.leave_if(team.any(run.interrupted))
         for step in range(first_step, config.steps):
             seconds: dict[str, float] = {}
-            tried: list[Group] = []
-            figures: list[tuple[int, dict[str, float]]] = []
-            for refill in range(config.sampling_rounds):  # one, but for dynamic sampling
-                drawn = draw_problems(problems, tried, step, config.batch_size, config.seed)
-                if not drawn:
-                    break
-                chosen = team.share(drawn)
-                with timed(seconds, "sample"):  # 1. sample: G completions of each problem
-                    prompts = [self.render(problem) for problem in chosen]
-                    seeds = team.share(rollout_seeds(drawn, config.seed, step, refill))
-                    with terminal.progress("sampling", len(chosen) * size) as advance:
-                        groups = self.sampler.sample(prompts, size, params, seeds, advance)
-                with timed(seconds, "score"):  # 2. score: one call for all of them
-                    texts = [[decode(c.token_ids) for c in group] for group in groups]
-                    truncated = [[c.truncated for c in group] for group in groups]
-                    scores = self.scorer(chosen, texts, truncated)
-                figures.append((len(chosen), scores.metrics))
-                # From here on every process knows the whole step; alone, nothing happens.
-                scored = zip(chosen, prompts, groups, texts, scores.rewards, strict=True)
-                tried += [Group(*parts) for parts in team.gather(list(scored))]
-            self.sampler.release()  # its memory is the learning pass's, its weights soon stale
+            tried, figures = self._roll_out(problems, step, seconds)  # 1. sample, 2. score
 
             # 3. compare: inside each group
             completions = [group.completions for group in tried]
@@ -193,7 +171,7 @@ class GRPOTrainer:
             self.state.go_back_if_lost(run, step)
 
             metrics = {"step": step} | step_metrics(completions, rewards, penalties, kept, seconds)
-            metrics |= mean_metrics(team.gather([figures])) | learned
+            metrics |= figures | learned
             if step == 0 and start_accuracy is not None:
                 metrics["eval/start_accuracy"] = start_accuracy
             done = step + 1
@@ -211,6 +189,36 @@ class GRPOTrainer:
                 break
             run.leave_if(interrupted)
         return self._finish(len(eval_problems), time.monotonic() - started)
+
+    def _roll_out(
+        self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
+    ) -> tuple[list[Group], dict[str, float]]:
+        """The groups of a step, of every process, and the reward's own figures of them."""
+        config, team, size = self.config, self.team, self.config.group_size
+        params = SamplingParams(config.max_new_tokens, config.temperature)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        tried: list[Group] = []
+        figures: list[tuple[int, dict[str, float]]] = []
+        for refill in range(config.sampling_rounds):  # one, but for dynamic sampling
+            drawn = draw_problems(problems, tried, step, config.batch_size, config.seed)
+            if not drawn:
+                break
+            chosen = team.share(drawn)
+            with timed(seconds, "sample"):  # 1. sample: G completions of each problem
+                prompts = [self.render(problem) for problem in chosen]
+                seeds = team.share(rollout_seeds(drawn, config.seed, step, refill))
+                with terminal.progress("sampling", len(chosen) * size) as advance:
+                    groups = self.sampler.sample(prompts, size, params, seeds, advance)
+            with timed(seconds, "score"):  # 2. score: one call for all of them
+                texts = [[decode(c.token_ids) for c in group] for group in groups]
+                truncated = [[c.truncated for c in group] for group in groups]
+                scores = self.scorer(chosen, texts, truncated)
+            figures.append((len(chosen), scores.metrics))
+            # From here on every process knows the whole step; alone, nothing happens.
+            scored = zip(chosen, prompts, groups, texts, scores.rewards, strict=True)
+            tried += [Group(*parts) for parts in team.gather(list(scored))]
+        self.sampler.release()  # its memory is the learning pass's, its weights soon stale
+        return tried, mean_metrics(team.gather([figures]))
 
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
         """`updates_per_batch` passes over the rollouts, one optimizer update each."""

@@ -1,0 +1,135 @@
+"""GSM8K as equations: what is kept, and what a variant may change."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from examples.gsm8k_equations import (
+    HELD_OUT,
+    EquationsConfig,
+    compute,
+    draw_near,
+    main,
+    read_equations,
+    recompute,
+    vary,
+)
+from rlm.config import UsageError
+from rlm.data import load_problems
+
+QUESTION = "Ann has 8 bags of 30 nuts, twice as many as Bob's 2 bags hold. She eats 7. How many?"
+ANSWER = "She has 8*30=<<8*30=240>>240 nuts.\nShe keeps 240-7=<<240-7=233>>233.\n#### 233"
+EQUATIONS = [("8*30", "240"), ("240-7", "233")]
+
+
+def draws(question: str, equations: list[tuple[str, str]], count: int = 40) -> list:
+    rng = random.Random(1)
+    return [vary(question, equations, rng) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("8*(15/4)", 30),
+        ("100-50-30", 20),
+        ("-3+5", 2),
+        ("0.1*30", 3),
+        ("1/0", None),
+        ("2**9", None),
+        ("", None),
+        ("1000,5", None),
+        ("a+1", None),
+        ("max(1,2)", None),
+    ],
+)
+def test_arithmetic_is_exact_and_nothing_but_arithmetic(expression, value):
+    assert compute(expression) == value
+
+
+def test_equations_count_only_if_the_last_is_the_answer():
+    assert read_equations(ANSWER) == EQUATIONS
+    assert read_equations(ANSWER.replace("#### 233", "#### 240")) == []
+    assert read_equations("It is 5.\n#### 5") == []
+
+
+def test_a_variant_has_other_numbers_and_the_answer_that_follows():
+    variants = [v for v in draws(QUESTION, EQUATIONS) if v]
+    assert len(variants) >= 35
+    for question, equations in variants:
+        bags, nuts = equations[0][0].split("*")
+        eaten = equations[1][0].split("-")[1]
+        expected = QUESTION.replace("8", bags).replace("30", nuts)
+        assert question == expected.replace("eats 7", f"eats {eaten}")  # "2 bags" stays
+        assert int(nuts) % 10 == 0
+        total = int(bags) * int(nuts)
+        assert equations[0][1] == str(total)
+        assert equations[1] == (f"{total}-{eaten}", str(total - int(eaten)))
+    assert len({question for question, _ in variants}) > 10
+
+
+@pytest.mark.parametrize(
+    ("question", "equations"),
+    [
+        ("She has 8 and 8.", [("8+8", "16")]),  # which of the two?
+        ("She has 6 pairs and 12 hats.", [("6*2", "12"), ("12+12", "24")]),  # a result, or hats?
+        ("She has 9 hats.", [("9*19.5", "175.5")]),  # 19.5 may come from the 9
+        ("It costs 3 of 7.", [("3/7", "0.43")]),  # rounded
+        ("It is 1,000 or 2.5 or 3/4 or 7:30 or 5th.", [("1000+30", "1030")]),  # no whole numbers
+    ],
+)
+def test_no_variant_where_one_cannot_be_sure(question, equations):
+    assert {*draws(question, equations)} == {None}
+
+
+def test_results_stay_of_their_kind():
+    assert recompute([("9/3", "3")], {"9": "10"}) is None  # was whole
+    assert recompute([("9-3", "6")], {"3": "11"}) is None  # was positive
+    assert recompute([("5/2", "2.5"), ("2.5*4", "10")], {"5": "7"}) == [
+        ("7/2", "3.5"),
+        ("3.5*4", "14"),
+    ]
+
+
+def test_numbers_keep_their_size_and_roundness():
+    rng = random.Random(0)
+    assert {draw_near(40, rng) for _ in range(200)} == {20, 30, 40, 50, 60}
+    assert {draw_near(7, rng) for _ in range(200)} == {4, 5, 6, 7, 8, 9, 10}
+    assert {draw_near(100, rng) for _ in range(200)} == {100, 200, 300}
+
+
+def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path):
+    rows = [{"question": f"row {i}: {QUESTION}", "answer": ANSWER} for i in range(HELD_OUT + 3)]
+    rows[-1]["answer"] = "#### 3"  # no equations
+    source, output = tmp_path / "gsm8k_train.jsonl", tmp_path / "new" / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(EquationsConfig(source=tmp_path, output=output, variants=2)) == 0
+    problems = load_problems(str(output), "test")
+    rows_of = [p.question.split(":")[0].removeprefix("row ") for p in problems]
+    assert rows_of == ["200", "201", "200", "200", "201", "201"]
+    assert problems[0].solution == "8*30=240\n240-7=233"
+    assert problems[0].answer == "233"
+    assert len({p.question for p in problems}) == 6
+    first = output.read_text()
+    main(EquationsConfig(source=source, output=output, variants=2))
+    assert output.read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("{}\n", "is not GSM8K's"),
+        ("[1]\n", "is not GSM8K's"),
+        ("{\n", "is not GSM8K's"),
+        ('{"question": "a", "answer": "#### 1"}\n', "has 1 rows"),
+    ],
+)
+def test_another_file_is_refused_and_nothing_written(tmp_path: Path, text, message):
+    source, output = tmp_path / "train.jsonl", tmp_path / "out.jsonl"
+    if text is not None:
+        source.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        main(EquationsConfig(source=source, output=output))
+    assert not output.exists()
