@@ -276,7 +276,10 @@ def save_adapter(
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
         try:
-            policy.save_pretrained(scratch, selected_adapters=["default"])
+            # The base is as it was published: its embeddings need no look at the hub.
+            policy.save_pretrained(
+                scratch, selected_adapters=["default"], save_embedding_layers=False
+            )
             tokenizer.save_pretrained(scratch)
             replace_file(scratch / "run.json", json.dumps(run, indent=2) + "\n")
             _check_export(policy, scratch)
@@ -304,7 +307,7 @@ def _check_export(policy: PeftModel, folder: Path) -> None:
     Raises:
         OSError: a fresh process finds other tensors in the folder than the model has.
     """
-    tensors = get_peft_model_state_dict(policy, adapter_name="default")
+    tensors = get_peft_model_state_dict(policy, adapter_name="default", save_embedding_layers=False)
     in_memory = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     command = [sys.executable, "-P", tensor_hashes.__file__, str(folder)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from rlm import models
-from rlm.adapters import load_adapter
+from rlm.adapters import load_adapter, save_adapter
 from rlm.checkpoints import file_hash
 from rlm.config import UsageError
 
@@ -62,6 +62,18 @@ def plain(tmp_path):
 
 def test_a_plain_adapter_is_taken(plain):
     assert load_adapter(tiny_model(), plain, trainable=False).active_adapters == ["default"]
+
+
+def test_saving_asks_no_hub(plain, tmp_path, tokenizer, monkeypatch):
+    """PEFT would look there for the vocabulary of a base that a name stands for."""
+
+    def look(*_):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", look)
+    policy = load_adapter(tiny_model(), plain, trainable=True)
+    policy.peft_config["default"].base_model_name_or_path = "smollm2-135m"
+    save_adapter(policy, tokenizer, tmp_path / "saved", {})
 
 
 @pytest.mark.parametrize(
