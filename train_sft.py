@@ -32,7 +32,7 @@ from rlm.tracking import TRACKER_NAMES, chosen_tracker
 if TYPE_CHECKING:
     import trl
     from peft import PeftModel
-    from transformers import TrainerCallback
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from rlm.machine import Device
     from rlm.runs import RunDirectory
@@ -91,6 +91,10 @@ class SFTConfig:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         if self.adapter and self.output.resolve() == self.adapter.resolve():
             raise ValueError("--output would overwrite --adapter; name another directory")
+
+    def steps(self, examples: int) -> int:
+        """Optimizer steps of a run over so many examples."""
+        return self.epochs * -(-examples // self.batch_size)
 
 
 # What changes when a GPU picks the 7B model on GSM8K.
@@ -172,7 +176,6 @@ def train(
     from rlm.machine import pick_device
     from rlm.models import base_hash, load_tokenizer
     from rlm.runs import RunDirectory, check_writable
-    from rlm.sft import SFTTrainer
 
     device = pick_device()
     format = FORMATS[config.reasoning_format]
@@ -191,35 +194,10 @@ def train(
     policy = start_policy(config, device, weights)
     if device.type == "cpu" and device.dtype.itemsize == 2 and not config.lora_dropout:
         use_lean_lora(policy)  # PEFT's layers go to fp32 and back, a seventh of a step in bf16
-    steps = config.epochs * -(-len(examples) // config.batch_size)
-    left_out = len(problems) - len(examples)
-    terminal.facts(
-        "Stage 1: supervised fine-tuning",
-        {
-            "model": config.model,
-            "device": device,
-            "data": f"{config.dataset}: {len(examples)} examples"
-            + (f" ({left_out} too long, left out)" if left_out else ""),
-            "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{steps} of {config.batch_size} examples, rate {config.learning_rate:g}",
-            "output": config.output,
-        },
-    )
+    announce(config, device, policy, len(problems), len(examples))
     started = time.monotonic()
-    trainer = SFTTrainer(
-        model=policy,
-        processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list(examples),
-        args=trainer_arguments(config, device, steps),
-        callbacks=[report_to(run, config, steps)],
-    )
-    first = examples[: config.micro_batch]
-    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
-    for tensor in policy.parameters():
-        if tensor.requires_grad:
-            tensor.data = tensor.data.float()
-    check_loss_mask(trainer.data_collator(first), first)
-    trainer.remove_callback(transformers.PrinterCallback)
+    report = report_to(run, config, config.steps(len(examples)))
+    trainer = make_trainer(config, device, policy, tokenizer, examples, report)
     run.track(config.tracker, to_dict(config))
     with run:
         result = trainer.train()
@@ -246,6 +224,24 @@ def train(
     save_adapter(policy, tokenizer, config.output, history)
     show_end(config, history)
     return history
+
+
+def announce(
+    config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
+) -> None:
+    left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
+    terminal.facts(
+        "Stage 1: supervised fine-tuning",
+        {
+            "model": config.model,
+            "device": device,
+            "data": f"{config.dataset}: {examples} examples{left_out}",
+            "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
+            "steps": f"{config.steps(examples)} of {config.batch_size} examples, "
+            f"rate {config.learning_rate:g}",
+            "output": config.output,
+        },
+    )
 
 
 def to_examples(config: SFTConfig, tokenizer, problems: Sequence[Problem]) -> list[dict]:
@@ -279,6 +275,37 @@ def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
     if config.adapter:
         return load_adapter(base, config.adapter, trainable=True)
     return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout)
+
+
+def make_trainer(
+    config: SFTConfig,
+    device: Device,
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[dict[str, list[int]]],
+    report: TrainerCallback,
+) -> trl.SFTTrainer:
+    """TRL's trainer, with a loss of our own on a CPU; what it will learn is checked."""
+    import datasets
+    import transformers
+
+    from rlm.sft import SFTTrainer
+
+    trainer = SFTTrainer(
+        model=policy,
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(examples),
+        args=trainer_arguments(config, device, config.steps(len(examples))),
+        callbacks=[report],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
+    for tensor in policy.parameters():
+        if tensor.requires_grad:
+            tensor.data = tensor.data.float()
+    first = examples[: config.micro_batch]
+    check_loss_mask(trainer.data_collator(first), first)
+    return trainer
 
 
 def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTConfig:

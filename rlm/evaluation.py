@@ -281,24 +281,21 @@ def evaluate(
         on_finish,
     )
 
-    def graded(problem: Problem, completion: Completion) -> Graded:
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        strict, lenient = (
-            grade(
-                text,
-                problem.answer,
-                strict=strict,
-                kind=problem.answer_type,
-                **format.tags,
-            )
-            for strict in (True, False)
-        )
-        return Graded(text, strict, lenient, len(completion.token_ids), completion.truncated)
-
     return Evaluation(
         problems,
         [
-            [graded(p, completion) for completion in g]
-            for p, g in zip(problems, groups, strict=True)
+            [_graded(tokenizer, format, problem, completion) for completion in group]
+            for problem, group in zip(problems, groups, strict=True)
         ],
     )
+
+
+def _graded(
+    tokenizer: PreTrainedTokenizerBase, format: Format, problem: Problem, completion: Completion
+) -> Graded:
+    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    strict, lenient = (
+        grade(text, problem.answer, strict=strict, kind=problem.answer_type, **format.tags)
+        for strict in (True, False)
+    )
+    return Graded(text, strict, lenient, len(completion.token_ids), completion.truncated)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -105,21 +106,9 @@ def plan_memory(
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in masters)
-    per_token = activation_bytes(policy)
-    layers = model.num_hidden_layers
-    if config.checkpointing:  # each layer's input, and one layer in full
-        per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
-    else:  # gradients of the layer at work
-        per_token += per_token // layers
-    by_products = model._attn_implementation == attention.NAME
-    heads = model.num_attention_heads if by_products else 0
-
-    def learning(tokens: int) -> int:
-        tokens = max(tokens, longest_sequence)
-        logits = LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * model.vocab_size * 4
-        attending = ATTENTION_COPIES * heads * tokens**2 * policy.dtype.itemsize
-        return tokens * per_token + logits + attending
-
+    learning = partial(
+        _learning_bytes, policy, activation_bytes(policy), config.checkpointing, longest_sequence
+    )
     tokens, kept = config.train_batch_tokens, KEPT_BY_LIBRARIES.get(device, 0)
     if tokens is None:
         tokens = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cpu"])
@@ -141,6 +130,28 @@ def plan_memory(
             "and --quantize bring it down"
         )
     return plan
+
+
+def _learning_bytes(
+    policy: PreTrainedModel, per_token: int, checkpointing: bool, longest_sequence: int, tokens: int
+) -> int:
+    """What a micro-batch of so many tokens, or the longest sequence if that is more, takes.
+
+    Args:
+        per_token: what the forward pass keeps of one (`activation_bytes`).
+    """
+    model = policy.config.get_text_config()
+    layers = model.num_hidden_layers
+    if checkpointing:  # each layer's input, and one layer in full
+        per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
+    else:  # gradients of the layer at work
+        per_token += per_token // layers
+    by_products = model._attn_implementation == attention.NAME
+    heads = model.num_attention_heads if by_products else 0
+    tokens = max(tokens, longest_sequence)
+    logits = LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * model.vocab_size * 4
+    attending = ATTENTION_COPIES * heads * tokens**2 * policy.dtype.itemsize
+    return tokens * per_token + logits + attending
 
 
 def activation_bytes(policy: PreTrainedModel) -> int:

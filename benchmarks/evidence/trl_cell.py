@@ -42,19 +42,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     """Seconds of every step; the adapter goes to `adapter/`, points on the way to checkpoint-N/."""
     folder = config.folder(cell) / "train"
     folder.mkdir(parents=True, exist_ok=True)
-    for checkpoint in folder.glob("checkpoint-*"):
-        if not is_whole(checkpoint):  # a kill came while it was written
-            shutil.rmtree(checkpoint)
-    begun = get_last_checkpoint(str(folder))
-    steps_file = folder / SPLIT_SECONDS
-    if begun is None:
-        shutil.rmtree(folder)
-        folder.mkdir()
-    else:  # forget the steps that will be run again
-        done = int(begun.rpartition("-")[2])
-        rows = steps_file.read_text(encoding="utf-8").splitlines()[:done]
-        steps_file.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
-
+    begun, steps_file = _last_whole_checkpoint(folder), folder / SPLIT_SECONDS
     device = machine.pick_device()
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, device)
@@ -104,3 +92,19 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     run = {"base_model": config.model, "base_hash": models.base_hash(config.model)}
     adapters.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
     return [json.loads(row) for row in steps_file.read_text(encoding="utf-8").splitlines()]
+
+
+def _last_whole_checkpoint(folder: Path) -> str | None:
+    """What to resume from; what came after it, and a checkpoint that a kill left, is removed."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if not is_whole(checkpoint):
+            shutil.rmtree(checkpoint)
+    begun = get_last_checkpoint(str(folder))
+    if begun is None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        return None
+    done, steps_file = int(begun.rpartition("-")[2]), folder / SPLIT_SECONDS
+    rows = steps_file.read_text(encoding="utf-8").splitlines()[:done]
+    steps_file.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+    return begun
