@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))  # the package, when it is not installed
 from rlm import terminal  # noqa: E402
 from rlm.answers import parse_number  # noqa: E402
 from rlm.config import UsageError, check_values, flag  # noqa: E402
+from rlm.records import replace_file  # noqa: E402
 from rlm.script import run_main  # noqa: E402
 
 HELD_OUT = 200  # rlm/data.py's validation split
@@ -55,13 +56,17 @@ Equation = tuple[str, str]  # what is computed, and what comes out, as written
 
 @dataclass
 class EquationsConfig:
-    source: Path = flag(None, "gsm8k_train.jsonl, as published, or its directory", positional=True)
-    output: Path = flag(None, "where the problems go, as JSONL", positional=True)
+    source: Path | None = flag(
+        None, "gsm8k_train.jsonl, as published, or its directory", positional=True
+    )
+    output: Path | None = flag(None, "where the problems go, as JSONL", positional=True)
     variants: int = flag(1, "variants of each problem with other numbers", min=0)
     seed: int = flag(0, "of the variants' numbers")
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.source is None or self.output is None:
+            raise ValueError("two names are needed: GSM8K's train file, and the file to write")
 
 
 def main(config: EquationsConfig) -> int:
@@ -79,8 +84,10 @@ def main(config: EquationsConfig) -> int:
             if variant and variant[0] not in seen:
                 seen.add(variant[0])
                 written.append(to_record(*variant))
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text("".join(json.dumps(record) + "\n" for record in written))
+    try:
+        replace_file(config.output, "".join(json.dumps(record) + "\n" for record in written))
+    except OSError as error:
+        raise UsageError(f"{config.output} cannot be written: {error.strerror}") from error
     terminal.line(
         f"{config.output}: {len(solved)} of {len(rows)} problems, whose last equation gives the "
         f"answer, and {len(written) - len(solved)} variants with other numbers"

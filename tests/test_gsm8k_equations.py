@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,19 @@ def test_another_file_is_refused_and_nothing_written(tmp_path: Path, text, messa
     with pytest.raises(UsageError, match=message):
         main(EquationsConfig(source=source, output=output))
     assert not output.exists()
+
+
+def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path):
+    script = Path(__file__).parent.parent / "examples" / "gsm8k_equations.py"
+    rows = [{"question": QUESTION, "answer": ANSWER}] * (HELD_OUT + 1)
+    source = tmp_path / "train.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for arguments, message in (
+        ([source], "two names are needed"),
+        ([source, source / "under" / "a_file.jsonl"], "cannot be written"),
+    ):
+        command = [sys.executable, script, *arguments]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 2
+        assert message in run.stderr
+        assert len(run.stderr.splitlines()) == 1
