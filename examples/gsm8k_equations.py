@@ -1,6 +1,6 @@
-"""GSM8K's train split as equations: for a small model, which learns little from long sentences.
+"""GSM8K's train split as equations, and more of it: the same problems with other numbers.
 
-    python examples/gsm8k_equations.py shared/gsm8k runs/gsm8k/train.jsonl
+    python examples/gsm8k_equations.py DIRECTORY runs/gsm8k/train.jsonl --variants 2
     python train_sft.py --dataset runs/gsm8k/train.jsonl --max-samples 20000 --learning-rate 1e-3
 
 GSM8K's solutions carry what its annotators' calculator computed, `<<48/2=24>>`. A line of these
@@ -30,10 +30,10 @@ sys.path.insert(0, str(ROOT))  # the package, when it is not installed
 from rlm import terminal  # noqa: E402
 from rlm.answers import parse_number  # noqa: E402
 from rlm.config import UsageError, check_values, flag  # noqa: E402
+from rlm.data import HELD_OUT  # noqa: E402
 from rlm.records import replace_file  # noqa: E402
 from rlm.script import run_main  # noqa: E402
 
-HELD_OUT = 200  # rlm/data.py's validation split
 TRIES = 30  # draws of numbers before a problem is left without a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
@@ -120,7 +120,8 @@ def read_equations(answer: str) -> list[Equation]:
     """The calculator's equations; none if the last does not give the answer."""
     equations = [(left.replace(" ", ""), right.strip()) for left, right in _NOTE.findall(answer)]
     gold = parse_number(answer.rpartition("####")[2])
-    return equations if equations and parse_number(equations[-1][1]) == gold else []
+    right = gold is not None and equations and parse_number(equations[-1][1]) == gold
+    return equations if right else []
 
 
 def to_record(question: str, equations: Sequence[Equation]) -> dict[str, str]:
