@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from rlm.sampling.native import Native
+
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -64,9 +66,18 @@ class Cache:
     """Preallocated storage, and the attention over it."""
 
     def __init__(
-        self, config: PretrainedConfig, room: Room, dtype: torch.dtype, device: torch.device
+        self,
+        config: PretrainedConfig,
+        room: Room,
+        dtype: torch.dtype,
+        device: torch.device,
+        native: Native | None = None,
     ) -> None:
-        self.room = room
+        """
+        Args:
+            native: what is compiled for this config and number type; None multiplies matrices.
+        """
+        self.room, self._native = room, native
         layers, heads, width = (
             config.num_hidden_layers,
             config.num_key_value_heads,
@@ -146,6 +157,20 @@ class Cache:
             slots: where the prompt of each row stands.
             own_lengths: tokens of each row's completion before this one.
         """
+        if self._native:
+            stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
+            where = ([0] * len(slots), slots, range(len(slots)))
+            lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
+            return self._native.decode(stores, where, lengths)
+        return self._decode_by_products(slots, prefix_lengths, prompt_lengths, own_lengths)
+
+    def _decode_by_products(
+        self,
+        slots: Sequence[int],
+        prefix_lengths: Sequence[int],
+        prompt_lengths: Sequence[int],
+        own_lengths: Sequence[int],
+    ) -> Attend:
         lengths = [
             torch.tensor(part, device=self._device)
             for part in (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm import machine
 from rlm.config import UsageError
 from rlm.prompts import stop_token_ids
-from rlm.sampling.cache import Attend, Cache, Room, coarse, token_bytes
+from rlm.sampling.cache import Attend, Cache, Room, coarse, head_width, token_bytes
 from rlm.sampling.draw import draw, uniforms
+from rlm.sampling.native import Native, Unavailable, compiled
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.weights import MergedWeights, ModelWeights, copy_bytes, why_not_fused
 
@@ -104,8 +105,10 @@ class Sampler:
             )
         self.model, self.tokenizer, self.seats = model, tokenizer, seats
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
-        self._weights, self.path = _choose_weights(model, merged)
         self._config = model.config.get_text_config()
+        self._native, passes = _choose_passes(self._config, model)
+        self._weights, weights = _choose_weights(model, merged, self._native)
+        self.path = f"{weights}, {passes}"
         self._cache_bytes = cache_bytes
         self._cache: Cache | None = None
         self._prefix: tuple[int, ...] = ()
@@ -231,7 +234,7 @@ class Sampler:
         self._weights.refresh()
         self._cache = None  # the old one goes first
         room = self._fitting(room)
-        self._cache = Cache(self._config, room, self.model.dtype, self.model.device)
+        self._cache = Cache(self._config, room, self.model.dtype, self.model.device, self._native)
         self._free_slots = list(reversed(range(self._cache.room.slots)))
         self._prefix = tuple(prefix)
         if prefix:
@@ -414,7 +417,7 @@ class Sampler:
 
 
 def _choose_weights(
-    model: PreTrainedModel, merged: bool | None
+    model: PreTrainedModel, merged: bool | None, native: Native | None
 ) -> tuple[ModelWeights | MergedWeights, str]:
     """The weights to sample with, and a line that says which and why."""
     reason = why_not_fused(model)
@@ -428,4 +431,15 @@ def _choose_weights(
             reason = f"a merged copy would take {gb}"
     if merged is False or reason:
         return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
-    return MergedWeights(model), f"a merged copy of the weights ({size / 2**30:.1f} GB)"
+    return MergedWeights(model, native), f"a merged copy of the weights ({size / 2**30:.1f} GB)"
+
+
+def _choose_passes(config: PretrainedConfig, model: PreTrainedModel) -> tuple[Native | None, str]:
+    """What stands between the products, compiled if it can be; and words that say which."""
+    if model.device.type != "cpu":
+        return None, "attention by products"
+    queries = config.num_attention_heads // config.num_key_value_heads
+    try:
+        return compiled(model.dtype, queries, head_width(config)), "attention compiled"
+    except Unavailable as reason:
+        return None, f"attention by products, not compiled: {reason}"

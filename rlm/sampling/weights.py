@@ -18,6 +18,7 @@ from rlm.attention import plain_scale
 from rlm.config import UsageError
 from rlm.models import decoder_and_head
 from rlm.sampling.cache import Attend
+from rlm.sampling.native import Native
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -101,11 +102,39 @@ def copy_bytes(model: PreTrainedModel) -> int:
     return sum(m.in_features * m.out_features for m in linear) * model.dtype.itemsize
 
 
+class TorchPasses:
+    """What stands between a layer's products, in torch; `Native` has the same, compiled."""
+
+    @staticmethod
+    def unit(x: Tensor, epsilon: float) -> Tensor:
+        """x / rms(x) in fp32, without the norm's weight; in the type of x."""
+        wide = x.float()
+        square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        return (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
+
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama.
+
+        Args:
+            x: (rows, heads, D).
+            cos, sin: (rows, D).
+        """
+        low, high = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+
+    @staticmethod
+    def silu(x: Tensor) -> Tensor:
+        """x times its logistic function, in place."""
+        return F.silu(x, inplace=True)
+
+
 class MergedWeights:
     """A fused copy of base + active adapters, in the model's number type."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, native: Native | None = None) -> None:
         self._model = model
+        self._passes = native or TorchPasses
         self._decoder, self._head = decoder_and_head(model)
         self.head = _linear(self._head)  # adapters do not reach it: copied once
         self.copied_bytes = copy_bytes(model)
@@ -120,7 +149,7 @@ class MergedWeights:
         if self._seen is not None and _same(adapters, self._seen):
             return
         self.release()  # the old copy goes first
-        self._layers = [_Layer(layer) for layer in self._decoder.layers]
+        self._layers = [_Layer(layer, self._passes) for layer in self._decoder.layers]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
@@ -131,13 +160,14 @@ class MergedWeights:
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states (B, T, hidden) of tokens (B, T) at these positions (B, T)."""
         x = self._decoder.embed_tokens(ids)
-        cos, sin = (part[..., None, :] for part in self._decoder.rotary_emb(x, positions))
-        shape = ids.shape
-        x = x.flatten(0, 1)  # (B·T, hidden): one matrix product whatever the batch looks like
+        # (B·T, …): one matrix product whatever the batch looks like.
+        cos, sin = (part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions))
+        shape, x = ids.shape, x.flatten(0, 1)
         for i, layer in enumerate(self._layers):
             x = layer(i, x, shape, cos, sin, attend)
         final = self._decoder.norm
-        return (_unit(x, final) * final.weight).unflatten(0, shape)
+        x = self._passes.unit(x, final.variance_epsilon)
+        return (x * final.weight).unflatten(0, shape)
 
 
 class _Layer:
@@ -148,7 +178,8 @@ class _Layer:
     that follow; and the residual sums and the gating are the tails of products.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, passes: TorchPasses | Native) -> None:
+        self.passes = passes
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.qkv = _linear(
@@ -167,33 +198,27 @@ class _Layer:
     def __call__(
         self, i: int, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        qkv = self.qkv(_unit(x, self.input_norm)).view(*shape, sum(self.heads), self.width)
-        qk, v = qkv.split([self.heads[0] + self.heads[1], self.heads[2]], 2)  # (B, T, heads, D)
+        passes, heads = self.passes, self.heads
+        qkv = self.qkv(passes.unit(x, self.input_norm.variance_epsilon))
+        qkv = qkv.view(len(x), sum(heads), self.width)
+        qk, v = qkv.split([heads[0] + heads[1], heads[2]], 1)  # (B·T, heads, D)
         if self.q_norm is not None:
-            q, k = qk.split(self.heads[:2], 2)
-            norms = (self.q_norm, self.k_norm)
-            normed = [_unit(part, n) * n.weight for part, n in zip((q, k), norms, strict=True)]
-            qk = torch.cat(normed, 2)
-        q, k = _rotate(qk, cos, sin).split(self.heads[:2], 2)
-        attended = attend(i, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scale)
-        x = self.out.plus(attended.transpose(1, 2).reshape(len(x), -1), x)
-        unit = _unit(x, self.mlp_norm)
+            q, k = qk.split(heads[:2], 1)
+            qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
+        q, k = passes.rotate(qk, cos, sin).split(heads[:2], 1)
+        # Attention takes (B, heads, T, D), and gives it back.
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (q, k, v))
+        attended = attend(i, q, k, v, self.scale).transpose(1, 2).reshape(len(x), -1)
+        x = self.out.plus(attended, x)
+        unit = passes.unit(x, self.mlp_norm.variance_epsilon)
         # (oneDNN's own SiLU tail is slower than this extra pass.)
-        gate = F.silu(self.gate(unit), inplace=True)
+        gate = passes.silu(self.gate(unit))
         return self.down.plus(self.up.times(unit, gate), x)
 
-
-def _unit(x: Tensor, norm: nn.Module) -> Tensor:
-    """x / rms(x) in fp32, without the norm's weight; in the type of x."""
-    wide = x.float()
-    square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-    return (wide * (square_sum / x.shape[-1] + norm.variance_epsilon).rsqrt_()).to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin
+    def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Each head's norm: (B·T, heads, D)."""
+        unit = self.passes.unit(x.reshape(-1, self.width), norm.variance_epsilon)
+        return unit.view(x.shape) * norm.weight
 
 
 class _Plain:

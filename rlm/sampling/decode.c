@@ -1,0 +1,276 @@
+/* What stands between the matrix products of a decoding step, for CPUs; compiled by native.py.
+ *
+ * Attention first. A row (one completion) has one new token: its keys and values are stored, then
+ * its queries attend to the row's three segments, which are the beginning that all prompts share,
+ * its prompt, and its completion. As products of matrices this takes a dozen passes, and of a bf16
+ * matrix oneDNN first makes a rearranged copy, which costs more than the product. Here keys and
+ * values are read once, where they lie. Then norm, rotation and activation, each in one pass, of
+ * which torch needs half a dozen, a few microseconds each to start.
+ *
+ * Everything is computed in fp32 and rounded once. Compiled with -DQUERIES (per key-value head),
+ * -DWIDTH (of a head) and, for bf16, -DBF16. The vectors are those of GCC and Clang: loops of
+ * constant length become registers.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    Q = QUERIES,
+    D = WIDTH,
+#ifdef __AVX512F__
+    WIDEST = 16,
+#else
+    WIDEST = 8,
+#endif
+    HALF = (D & -D) / 2, /* of the largest power of two in it */
+    LANES = HALF < WIDEST ? HALF : WIDEST,
+    PAIR = 2 * LANES,                     /* numbers loaded at a time */
+    BLOCK = 2 * WIDEST,                   /* tokens scored at a time */
+    AHEAD = 16, /* lines asked for before they are read: the processor sees no pattern in them */
+    PART = Q * D <= 12 * WIDEST ? D : PAIR /* of a head, summed at a time */
+};
+
+static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
+static const int64_t WORTH_THREADS = 16384; /* numbers; below, starting a thread takes longer */
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+
+/* PAIR numbers, widened: in their order if they are fp32; the even ones and the odd ones if they
+ * are bf16, which takes a shift and a mask, where to widen them in order takes three times that. */
+typedef struct {
+    floats one, other;
+} pair;
+
+#ifdef BF16
+typedef uint16_t number;
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+static inline pair load(const number *from) {
+    words both;
+    memcpy(&both, from, sizeof both);
+    return (pair){(floats)(both << 16), (floats)(both & 0xffff0000)};
+}
+static inline void store(float *to, pair sums) {
+    for (int i = 0; i < LANES; i++) {
+        to[2 * i] = sums.one[i];
+        to[2 * i + 1] = sums.other[i];
+    }
+}
+static inline float widened(number x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+static inline number rounded(float x) { /* to the nearest, ties to even; a NaN stays one */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+#else
+typedef float number;
+
+static inline pair load(const number *from) {
+    pair both;
+    memcpy(&both, from, sizeof both);
+    return both;
+}
+static inline void store(float *to, pair sums) { memcpy(to, &sums, sizeof sums); }
+static inline float widened(number x) { return x; }
+static inline number rounded(float x) { return x; }
+#endif
+
+/* Keys (layers, slots, heads, D, tokens) and values (layers, slots, heads, tokens, D). */
+typedef struct {
+    number *keys, *values;
+    int64_t slots, tokens;
+    const int64_t *slot, *length; /* of each row: where it reads, and how many tokens */
+} segment;
+
+enum { SEGMENTS = 3 }; /* the last one is the rows' own, which the new token is stored in */
+
+typedef struct {
+    int64_t rows, heads;
+    segment parts[SEGMENTS];
+} step;
+
+static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t row,
+                            int64_t head) {
+    return ((layer * part->slots + part->slot[row]) * s->heads + head) * D * part->tokens;
+}
+
+/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). */
+static void score(const float *queries, const number *keys, int64_t tokens, int64_t length,
+                  float *out, int64_t stride) {
+    number last[BLOCK] = {0}; /* the block that the stored tokens do not fill */
+    for (int64_t t = 0; t < length; t += BLOCK) {
+        pair sum[Q][BLOCK / PAIR] = {0};
+        int64_t stored = tokens - t, n = length - t < BLOCK ? length - t : BLOCK;
+        for (int64_t d = 0; d < D; d++) {
+            const number *from = keys + d * tokens + t;
+            __builtin_prefetch(from + AHEAD * tokens);
+            if (stored < BLOCK) from = memcpy(last, from, stored * sizeof *last);
+            for (int i = 0; i < BLOCK / PAIR; i++) {
+                pair key = load(from + i * PAIR);
+                for (int q = 0; q < Q; q++) {
+                    sum[q][i].one += queries[q * D + d] * key.one;
+                    sum[q][i].other += queries[q * D + d] * key.other;
+                }
+            }
+        }
+        for (int q = 0; q < Q; q++) {
+            float scores[BLOCK];
+            for (int i = 0; i < BLOCK / PAIR; i++) store(scores + i * PAIR, sum[q][i]);
+            memcpy(out + q * stride + t, scores, n * sizeof *scores);
+        }
+    }
+}
+
+/* The sums of weights[q][t] values[t] over t < length go on from what they are; values
+ * (tokens, D). */
+static void add(const float *weights, int64_t stride, const number *values, int64_t length,
+                pair sums[Q][D / PAIR]) {
+    for (int part = 0; part < D / PAIR; part += PART / PAIR) {
+        pair sum[Q][PART / PAIR];
+        for (int q = 0; q < Q; q++) memcpy(sum[q], sums[q] + part, sizeof sum[q]);
+        for (int64_t t = 0; t < length; t++)
+            for (int i = 0; i < PART / PAIR; i++) {
+                pair value = load(values + t * D + (part + i) * PAIR);
+                for (int q = 0; q < Q; q++) {
+                    sum[q][i].one += weights[q * stride + t] * value.one;
+                    sum[q][i].other += weights[q * stride + t] * value.other;
+                }
+            }
+        for (int q = 0; q < Q; q++) memcpy(sums[q] + part, sum[q], sizeof sum[q]);
+    }
+}
+
+/* 2^x for x <= 0, to 2e-7 of it: the power of the nearest whole number, and a series for the rest. */
+static inline float power_of_two(float x) {
+    int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;
+    float rest = x - whole;
+    float series = 1 + rest * (0.69314718f + rest * (0.24022651f + rest * (0.05550411f +
+                   rest * (0.00961813f + rest * (0.00133336f + rest * 0.00015404f)))));
+    uint32_t bits = (uint32_t)(exponent > 0 ? exponent : 0) << 23; /* below 2^-126: 0 */
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return series * power; /* a NaN stays one */
+}
+
+/* Scores to the base 2 become weights whose sum is returned. */
+static float exponentials(float *scores, int64_t n) {
+    float most = scores[0], sum = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t t = 0; t < n; t++) most = scores[t] > most ? scores[t] : most;
+    for (int64_t t = 0; t < n; t++) scores[t] = power_of_two(scores[t] - most);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = 0; t < n; t++) sum += scores[t];
+    return sum;
+}
+
+/* One row's queries of one key-value head: the new token stored, and what they see summed up. */
+static void attend_head(const step *s, int64_t layer, int64_t row, int64_t head, float scale,
+                        const number *queries, const number *key, const number *value,
+                        float *weights, int64_t stride, number *out) {
+    const segment *own = &s->parts[SEGMENTS - 1];
+    int64_t place = start(own, s, layer, row, head), now = own->length[row] - 1;
+    for (int64_t d = 0; d < D; d++) own->keys[place + d * own->tokens + now] = key[d];
+    memcpy(own->values + place + now * D, value, D * sizeof *value);
+
+    float wide[Q * D];
+    for (int i = 0; i < Q * D; i++) wide[i] = widened(queries[i]) * scale * LOG2_E;
+    int64_t total = 0;
+    for (int i = 0; i < SEGMENTS; i++) {
+        const segment *part = &s->parts[i];
+        score(wide, part->keys + start(part, s, layer, row, head), part->tokens, part->length[row],
+              weights + total, stride);
+        total += part->length[row];
+    }
+    float mass[Q];
+    for (int q = 0; q < Q; q++) mass[q] = exponentials(weights + q * stride, total);
+    pair sums[Q][D / PAIR] = {0};
+    total = 0;
+    for (int i = 0; i < SEGMENTS; i++) {
+        const segment *part = &s->parts[i];
+        add(weights + total, stride, part->values + start(part, s, layer, row, head),
+            part->length[row], sums);
+        total += part->length[row];
+    }
+    for (int q = 0; q < Q; q++) {
+        float sum[D];
+        for (int i = 0; i < D / PAIR; i++) store(sum + i * PAIR, sums[q][i]);
+        for (int d = 0; d < D; d++) out[q * D + d] = rounded(sum[d] / mass[q]);
+    }
+}
+
+/* Queries (rows, heads · Q, D), new keys and values (rows, heads, D), a row every so many numbers;
+ * out (rows, heads · Q, D). Returns 1 if there is no memory for the scores. */
+int attend(const step *s, int64_t layer, float scale, const number *queries, int64_t query_stride,
+           const number *keys, int64_t key_stride, const number *values, int64_t value_stride,
+           number *out, int threads) {
+    int64_t longest = 0;
+    for (int64_t row = 0; row < s->rows; row++) {
+        int64_t total = 0;
+        for (int i = 0; i < SEGMENTS; i++) total += s->parts[i].length[row];
+        longest = total > longest ? total : longest;
+    }
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        float *weights = malloc(Q * longest * sizeof *weights);
+        failed = !weights;
+#pragma omp for schedule(static)
+        for (int64_t turn = 0; turn < s->rows * s->heads; turn++) {
+            int64_t row = turn / s->heads, head = turn % s->heads;
+            if (weights)
+                attend_head(s, layer, row, head, scale, queries + row * query_stride + head * Q * D,
+                            keys + row * key_stride + head * D,
+                            values + row * value_stride + head * D, weights, longest,
+                            out + turn * Q * D);
+        }
+        free(weights);
+    }
+    return failed;
+}
+
+/* out = x / rms(x), each (rows, width). */
+void unit(const number *x, number *out, int64_t rows, int64_t width, float epsilon, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width >= WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = x + row * width;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += widened(from[i]) * widened(from[i]);
+        float factor = 1 / sqrtf(sum / width + epsilon);
+        for (int64_t i = 0; i < width; i++) out[row * width + i] = rounded(widened(from[i]) * factor);
+    }
+}
+
+/* Rotary position embedding, in place: x (rows, heads, D), a row every so many numbers; cos and sin
+ * (rows, D). */
+void rotate(number *x, const number *cos, const number *sin, int64_t rows, int64_t heads,
+            int64_t stride, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * heads * D >= WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *c = cos + row * D, *s = sin + row * D;
+        for (int64_t head = 0; head < heads; head++) {
+            number *low = x + row * stride + head * D, *high = low + D / 2;
+            for (int i = 0; i < D / 2; i++) {
+                float l = widened(low[i]), h = widened(high[i]);
+                low[i] = rounded(l * widened(c[i]) - h * widened(s[i]));
+                high[i] = rounded(h * widened(c[i + D / 2]) + l * widened(s[i + D / 2]));
+            }
+        }
+    }
+}
+
+/* x times its logistic function, in place. */
+void silu(number *x, int64_t n, int threads) {
+#pragma omp parallel for simd num_threads(threads) if (n >= WORTH_THREADS)
+    for (int64_t i = 0; i < n; i++) {
+        float wide = widened(x[i]), power = power_of_two(-fabsf(wide) * LOG2_E);
+        x[i] = rounded(wide * (wide < 0 ? power : 1) / (1 + power));
+    }
+}

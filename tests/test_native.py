@@ -1,0 +1,158 @@
+"""What decode.c computes, against the same in torch; and sampling where nothing can be compiled."""
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from rlm.sampling import Sampler, SamplingParams, engine
+from rlm.sampling.native import Native, Unavailable, compiled
+from rlm.sampling.weights import TorchPasses
+
+# Relative: bf16 has 8 bits, and torch's passes round more than once.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+DTYPES = list(TOLERANCE)
+
+
+def native(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Native:
+    try:
+        return compiled(dtype, queries, width)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest):
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(usual)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (found.double() - wanted.double()).abs().max()
+    assert error <= TOLERANCE[found.dtype] * wanted.double().abs().max()
+
+
+# Rows read slots of their own choice; empty segments, blocks cut short, stores no block divides.
+SLOTS = [[0, 0, 0, 0, 0], [1, 0, 1, 2, 0], [0, 1, 2, 3, 4]]
+LENGTHS = [[0, 5, 5, 5, 0], [33, 0, 33, 40, 1], [1, 2, 32, 33, 71]]
+ROOM = [(1, 5), (3, 40), (5, 71)]  # slots, tokens
+
+
+def stores(heads: int, width: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two layers of keys and values; NaN wherever no row has a token."""
+    made = []
+    for (slots, tokens), where, lengths in zip(ROOM, SLOTS, LENGTHS, strict=True):
+        keys = torch.randn(2, slots, heads, width, tokens).to(dtype)
+        values = torch.randn(2, slots, heads, tokens, width).to(dtype)
+        for slot in range(slots):
+            used = max((n for s, n in zip(where, lengths, strict=True) if s == slot), default=0)
+            keys[:, slot, ..., used:] = values[:, slot, :, used:] = torch.nan
+        made.append((keys, values))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "width"), [(1, 80), (2, 8), (3, 64), (7, 128)])
+def test_attention_is_the_softmax_over_what_a_row_has(queries, width, dtype, threads):
+    torch.manual_seed(0)
+    heads, layer, scale = 2, 1, 0.3
+    kept = stores(heads, width, dtype)
+    q, k, v = (torch.randn(5, n, 1, width).to(dtype) for n in (heads * queries, heads, heads))
+    attend = native(dtype, queries, width).decode(kept, SLOTS, LENGTHS)
+    found = attend(layer, q, k, v, scale)
+    assert found.shape == q.shape
+    for row in range(5):
+        own_keys, own_values = kept[-1]
+        assert torch.equal(own_keys[layer, row, :, :, LENGTHS[-1][row] - 1], k[row, :, 0])
+        assert torch.equal(own_values[layer, row, :, LENGTHS[-1][row] - 1], v[row, :, 0])
+        parts = [
+            (keys[layer, where[row], ..., : n[row]].mT, values[layer, where[row], :, : n[row]])
+            for (keys, values), where, n in zip(kept, SLOTS, LENGTHS, strict=True)
+        ]
+        keys, values = (torch.cat(part, 1).double() for part in zip(*parts, strict=True))
+        scores = torch.einsum("hqd,htd->hqt", q[row].double().view(heads, queries, -1), keys)
+        wanted = (scores * scale).softmax(-1) @ values
+        close(found[row, :, 0], wanted.reshape(heads * queries, width))
+
+
+def test_rows_may_lie_apart_in_memory():
+    """As in the product that makes queries, keys and values at once."""
+    torch.manual_seed(0)
+    kept = stores(2, 64, torch.float32)
+    qkv = torch.randn(5, 10, 64)
+    q, k, v = (part.unsqueeze(2) for part in qkv.split([6, 2, 2], 1))
+    attend = native(torch.float32).decode(kept, SLOTS, LENGTHS)
+    together = [part.contiguous() for part in (q, k, v)]
+    assert torch.equal(attend(0, q, k, v, 1.0), attend(0, *together, 1.0))
+
+
+def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number():
+    kept = [(torch.zeros(1, 1, 1, 4, 3), torch.zeros(1, 1, 1, 3, 4)) for _ in range(3)]
+    keys, values = kept[1]
+    keys[..., 0, :] = torch.tensor([-3e4, 3e4, 0])
+    values[..., :, 0] = torch.tensor([1.0, 2.0, 3.0])
+    attend = native(torch.float32, 1, 4).decode(kept, [[0]] * 3, [[0], [3], [1]])
+    q, nothing = torch.tensor([[[[1.0, 0, 0, 0]]]]), torch.zeros(1, 1, 1, 4)
+    assert attend(0, q, nothing, nothing, 1.0)[0, 0, 0].tolist() == [2, 0, 0, 0]
+    assert attend(0, q * torch.nan, nothing, nothing, 1.0).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 64])  # 64: enough work for several threads
+def test_the_passes_are_those_of_torch(rows, dtype, threads):
+    torch.manual_seed(0)
+    made = native(dtype)
+    x = (3 * torch.randn(rows, 577)).to(dtype)
+    close(made.unit(x, 1e-5), TorchPasses.unit(x.double(), 1e-5))
+    heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a part, as queries and keys are
+    angles = torch.rand(rows, 32).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wanted = TorchPasses.rotate(heads.double(), cos.double(), sin.double())
+    close(made.rotate(heads, cos, sin), wanted)
+    assert torch.equal(made.rotate(heads.clone(), cos, 0 * sin), heads * cos[:, None])
+    gate = (20 * torch.randn(rows, 577)).to(dtype)
+    wanted = TorchPasses.silu(gate.double())
+    close(made.silu(gate), wanted)
+
+
+def test_rounding_to_bf16_is_that_of_torch():
+    """To the nearest, ties to even."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4096).to(torch.bfloat16)
+    wide = x.double()
+    wanted = (wide * wide.pow(2).mean(1, keepdim=True).rsqrt()).to(torch.bfloat16)
+    found = native(torch.bfloat16).unit(x, 0.0)
+    assert (found == wanted).double().mean() > 0.999  # but where fp32 itself falls across a tie
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"), [("no-such-compiler", "No such file"), ("false", "false failed")]
+)
+def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch):
+    compiled.cache_clear()
+    model, prompts = tiny_model(), [[1, 2, 3], [4, 5]]
+    params = SamplingParams(20, temperature=1.0)
+    with_compiler = Sampler(model, tokenizer)
+    monkeypatch.setenv("CC", compiler)
+    compiled.cache_clear()
+    without = Sampler(model, tokenizer)
+    assert "not compiled" in without.path
+    assert said in without.path
+    groups = [sampler.sample(prompts, 4, params, [0, 1]) for sampler in (with_compiler, without)]
+    left, right = ([[c.token_ids for c in group] for group in groups] for groups in groups)
+    assert left == right
+
+
+def test_a_number_type_without_code_is_left_to_torch():
+    with pytest.raises(Unavailable, match="float16"):
+        compiled(torch.float16, 3, 64)
+
+
+def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
+    native(torch.float32, 2, 8)
+    model = tiny_model()
+    sampler = Sampler(model, tokenizer)
+    assert sampler.path.endswith("attention compiled")
+    monkeypatch.setattr(engine.Cache, "_decode_by_products", None)
+    sampler.sample([[1, 2]], 2, SamplingParams(5), [0])
