@@ -87,10 +87,11 @@ class Cache:
         def store(tokens: int, *shape: int) -> tuple[Tensor, Tensor]:
             """Keys (L, …, H, D, T) and values (L, …, H, T, D)."""
             shape = (layers, *shape, heads)
-            # Zeros, because what is masked is still multiplied: 0 · NaN would be NaN.
+            # Zeros for products: what is masked is still multiplied, and 0 · NaN would be NaN.
+            made = torch.empty if native else torch.zeros
             return (
-                torch.zeros(*shape, width, tokens, dtype=dtype, device=device),
-                torch.zeros(*shape, tokens, width, dtype=dtype, device=device),
+                made(*shape, width, tokens, dtype=dtype, device=device),
+                made(*shape, tokens, width, dtype=dtype, device=device),
             )
 
         self._prefix = store(room.prefix_tokens)
