@@ -26,10 +26,10 @@ enum {
 #endif
     HALF = (D & -D) / 2, /* of the largest power of two in it */
     LANES = HALF < WIDEST ? HALF : WIDEST,
-    PAIR = 2 * LANES,                     /* numbers loaded at a time */
-    BLOCK = 2 * WIDEST,                   /* tokens scored at a time */
-    AHEAD = 16, /* lines asked for before they are read: the processor sees no pattern in them */
-    PART = Q * D <= 12 * WIDEST ? D : PAIR /* of a head, summed at a time */
+    PAIR = 2 * LANES,   /* numbers loaded at a time */
+    BLOCK = 2 * WIDEST, /* tokens scored at a time */
+    AHEAD = 16,         /* rows of keys asked for before they are read: their stride hides them */
+    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* of a head, summed at a time: what registers hold */
 };
 
 static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
@@ -147,7 +147,7 @@ static void add(const float *weights, int64_t stride, const number *values, int6
     }
 }
 
-/* 2^x for x <= 0, to 2e-7 of it: the power of the nearest whole number, and a series for the rest. */
+/* 2^x for x <= 0, to 2e-7 of it: the nearest whole number's power, and a series for the rest. */
 static inline float power_of_two(float x) {
     int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;
     float rest = x - whole;
@@ -244,7 +244,8 @@ void unit(const number *x, number *out, int64_t rows, int64_t width, float epsil
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < width; i++) sum += widened(from[i]) * widened(from[i]);
         float factor = 1 / sqrtf(sum / width + epsilon);
-        for (int64_t i = 0; i < width; i++) out[row * width + i] = rounded(widened(from[i]) * factor);
+        number *to = out + row * width;
+        for (int64_t i = 0; i < width; i++) to[i] = rounded(widened(from[i]) * factor);
     }
 }
 
