@@ -6,6 +6,7 @@ Figures are made without pyplot: no global state, no display, PNG by the Agg ren
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ def accuracy_bars(
     Args:
         note: a line below the picture (what a reader must know about the model).
     """
-    figure = _figure(1.6 + 1.5 * max(3, len(rows)), 4.2)
+    groups = max(3, len(rows))
+    figure = _figure(1.6 + 1.5 * groups, 4.2)
     axes = figure.subplots()
     _tidy(axes)
     width, top = 0.36, 5.0
@@ -56,7 +58,8 @@ def accuracy_bars(
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.12 * top)
     axes.set_ylabel("accuracy, %")
-    axes.set_title(title, fontsize=11, loc="left")
+    # A data set may be a long path: not into the legend.
+    axes.set_title(textwrap.fill(title, 16 * groups), fontsize=11, loc="left")
     figure.legend(loc="outside right upper", frameon=False, title="grading", alignment="left")
     if note:
         figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")
