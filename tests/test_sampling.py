@@ -16,9 +16,21 @@ from rlm.adapters import adapter_tensors, new_adapter
 from rlm.config import UsageError
 from rlm.grpo import Rollout
 from rlm.logprobs import split, token_logprobs
-from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
+from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.cache import Room
 from rlm.sampling.draw import draw, truncate, uniforms
+from rlm.sampling.native import Unavailable
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def passes(request, monkeypatch):
+    """Between the products: compiled code where there is a compiler, and what takes its place."""
+
+    def unavailable(*_):
+        raise Unavailable("a test")
+
+    if request.param == "torch":
+        monkeypatch.setattr(engine, "compiled", unavailable)
 
 
 def some_prompts(count, seed=0, longest=24):
@@ -36,6 +48,7 @@ def ids(groups):
     [pytest.param(f, True, marks=pytest.mark.slow if f == "mistral" else []) for f in FAMILIES]
     + [pytest.param(f, False, marks=[] if f == "llama" else pytest.mark.slow) for f in FAMILIES],
 )
+@pytest.mark.usefixtures("passes")
 def test_greedy_equals_generate(family, merged, tokenizer):
     model = tiny_model(family)
     prompts = some_prompts(64)
@@ -53,6 +66,7 @@ def test_greedy_equals_generate(family, merged, tokenizer):
 
 
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("passes")
 def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer):
     model, prompts = tiny_model(), some_prompts(12)
     params, seeds = SamplingParams(24, temperature=1.0), [prompt_seed(0, i) for i in range(12)]
@@ -109,6 +123,7 @@ def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("passes")
 def test_sampled_logprobs_equal_scored_ones(family, temperature, merged, tokenizer):
     policy = new_adapter(tiny_model(family), r=4, alpha=8).eval()
     with torch.no_grad():
@@ -274,6 +289,7 @@ def of(tokens, handle, row=0):
     return [token.id for token in tokens if (token.request, token.row) == (handle, row)]
 
 
+@pytest.mark.usefixtures("passes")
 def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
     prompts = some_prompts(4)
     choices = [
@@ -384,6 +400,7 @@ def test_what_was_not_reserved_is_refused(tokenizer):
         sampler.sample([[1]], 1, SamplingParams(2), [0])
 
 
+@pytest.mark.usefixtures("passes")
 def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer):
     model, prompts, params = tiny_model(), some_prompts(10), SamplingParams(20)
     seeds = list(range(10))
@@ -395,6 +412,7 @@ def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer):
         Sampler(model, tokenizer, cache_bytes=each * 30).sample(prompts, 3, params, seeds)
 
 
+@pytest.mark.usefixtures("passes")
 def test_a_prompt_that_begins_otherwise_is_read_whole(tokenizer):
     sampler, params = a_running_sampler(tokenizer), SamplingParams(12, temperature=0)
     prompts = [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]]

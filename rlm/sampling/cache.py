@@ -158,25 +158,18 @@ class Cache:
             slots: where the prompt of each row stands.
             own_lengths: tokens of each row's completion before this one.
         """
+        # With the new token, which is stored before anything is read.
+        lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         if self._native:
             stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
             where = ([0] * len(slots), slots, range(len(slots)))
-            lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
             return self._native.decode(stores, where, lengths)
-        return self._decode_by_products(slots, prefix_lengths, prompt_lengths, own_lengths)
+        return self._decode_by_products(slots, lengths)
 
-    def _decode_by_products(
-        self,
-        slots: Sequence[int],
-        prefix_lengths: Sequence[int],
-        prompt_lengths: Sequence[int],
-        own_lengths: Sequence[int],
-    ) -> Attend:
-        lengths = [
-            torch.tensor(part, device=self._device)
-            for part in (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
-        ]
-        needed = (max(prefix_lengths), max(prompt_lengths), max(own_lengths) + 1)
+    def _decode_by_products(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Attend:
+        """`decode` in torch; in each of the three segments, how many tokens each row reads."""
+        needed = [max(part) for part in tokens]
+        lengths = [torch.tensor(part, device=self._device) for part in tokens]
         room = (self.room.prefix_tokens, self.room.prompt_tokens, self.room.new_tokens)
         longest = [coarse(n, 64, most) for n, most in zip(needed, room, strict=True)]
         mask = self._mask(lengths, longest)
