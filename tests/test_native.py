@@ -127,7 +127,12 @@ def test_rounding_to_bf16_is_that_of_torch():
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"), [("no-such-compiler", "No such file"), ("false", "false failed")]
+    ("compiler", "said"),
+    [
+        ("no-such-compiler", "No such file"),
+        ("false", "false failed"),
+        ("true", "cannot open shared object"),  # it made nothing that can be loaded
+    ],
 )
 def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch):
     compiled.cache_clear()
