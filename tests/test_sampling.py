@@ -125,7 +125,17 @@ def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("passes")
 def test_sampled_logprobs_equal_scored_ones(family, temperature, merged, tokenizer):
-    policy = new_adapter(tiny_model(family), r=4, alpha=8).eval()
+    sampled_and_scored(tiny_model(family), temperature, merged, tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT, of gpt2's layers: it sets it itself
+@pytest.mark.parametrize("kind", ["phi", "gpt_neox", "gpt2"])
+def test_so_do_those_of_another_architecture(kind, tokenizer):
+    sampled_and_scored(another_architecture(kind), 1.0, False, tokenizer)
+
+
+def sampled_and_scored(model, temperature, merged, tokenizer):
+    policy = new_adapter(model, r=4, alpha=8).eval()
     with torch.no_grad():
         for tensor in adapter_tensors(policy).values():
             tensor.normal_(0, 0.2)
@@ -203,24 +213,27 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
         Sampler(another_architecture(), tokenizer, merged=True)
 
 
-def another_architecture():
+def another_architecture(kind="phi"):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "phi",
+        kind,
         vocab_size=259,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         initializer_range=0.2,
+        bos_token_id=None,
         eos_token_id=257,
         pad_token_id=258,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_another_architecture_runs_on_the_same_scheduler(tokenizer):
-    model, prompts = another_architecture(), some_prompts(16)
+# gpt_neox (Pythia) and gpt2 know of no key-value heads; the latter has positions to learn.
+@pytest.mark.parametrize("kind", ["phi", "gpt_neox", "gpt2"])
+def test_another_architecture_runs_on_the_same_scheduler(kind, tokenizer):
+    model, prompts = another_architecture(kind), some_prompts(16)
     sampler = Sampler(model, tokenizer, seats=5)
     assert "not of the Llama family" in sampler.path
     groups = sampler.sample(prompts, 1, SamplingParams(12, temperature=0), [0] * 16)
@@ -229,6 +242,11 @@ def test_another_architecture_runs_on_the_same_scheduler(tokenizer):
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=258
         )
         assert completion.token_ids == full[0, len(prompt) :].tolist()
+
+
+def test_an_architecture_with_attention_of_its_own_is_refused(tokenizer):
+    with pytest.raises(UsageError, match="bloom: its attention cannot be replaced"):
+        Sampler(another_architecture("bloom"), tokenizer)
 
 
 def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):

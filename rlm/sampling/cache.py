@@ -47,9 +47,13 @@ def head_width(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def key_value_heads(config: PretrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token takes."""
-    heads = config.num_hidden_layers * config.num_key_value_heads
+    heads = config.num_hidden_layers * key_value_heads(config)
     return 2 * heads * head_width(config) * dtype.itemsize
 
 
@@ -80,7 +84,7 @@ class Cache:
         self.room, self._native = room, native
         layers, heads, width = (
             config.num_hidden_layers,
-            config.num_key_value_heads,
+            key_value_heads(config),
             head_width(config),
         )
 

@@ -18,7 +18,15 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from rlm import machine
 from rlm.config import UsageError
 from rlm.prompts import stop_token_ids
-from rlm.sampling.cache import Attend, Cache, Room, coarse, head_width, token_bytes
+from rlm.sampling.cache import (
+    Attend,
+    Cache,
+    Room,
+    coarse,
+    head_width,
+    key_value_heads,
+    token_bytes,
+)
 from rlm.sampling.draw import draw, uniforms
 from rlm.sampling.native import Native, Unavailable, compiled
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
@@ -438,7 +446,7 @@ def _choose_passes(config: PretrainedConfig, model: PreTrainedModel) -> tuple[Na
     """What stands between the products, compiled if it can be; and words that say which."""
     if model.device.type != "cpu":
         return None, "attention by products"
-    queries = config.num_attention_heads // config.num_key_value_heads
+    queries = config.num_attention_heads // key_value_heads(config)
     try:
         return compiled(model.dtype, queries, head_width(config)), "attention compiled"
     except Unavailable as reason:

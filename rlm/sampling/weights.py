@@ -29,7 +29,16 @@ class ModelWeights:
     copied_bytes = 0  # while sampling, beside the model
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """
+        Raises:
+            UsageError: this architecture's attention cannot be led through a cache.
+        """
         self._decoder, self.head = decoder_and_head(model)
+        if not self._decoder._supports_attention_backend:
+            kind = self._decoder.config.model_type
+            raise UsageError(
+                f"{kind}: its attention cannot be replaced in transformers: unsupported"
+            )
 
     def refresh(self) -> None:
         """Nothing to do: these are the weights that training changes."""
