@@ -263,7 +263,13 @@ def sends(*numbers):
         for number in numbers:
             os.kill(os.getpid(), number)
 
-    return lambda: on_call(torch.nn.utils, "clip_grad_norm_", 2, action)
+    def begin():
+        for number in numbers:  # nohup, and some shells, start us with signals ignored
+            if signal.getsignal(number) == signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        on_call(torch.nn.utils, "clip_grad_norm_", 2, action)
+
+    return begin
 
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
