@@ -325,8 +325,8 @@ def test_what_was_ignored_stays_ignored(runs, undisturbed):
     """nohup: the terminal may go."""
 
     def before():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         sends(signal.SIGHUP)()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     assert runs.run("run", before=before).code == 0
     assert runs.result("run") == undisturbed
