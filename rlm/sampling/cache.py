@@ -2,7 +2,8 @@
 
 A row attends to three segments: the beginning that all prompts share (the system prompt), the
 rest of its own prompt, shared by the prompt's n completions, and its own completion. The first
-two are stored once and multiplied with the queries of all their rows in one product. Keys are
+two are stored once; torch multiplies them with the queries of all their rows in one product, and
+decode.c, where it could be compiled, reads all three where they lie. Keys are
 stored (D, T) and values (T, D), as the products read them: of a part of their T, oneDNN would
 rearrange a transposed view in every product.
 
