@@ -116,6 +116,28 @@ def test_the_passes_are_those_of_torch(rows, dtype, threads):
     close(made.silu(gate), wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 256, 3001])
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
+def test_a_token_is_drawn_where_the_running_sum_passes_the_uniform_number(
+    temperature, vocabulary, dtype, threads
+):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(vocabulary, 500)).to(dtype).T  # its rows do not lie together
+    logits[::7, ::3] = -torch.inf
+    uniform = torch.rand(500, dtype=torch.float64)
+    tokens, logprobs = native(dtype).draw(logits, uniform, temperature)
+    p = (logits.double() / (temperature or 1)).softmax(-1)
+    chosen = p.gather(-1, tokens[:, None])
+    torch.testing.assert_close(logprobs, chosen.log()[:, 0].float(), atol=1e-5, rtol=1e-5)
+    if temperature:
+        passed = p.cumsum(-1).gather(-1, tokens[:, None])
+        assert (passed > uniform[:, None] - 1e-6).all()
+        assert (passed - chosen <= uniform[:, None] + 1e-6).all()
+    else:
+        assert torch.equal(tokens, logits.double().argmax(-1))
+
+
 def test_rounding_to_bf16_is_that_of_torch():
     """To the nearest, ties to even."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import math
 import random
 import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from rlm.logprobs import split, token_logprobs
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.cache import Room
 from rlm.sampling.draw import draw, truncate, uniforms
-from rlm.sampling.native import Unavailable
+from rlm.sampling.native import Unavailable, compiled
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -31,6 +32,17 @@ def passes(request, monkeypatch):
 
     if request.param == "torch":
         monkeypatch.setattr(engine, "compiled", unavailable)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def drawing(request):
+    """`draw`, in compiled code and in torch."""
+    if request.param == "torch":
+        return draw
+    try:
+        return partial(draw, native=compiled(torch.float32, 1, 8))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def some_prompts(count, seed=0, longest=24):
@@ -484,13 +496,13 @@ def test_neighbouring_seeds_do_not_share_draws():
 
 @pytest.mark.parametrize("vocabulary", [5, 256, 1000])  # below, at and above a block
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_distribution(temperature, vocabulary):
+def test_draws_follow_the_distribution(temperature, vocabulary, drawing):
     logits = torch.full((vocabulary,), -torch.inf)
     places = [0, 1, 2, vocabulary // 2 + 1, vocabulary - 1]
     logits[places] = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     count = 20_000
     u = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens, logprobs = draw(logits.expand(count, -1), u, SamplingParams(1, temperature))
+    tokens, logprobs = drawing(logits.expand(count, -1), u, SamplingParams(1, temperature))
     p = (logits / temperature).softmax(-1)
     shares = Counter(tokens.tolist())
     assert set(shares) == set(places)
@@ -499,21 +511,21 @@ def test_draws_follow_the_distribution(temperature, vocabulary):
     assert logprobs[:50].tolist() == pytest.approx(p[tokens[:50]].log().tolist(), abs=1e-5)
 
 
-def test_the_edges_of_the_uniform_number_draw_a_possible_token():
+def test_the_edges_of_the_uniform_number_draw_a_possible_token(drawing):
     logits = torch.full((2, 50_000), -torch.inf)
     logits[:, 17:400] = 0
-    tokens, _ = draw(logits, torch.tensor([0.0, 1 - 2**-53]), SamplingParams(1))
+    tokens, _ = drawing(logits, torch.tensor([0.0, 1 - 2**-53]), SamplingParams(1))
     assert 17 <= tokens.min() <= tokens.max() < 400
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_said(value, temperature):
+def test_logits_that_are_not_finite_are_said(value, temperature, drawing):
     """On a GPU the look-up beyond the vocabulary would end the process without a word."""
     logits = torch.zeros(2, 300)
     logits[1, 7] = value
     with pytest.raises(UsageError, match="not finite"):
-        draw(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature))
+        drawing(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature))
 
 
 def test_top_k_and_top_p_are_exact():
@@ -534,9 +546,9 @@ def test_top_k_and_top_p_are_exact():
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
-def test_a_temperature_next_to_zero_takes_the_likeliest_token(temperature):
+def test_a_temperature_next_to_zero_takes_the_likeliest_token(temperature, drawing):
     logits = torch.tensor([[-1e6, 1e6, 999_999.0]] * 2)
-    tokens, logprobs = draw(logits, torch.tensor([0.0, 0.99]), SamplingParams(1, temperature))
+    tokens, logprobs = drawing(logits, torch.tensor([0.0, 0.99]), SamplingParams(1, temperature))
     assert (tokens.tolist(), logprobs.tolist()) == ([1, 1], [0, 0])
 
 
@@ -549,8 +561,8 @@ def test_impossible_parameters_are_refused(options):
         SamplingParams(**{"max_new_tokens": 1} | options)
 
 
-def test_greedy_logprob_is_that_of_the_plain_softmax():
-    tokens, logprobs = draw(
+def test_greedy_logprob_is_that_of_the_plain_softmax(drawing):
+    tokens, logprobs = drawing(
         torch.tensor([[0.0, math.log(3)]]), torch.tensor([0.5]), SamplingParams(1, 0)
     )
     assert tokens.item() == 1

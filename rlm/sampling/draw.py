@@ -12,10 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from rlm.config import UsageError
+from rlm.sampling.native import Native
 from rlm.sampling.params import SamplingParams
 
 BLOCK = 256  # tokens; blocks and tokens of a block are then about equally many
 COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
+NOT_FINITE = (
+    "the model's logits are not finite: its weights or those of the adapter are damaged, or they "
+    "overflow in this machine's number type"
+)
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
@@ -37,7 +42,10 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
 
 
 def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    params: SamplingParams,
+    native: Native | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (N,) and their log-probabilities (N,) from logits (N, V).
 
@@ -46,9 +54,18 @@ def draw(
     of the vocabulary, then within the one block that is hit. (`torch.multinomial` draws N × V
     random numbers on one thread.)
 
+    Args:
+        native: what is compiled for the number type of the logits, if anything is.
+
     Raises:
         UsageError: a row's logits are not finite: nothing can be drawn from them.
     """
+    if native and not params.top_k and params.top_p == 1:
+        temperature = params.temperature and max(params.temperature, COLDEST)
+        drawn = native.draw(logits, uniform, temperature)
+        if drawn is None:
+            raise UsageError(NOT_FINITE)
+        return drawn
     logits = logits.float()
     if params.temperature == 0:
         tokens = logits.argmax(-1)
@@ -79,10 +96,7 @@ def draw(
 
 def _check(mass: torch.Tensor) -> None:
     if not mass.isfinite().all():
-        raise UsageError(
-            "the model's logits are not finite: its weights or those of the adapter are damaged, "
-            "or they overflow in this machine's number type"
-        )
+        raise UsageError(NOT_FINITE)
 
 
 def _look_up(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -211,7 +211,9 @@ class Sampler:
         """
         room = self._fitting(self._room_for(n, prompt_tokens, new_tokens))
         cache = room.tokens * token_bytes(self._config, self.model.dtype)
-        logits = 3 * room.seats * self._config.vocab_size * 4  # with their exponentials, in fp32
+        # Compiled code reads logits as they are; torch holds them in fp32, with exponentials.
+        each = self.model.dtype.itemsize if self._native else 3 * 4
+        logits = room.seats * self._config.vocab_size * each
         return cache + logits + self._weights.copied_bytes
 
     def release(self) -> None:
@@ -327,6 +329,7 @@ class Sampler:
                 logits if every else logits[members],
                 (uniform if every else uniform[members]).to(logits.device),
                 rows[members[0]].prompt.request.params,
+                self._native,
             )
             for i, *pair in zip(members, tokens.tolist(), logprobs.tolist(), strict=True):
                 drawn[i] = tuple(pair)

@@ -38,6 +38,10 @@ _SIGNATURES = {
     "unit": (_POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
     "rotate": (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _THREADS),
     "silu": (_POINTER, _INTEGER, _THREADS),
+    "draw": (
+        *(_POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
+        *(_POINTER, _POINTER, _POINTER, _THREADS),
+    ),
 }
 
 
@@ -159,6 +163,24 @@ class Native:
         assert x.is_contiguous()
         self._library.silu(x.data_ptr(), x.numel(), torch.get_num_threads())
         return x
+
+    def draw(
+        self, logits: Tensor, uniform: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """`rlm.sampling.draw.draw` without top-p and top-k; None if a logit is not finite.
+
+        Args:
+            logits: (N, V), of the number type that this was compiled for.
+            uniform: (N,), in [0, 1).
+        """
+        logits, uniform = logits.contiguous(), uniform.double().contiguous()
+        tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
+        addresses = [tensor.data_ptr() for tensor in (uniform, tokens, logprobs)]
+        cold, threads = temperature == 0, torch.get_num_threads()
+        failed = self._library.draw(
+            logits.data_ptr(), *logits.shape, temperature or 1.0, cold, *addresses, threads
+        )
+        return None if failed else (tokens, logprobs)
 
 
 def _heads_together(rows: Tensor) -> Tensor:
