@@ -1,6 +1,6 @@
 """Ask the trained model: the reasoning streams by, then the answer.
 
-    python inference.py "A box holds 6 eggs. How many eggs are in 4 boxes?"
+    python inference.py "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
     python inference.py                # a prompt loop
     python inference.py --base "…"     # the same model without the adapter, for comparison
     python inference.py --n 8 "…"      # eight answers, which vote
