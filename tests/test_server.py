@@ -398,7 +398,7 @@ def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
 def test_a_process_from_start_to_signal(weights, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
     command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
-    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "60", "--ngrok"]
+    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "200", "--ngrok"]
     options += ["--seats", "4"]
     endpoint = tmp_path / server.ENDPOINT
     endpoint.parent.mkdir(parents=True)
