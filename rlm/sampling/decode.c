@@ -31,7 +31,7 @@ enum {
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     AHEAD = 16,         /* rows of keys asked for before they are read: their stride hides them */
     PART = Q * D <= 12 * WIDEST ? D : PAIR, /* of a head, summed at a time: what registers hold */
-    DRAWN = 256, /* tokens of the vocabulary that are summed up together */
+    DRAWN = 256, /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
 };
 
 static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */

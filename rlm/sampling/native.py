@@ -1,8 +1,9 @@
-"""What stands between the products of a decoding step, compiled for this CPU (decode.c).
+"""What stands between the products of a decoding step, and the drawing that ends it, compiled for
+this CPU (decode.c).
 
 A process compiles it when it first wants it, which takes a C compiler and half a second. Without
-one, torch does the same in many small passes (cache.py, weights.py): equal up to rounding, and
-slower.
+one, torch does the same in many small passes (cache.py, weights.py, draw.py): equal up to rounding,
+and slower.
 """
 
 from __future__ import annotations
