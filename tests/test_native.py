@@ -6,7 +6,7 @@ from conftest import tiny_model
 
 from rlm.sampling import Sampler, SamplingParams, engine
 from rlm.sampling.native import Native, Unavailable, compiled
-from rlm.sampling.weights import TorchPasses
+from rlm.sampling.products import TorchPasses
 
 # Relative: bf16 has 8 bits, and torch's passes round more than once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}

@@ -12,10 +12,7 @@
  * -DWIDTH (of a head) and, for bf16, -DBF16. The vectors are those of GCC and Clang: loops of
  * constant length become registers.
  */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "numbers.h"
 
 enum {
     Q = QUERIES,
@@ -34,7 +31,6 @@ enum {
     DRAWN = 256, /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
 };
 
-static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
 static const float NOTHING = -150; /* 2 to this is 0 in fp32 */
 static const int64_t WORTH_THREADS = 16384; /* numbers; below, starting a thread takes longer */
 
@@ -47,7 +43,6 @@ typedef struct {
 } pair;
 
 #ifdef BF16
-typedef uint16_t number;
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 static inline pair load(const number *from) {
@@ -61,28 +56,13 @@ static inline void store(float *to, pair sums) {
         to[2 * i + 1] = sums.other[i];
     }
 }
-static inline float widened(number x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-static inline number rounded(float x) { /* to the nearest, ties to even; a NaN stays one */
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
 #else
-typedef float number;
-
 static inline pair load(const number *from) {
     pair both;
     memcpy(&both, from, sizeof both);
     return both;
 }
 static inline void store(float *to, pair sums) { memcpy(to, &sums, sizeof sums); }
-static inline float widened(number x) { return x; }
-static inline number rounded(float x) { return x; }
 #endif
 
 /* Keys (layers, slots, heads, D, tokens) and values (layers, slots, heads, tokens, D). */
@@ -148,18 +128,6 @@ static void add(const float *weights, int64_t stride, const number *values, int6
             }
         for (int q = 0; q < Q; q++) memcpy(sums[q] + part, sum[q], sizeof sum[q]);
     }
-}
-
-/* 2^x for x <= 0, to 2e-7 of it: the nearest whole number's power, and a series for the rest. */
-static inline float power_of_two(float x) {
-    int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;
-    float rest = x - whole;
-    float series = 1 + rest * (0.69314718f + rest * (0.24022651f + rest * (0.05550411f +
-                   rest * (0.00961813f + rest * (0.00133336f + rest * 0.00015404f)))));
-    uint32_t bits = (uint32_t)(exponent > 0 ? exponent : 0) << 23; /* below 2^-126: 0 */
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return series * power; /* a NaN stays one */
 }
 
 /* Scores to the base 2 become weights whose sum is returned. */
@@ -273,10 +241,7 @@ void rotate(number *x, const number *cos, const number *sin, int64_t rows, int64
 /* x times its logistic function, in place. */
 void silu(number *x, int64_t n, int threads) {
 #pragma omp parallel for simd num_threads(threads) if (n >= WORTH_THREADS)
-    for (int64_t i = 0; i < n; i++) {
-        float wide = widened(x[i]), power = power_of_two(-fabsf(wide) * LOG2_E);
-        x[i] = rounded(wide * (wide < 0 ? power : 1) / (1 + power));
-    }
+    for (int64_t i = 0; i < n; i++) x[i] = rounded(silu_of(widened(x[i])));
 }
 
 static float highest(const number *from, int64_t n) {

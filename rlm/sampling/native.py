@@ -1,9 +1,10 @@
-"""What stands between the products of a decoding step, and the drawing that ends it, compiled for
-this CPU (decode.c).
+"""What is compiled for this CPU: what stands between the products of a decoding step, the drawing
+that ends it (decode.c), and the products where the CPU multiplies pairs of bf16 numbers
+(products.c).
 
-A process compiles it when it first wants it, which takes a C compiler and half a second. Without
-one, torch does the same in many small passes (cache.py, weights.py, draw.py): equal up to rounding,
-and slower.
+A process compiles them when it first wants them, which takes a C compiler and a second. Without
+one, torch does the same in many small passes (cache.py, weights.py, draw.py) and oneDNN the
+products (products.py): equal up to rounding, and slower.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("decode.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.c", "products.c")]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
@@ -43,6 +44,7 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
         *(_POINTER, _POINTER, _POINTER, _THREADS),
     ),
+    "multiply": (_POINTER, _THREADS),
 }
 
 
@@ -65,13 +67,21 @@ class _Step(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "weights", "bias", "residual", "out")),
+        *((name, _INTEGER) for name in ("rows", "inputs", "outputs", "gated", "normed")),
+        ("epsilon", _FLOAT),
+    )
+
+
 class Unavailable(Exception):
     """Why nothing can be compiled here."""
 
 
 @functools.cache
 def compiled(dtype: torch.dtype, queries: int, width: int) -> Native:
-    """decode.c for this number type and shape of a head.
+    """decode.c and products.c for this number type and shape of a head.
 
     Args:
         queries: query heads per key-value head.
@@ -87,7 +97,8 @@ def compiled(dtype: torch.dtype, queries: int, width: int) -> Native:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / "decode.so"
-        command = [*compiler, *FLAGS, *shape, "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+        command = [*compiler, *FLAGS, *shape, "-shared", "-fPIC", "-o", str(library)]
+        command += [*map(str, SOURCES), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
             # It stays loaded when the file is gone. OpenMP's threads are torch's: its library is
@@ -102,12 +113,66 @@ def compiled(dtype: torch.dtype, queries: int, width: int) -> Native:
 
 
 class Native:
-    """The functions of decode.c, for tensors."""
+    """The functions of decode.c and products.c, for tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._columns = library.block_columns()
         for name, signature in _SIGNATURES.items():
-            getattr(library, name).argtypes = signature
+            if name != "multiply" or self.multiplies:
+                getattr(library, name).argtypes = signature
         self._library = library
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether products are compiled for this CPU and number type."""
+        return self._columns > 0
+
+    def product(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        epsilon: float | None = None,
+    ) -> Callable[..., Tensor]:
+        """A linear layer: x (rows, inputs) and, if it is to be added, a residual (rows, outputs) →
+        (rows, outputs).
+
+        Args:
+            weights: (outputs, inputs), copied; of a gate and of what its SiLU gates, if two.
+            biases: (outputs,) of each, or None.
+            epsilon: if given, rows are divided by their root mean square first.
+        """
+        kept, shifts = self._in_blocks(weights), None
+        if any(bias is not None for bias in biases):
+            zero = weights[0].new_zeros(len(weights[0]))
+            shifts = self._in_columns([zero if bias is None else bias for bias in biases]).float()
+        outputs, inputs = weights[0].shape
+        what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
+        what.weights, what.bias = kept.data_ptr(), shifts.data_ptr() if shifts is not None else None
+        what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
+        what.alive = kept, shifts  # it holds their addresses
+
+        def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            x, out = x.contiguous(), torch.empty(len(x), outputs, dtype=x.dtype)
+            added = None if residual is None else residual.contiguous()
+            what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), len(x)
+            what.residual = None if added is None else added.data_ptr()
+            self._library.multiply(ctypes.byref(what), torch.get_num_threads())
+            return out
+
+        return multiply
+
+    def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Matrices (outputs, inputs) as (blocks, matrices, inputs / 2, columns, 2)."""
+        # Two inputs are moved as one number of 32 bits.
+        pairs = [matrix.contiguous().view(torch.int32) for matrix in matrices]
+        blocks = self._in_columns(pairs).transpose(-1, -2).contiguous()
+        return blocks.view(matrices[0].dtype)
+
+    def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
+        """(outputs, …) each, as (blocks, parts, columns, …); zeros fill up the last block."""
+        missing = -len(parts[0]) % self._columns
+        whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
+        return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
 
     def decode(
         self,

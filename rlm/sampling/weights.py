@@ -9,16 +9,16 @@ Both leave attention to the cache, through the function `attend`.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlm.adapters import active_adapters, is_plain_lora, lora_layers, merged_weight
+from rlm.adapters import active_adapters, is_plain_lora, lora_layers
 from rlm.attention import plain_scale
 from rlm.config import UsageError
 from rlm.models import decoder_and_head
 from rlm.sampling.cache import Attend
 from rlm.sampling.native import Native
+from rlm.sampling.products import TorchPasses, gated_product, product
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -111,41 +111,14 @@ def copy_bytes(model: PreTrainedModel) -> int:
     return sum(m.in_features * m.out_features for m in linear) * model.dtype.itemsize
 
 
-class TorchPasses:
-    """What stands between a layer's products, in torch; `Native` has the same, compiled."""
-
-    @staticmethod
-    def unit(x: Tensor, epsilon: float) -> Tensor:
-        """x / rms(x) in fp32, without the norm's weight; in the type of x."""
-        wide = x.float()
-        square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        return (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
-
-    @staticmethod
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama.
-
-        Args:
-            x: (rows, heads, D).
-            cos, sin: (rows, D).
-        """
-        low, high = x.chunk(2, -1)
-        return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
-
-    @staticmethod
-    def silu(x: Tensor) -> Tensor:
-        """x times its logistic function, in place."""
-        return F.silu(x, inplace=True)
-
-
 class MergedWeights:
     """A fused copy of base + active adapters, in the model's number type."""
 
     def __init__(self, model: PreTrainedModel, native: Native | None = None) -> None:
         self._model = model
-        self._passes = native or TorchPasses
+        self._native = native
         self._decoder, self._head = decoder_and_head(model)
-        self.head = _linear(self._head)  # adapters do not reach it: copied once
+        self.head = product(self._head, native=native)  # adapters do not reach it: copied once
         self.copied_bytes = copy_bytes(model)
         self.release()
 
@@ -158,7 +131,7 @@ class MergedWeights:
         if self._seen is not None and _same(adapters, self._seen):
             return
         self.release()  # the old copy goes first
-        self._layers = [_Layer(layer, self._passes) for layer in self._decoder.layers]
+        self._layers = [_Layer(layer, self._native) for layer in self._decoder.layers]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
@@ -175,7 +148,7 @@ class MergedWeights:
         for i, layer in enumerate(self._layers):
             x = layer(i, x, shape, cos, sin, attend)
         final = self._decoder.norm
-        x = self._passes.unit(x, final.variance_epsilon)
+        x = (self._native or TorchPasses).unit(x, final.variance_epsilon)
         return (x * final.weight).unflatten(0, shape)
 
 
@@ -183,21 +156,19 @@ class _Layer:
     """One decoder layer of the Llama family, in as few passes over the activations as possible.
 
     While a few rows are decoded, every pass costs more in starting the threads than in work. So
-    q, k and v are one product; norm weights are multiplied into the projections
-    that follow; and the residual sums and the gating are the tails of products.
+    q, k and v are one product; norm weights are multiplied into the projections that follow; and
+    norms, residual sums and the gating belong to products.
     """
 
-    def __init__(self, layer: nn.Module, passes: TorchPasses | Native) -> None:
-        self.passes = passes
+    def __init__(self, layer: nn.Module, native: Native | None) -> None:
+        self.passes = native or TorchPasses
         attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = _linear(
-            attention.q_proj, attention.k_proj, attention.v_proj, norm=self.input_norm
-        )
-        self.out = _linear(attention.o_proj)
-        self.gate = _linear(mlp.gate_proj, norm=self.mlp_norm)
-        self.up = _linear(mlp.up_proj, norm=self.mlp_norm)
-        self.down = _linear(mlp.down_proj)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.qkv = product(*projections, norm=layer.input_layernorm, native=native)
+        self.out = product(attention.o_proj, native=native)
+        norm = layer.post_attention_layernorm
+        self.gated = gated_product(mlp.gate_proj, mlp.up_proj, norm, native)
+        self.down = product(mlp.down_proj, native=native)
         # Qwen3 normalises each head's queries and keys.
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.scale, self.width = attention.scaling, attention.head_dim
@@ -207,92 +178,23 @@ class _Layer:
     def __call__(
         self, i: int, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        passes, heads = self.passes, self.heads
-        qkv = self.qkv(passes.unit(x, self.input_norm.variance_epsilon))
-        qkv = qkv.view(len(x), sum(heads), self.width)
+        heads = self.heads
+        qkv = self.qkv(x).view(len(x), sum(heads), self.width)
         qk, v = qkv.split([heads[0] + heads[1], heads[2]], 1)  # (B·T, heads, D)
         if self.q_norm is not None:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
-        q, k = passes.rotate(qk, cos, sin).split(heads[:2], 1)
+        q, k = self.passes.rotate(qk, cos, sin).split(heads[:2], 1)
         # Attention takes (B, heads, T, D), and gives it back.
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (q, k, v))
         attended = attend(i, q, k, v, self.scale).transpose(1, 2).reshape(len(x), -1)
-        x = self.out.plus(attended, x)
-        unit = passes.unit(x, self.mlp_norm.variance_epsilon)
-        # (oneDNN's own SiLU tail is slower than this extra pass.)
-        gate = passes.silu(self.gate(unit))
-        return self.down.plus(self.up.times(unit, gate), x)
+        x = self.out(attended, x)
+        return self.down(self.gated(x), x)
 
     def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Each head's norm: (B·T, heads, D)."""
         unit = self.passes.unit(x.reshape(-1, self.width), norm.variance_epsilon)
         return unit.view(x.shape) * norm.weight
-
-
-class _Plain:
-    """A product, and what is done to its result: (rows, in) → (rows, out)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x) + other
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x) * other
-
-
-class _Packed:
-    """The same in oneDNN's own blocked layout, which a row-major matrix is rearranged into in
-    every single product; oneDNN does what follows to a block that is still in the cache."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
-
-
-PACKED_FOR_ROWS = 64  # a hint for the layout; any number of rows may be multiplied
-
-
-@torch.no_grad()
-def _linear(*modules: nn.Module, norm: nn.Module | None = None) -> _Plain | _Packed:
-    """Linear layers side by side as one product; the weight of a norm before them multiplied in."""
-    weights = [merged_weight(module) for module in modules]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    if norm is not None:
-        weight = weight * norm.weight
-    biases = [getattr(module, "bias", None) for module in modules]
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [
-                weight.new_zeros(m.out_features) if b is None else b
-                for m, b in zip(modules, biases, strict=True)
-            ]
-        )
-    return (_Packed if _can_pack(weight) else _Plain)(weight, bias)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies this number type on this machine."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

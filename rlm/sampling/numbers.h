@@ -1,0 +1,49 @@
+/* The number type of decode.c and products.c, and the exponential that both need.
+ *
+ * Numbers are fp32, or bf16 with -DBF16; everything is computed in fp32 and rounded once.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
+
+#ifdef BF16
+typedef uint16_t number;
+
+static inline float widened(number x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+static inline number rounded(float x) { /* to the nearest, ties to even; a NaN stays one */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+#else
+typedef float number;
+
+static inline float widened(number x) { return x; }
+static inline number rounded(float x) { return x; }
+#endif
+
+/* 2^x for x <= 0, to 2e-7 of it: the nearest whole number's power, and a series for the rest. */
+static inline float power_of_two(float x) {
+    int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;
+    float rest = x - whole;
+    float series = 1 + rest * (0.69314718f + rest * (0.24022651f + rest * (0.05550411f +
+                   rest * (0.00961813f + rest * (0.00133336f + rest * 0.00015404f)))));
+    uint32_t bits = (uint32_t)(exponent > 0 ? exponent : 0) << 23; /* below 2^-126: 0 */
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return series * power; /* a NaN stays one */
+}
+
+/* x times its logistic function. */
+static inline float silu_of(float x) {
+    float power = power_of_two(-fabsf(x) * LOG2_E);
+    return x * (x < 0 ? power : 1) / (1 + power);
+}
