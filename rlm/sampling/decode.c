@@ -26,7 +26,7 @@ enum {
     LANES = HALF < WIDEST ? HALF : WIDEST,
     PAIR = 2 * LANES,   /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
-    AHEAD = 16,         /* rows of keys asked for before they are read: their stride hides them */
+    LINE = 64 / sizeof(number), /* numbers that memory hands over at a time */
     PART = Q * D <= 12 * WIDEST ? D : PAIR, /* of a head, summed at a time: what registers hold */
     DRAWN = 256, /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
 };
@@ -79,21 +79,24 @@ typedef struct {
     segment parts[SEGMENTS];
 } step;
 
-static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t row,
-                            int64_t head) {
-    return ((layer * part->slots + part->slot[row]) * s->heads + head) * D * part->tokens;
+/* Where the keys or values of a turn, which is row · heads + head, begin. */
+static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t turn) {
+    int64_t slot = part->slot[turn / s->heads], head = turn % s->heads;
+    return ((layer * part->slots + slot) * s->heads + head) * D * part->tokens;
 }
 
-/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). */
+/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). Meanwhile those that come
+ * `next` are asked for, or memory would be waited for: they lie in short pieces. */
 static void score(const float *queries, const number *keys, int64_t tokens, int64_t length,
-                  float *out, int64_t stride) {
+                  float *out, int64_t stride, const number *next) {
     number last[BLOCK] = {0}; /* the block that the stored tokens do not fill */
     for (int64_t t = 0; t < length; t += BLOCK) {
         pair sum[Q][BLOCK / PAIR] = {0};
         int64_t stored = tokens - t, n = length - t < BLOCK ? length - t : BLOCK;
         for (int64_t d = 0; d < D; d++) {
             const number *from = keys + d * tokens + t;
-            __builtin_prefetch(from + AHEAD * tokens);
+            for (int i = 0; i < BLOCK; i += LINE)
+                __builtin_prefetch(next + d * tokens + t + i, 0, 2);
             if (stored < BLOCK) from = memcpy(last, from, stored * sizeof *last);
             for (int i = 0; i < BLOCK / PAIR; i++) {
                 pair key = load(from + i * PAIR);
@@ -112,13 +115,15 @@ static void score(const float *queries, const number *keys, int64_t tokens, int6
 }
 
 /* The sums of weights[q][t] values[t] over t < length go on from what they are; values
- * (tokens, D). */
+ * (tokens, D); `next` as above. */
 static void add(const float *weights, int64_t stride, const number *values, int64_t length,
-                pair sums[Q][D / PAIR]) {
+                const number *next, pair sums[Q][D / PAIR]) {
     for (int part = 0; part < D / PAIR; part += PART / PAIR) {
         pair sum[Q][PART / PAIR];
         for (int q = 0; q < Q; q++) memcpy(sum[q], sums[q] + part, sizeof sum[q]);
-        for (int64_t t = 0; t < length; t++)
+        for (int64_t t = 0; t < length; t++) {
+            for (int i = 0; i < PART; i += LINE)
+                __builtin_prefetch(next + t * D + part * PAIR + i, 0, 2);
             for (int i = 0; i < PART / PAIR; i++) {
                 pair value = load(values + t * D + (part + i) * PAIR);
                 for (int q = 0; q < Q; q++) {
@@ -126,6 +131,7 @@ static void add(const float *weights, int64_t stride, const number *values, int6
                     sum[q][i].other += weights[q * stride + t] * value.other;
                 }
             }
+        }
         for (int q = 0; q < Q; q++) memcpy(sums[q] + part, sum[q], sizeof sum[q]);
     }
 }
@@ -142,11 +148,12 @@ static float exponentials(float *scores, int64_t n) {
 }
 
 /* One row's queries of one key-value head: the new token stored, and what they see summed up. */
-static void attend_head(const step *s, int64_t layer, int64_t row, int64_t head, float scale,
+static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
                         const number *queries, const number *key, const number *value,
                         float *weights, int64_t stride, number *out) {
     const segment *own = &s->parts[SEGMENTS - 1];
-    int64_t place = start(own, s, layer, row, head), now = own->length[row] - 1;
+    int64_t row = turn / s->heads, next = (turn + 1) % (s->rows * s->heads);
+    int64_t place = start(own, s, layer, turn), now = own->length[row] - 1;
     for (int64_t d = 0; d < D; d++) own->keys[place + d * own->tokens + now] = key[d];
     memcpy(own->values + place + now * D, value, D * sizeof *value);
 
@@ -155,8 +162,8 @@ static void attend_head(const step *s, int64_t layer, int64_t row, int64_t head,
     int64_t total = 0;
     for (int i = 0; i < SEGMENTS; i++) {
         const segment *part = &s->parts[i];
-        score(wide, part->keys + start(part, s, layer, row, head), part->tokens, part->length[row],
-              weights + total, stride);
+        score(wide, part->keys + start(part, s, layer, turn), part->tokens, part->length[row],
+              weights + total, stride, part->keys + start(part, s, layer, next));
         total += part->length[row];
     }
     float mass[Q];
@@ -165,8 +172,8 @@ static void attend_head(const step *s, int64_t layer, int64_t row, int64_t head,
     total = 0;
     for (int i = 0; i < SEGMENTS; i++) {
         const segment *part = &s->parts[i];
-        add(weights + total, stride, part->values + start(part, s, layer, row, head),
-            part->length[row], sums);
+        add(weights + total, stride, part->values + start(part, s, layer, turn), part->length[row],
+            part->values + start(part, s, layer, next), sums);
         total += part->length[row];
     }
     for (int q = 0; q < Q; q++) {
@@ -196,7 +203,7 @@ int attend(const step *s, int64_t layer, float scale, const number *queries, int
         for (int64_t turn = 0; turn < s->rows * s->heads; turn++) {
             int64_t row = turn / s->heads, head = turn % s->heads;
             if (weights)
-                attend_head(s, layer, row, head, scale, queries + row * query_stride + head * Q * D,
+                attend_head(s, layer, turn, scale, queries + row * query_stride + head * Q * D,
                             keys + row * key_stride + head * D,
                             values + row * value_stride + head * D, weights, longest,
                             out + turn * Q * D);

@@ -152,9 +152,10 @@ class Native:
         what.alive = kept, shifts  # it holds their addresses
 
         def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
-            x, out = x.contiguous(), torch.empty(len(x), outputs, dtype=x.dtype)
+            rows = x.shape[0]
+            x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
             added = None if residual is None else residual.contiguous()
-            what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), len(x)
+            what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
             what.residual = None if added is None else added.data_ptr()
             self._library.multiply(ctypes.byref(what), torch.get_num_threads())
             return out

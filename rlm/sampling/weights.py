@@ -178,16 +178,19 @@ class _Layer:
     def __call__(
         self, i: int, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        heads = self.heads
-        qkv = self.qkv(x).view(len(x), sum(heads), self.width)
-        qk, v = qkv.split([heads[0] + heads[1], heads[2]], 1)  # (B·T, heads, D)
+        heads, rows = self.heads, x.shape[0]
+        qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
+        qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]
         if self.q_norm is not None:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
-        q, k = self.passes.rotate(qk, cos, sin).split(heads[:2], 1)
+        qk = self.passes.rotate(qk, cos, sin)
         # Attention takes (B, heads, T, D), and gives it back.
-        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (q, k, v))
-        attended = attend(i, q, k, v, self.scale).transpose(1, 2).reshape(len(x), -1)
+        q, k, v = (
+            part.view(*shape, -1, self.width).transpose(1, 2)
+            for part in (qk[:, : heads[0]], qk[:, heads[0] :], v)
+        )
+        attended = attend(i, q, k, v, self.scale).transpose(1, 2).reshape(rows, -1)
         x = self.out(attended, x)
         return self.down(self.gated(x), x)
 
