@@ -202,6 +202,7 @@ def test_in_bf16_seats_and_threads_change_no_completion(tokenizer):
         for seats, threads in [(64, 1), (5, 1), (64, 2)]:
             torch.set_num_threads(threads)
             sampler = Sampler(model, tokenizer, seats=seats)
+            assert "products compiled" in sampler.path
             groups = sampler.sample(prompts, 4, params, range(6))
             drawn.append([(c.token_ids, c.logprobs) for group in groups for c in group])
     finally:

@@ -442,7 +442,9 @@ def _choose_weights(
             reason = f"a merged copy would take {gb}"
     if merged is False or reason:
         return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
-    return MergedWeights(model, native), f"a merged copy of the weights ({size / 2**30:.1f} GB)"
+    path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
+    path += ", products compiled" if native and native.multiplies else ""
+    return MergedWeights(model, native), path
 
 
 def _choose_passes(config: PretrainedConfig, model: PreTrainedModel) -> tuple[Native | None, str]:
