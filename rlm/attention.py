@@ -19,6 +19,7 @@ from transformers.masking_utils import eager_mask
 
 from rlm.config import UsageError
 
+ROWS = 128  # queries of a block
 NAME = "rlm_products"  # for transformers' `attn_implementation`
 
 
@@ -47,11 +48,12 @@ class _Attend(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, mask)
-        ctx.scale = scale
+        ctx.scale, ctx.seen = scale, [_seen(part[0]) for part in mask]
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         for b, row in enumerate(out.transpose(1, 2)):
-            weights = _weights(_by_head(q[b], k[b]) * scale, k[b], mask[b])
-            row.copy_((weights @ v[b]).view(row.shape))
+            for rows, columns in ctx.seen[b]:
+                part = _Part(q[b], k[b], v[b], mask[b], scale, rows, columns)
+                row[:, rows] = (part.weights @ part.values).view(row[:, rows].shape)
         return out.transpose(1, 2)
 
     @staticmethod
@@ -61,26 +63,60 @@ class _Attend(torch.autograd.Function):
         q, k, v, mask = ctx.saved_tensors
         by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
         for b in range(len(q)):
-            scaled, slope = _by_head(q[b], k[b]) * ctx.scale, _by_head(by_out[b], k[b])
-            weights = _weights(scaled, k[b], mask[b])
-            by_v[b] = weights.mT @ slope
-            by_weights = slope @ v[b].mT
-            by_scores = torch._softmax_backward_data(by_weights, weights, -1, q.dtype)
-            by_q[b] = (by_scores @ k[b]).mul_(ctx.scale).view(q[b].shape)
-            by_k[b] = by_scores.mT @ scaled
+            # A key's gradient is a sum over parts: in fp32, rounded once.
+            wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
+            for rows, columns in ctx.seen[b]:
+                part = _Part(q[b], k[b], v[b], mask[b], ctx.scale, rows, columns)
+                slope = _by_head(by_out[b][:, rows], k[b])
+                wide_v.index_add_(1, columns, (part.weights.mT @ slope).float())
+                by_weights = slope @ part.values.mT
+                by_scores = torch._softmax_backward_data(by_weights, part.weights, -1, q.dtype)
+                by_q[b][:, rows] = (
+                    (by_scores @ part.keys).mul_(ctx.scale).view(by_q[b][:, rows].shape)
+                )
+                wide_k.index_add_(1, columns, (by_scores.mT @ part.scaled).float())
+            by_k[b], by_v[b] = wide_k, wide_v
         return by_q, by_k, by_v, None, None
+
+
+class _Part:
+    """Attention of some queries of a sequence to the keys that any of them sees."""
+
+    def __init__(
+        self,
+        q: Tensor,  # (H·Q, S, D)
+        k: Tensor,  # (H, S, D)
+        v: Tensor,
+        mask: Tensor,  # (1, S, S)
+        scale: float,
+        rows: slice,
+        columns: Tensor,
+    ) -> None:
+        self.scaled = _by_head(q[:, rows], k) * scale
+        self.keys, self.values = k.index_select(1, columns), v.index_select(1, columns)
+        scores = self.scaled @ self.keys.mT
+        visible = mask[:, rows].index_select(2, columns)
+        scores.unflatten(1, (-1, visible.shape[1])).add_(visible)
+        self.weights = scores.softmax(-1)  # (H, Q·rows, columns); computed in fp32
+
+
+def _seen(mask: Tensor) -> list[tuple[slice, Tensor]]:
+    """The queries of a sequence in blocks, and the keys that any of a block sees; mask (S, S)."""
+    lowest = torch.finfo(mask.dtype).min
+    blocks = []
+    for start in range(0, len(mask), ROWS):
+        rows = slice(start, min(start + ROWS, len(mask)))
+        visible = mask[rows].amax(0) > lowest
+        columns = visible.nonzero()[:, 0]
+        if not len(columns):  # padding: what comes out is never read, but must be a number
+            columns = torch.zeros(1, dtype=torch.long)
+        blocks.append((rows, columns))
+    return blocks
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
     """(H·Q, S, D) → (H, Q·S, D): the queries of one key-value head as rows of one matrix."""
     return x.reshape(len(k), -1, x.shape[-1])
-
-
-def _weights(scaled: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """(H, Q·S, S) of scaled queries (H, Q·S, D), keys (H, S, D) and a mask (1, S, S)."""
-    scores = scaled @ k.mT
-    scores.unflatten(1, (-1, len(mask[0]))).add_(mask)
-    return scores.softmax(-1)  # computed in fp32, whatever comes out
 
 
 def _for_transformers(

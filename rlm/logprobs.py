@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from rlm.grpo import Rollout
 from rlm.models import decoder_and_head
+from rlm.sampling.native import Native, compiled_for
 
 # Logits of this many tokens are made in one product and held at once.
 LOGITS_CHUNK = 128
-# On a CPU, fp32 is made of so many at once: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and
+# On a CPU torch makes fp32 of so many at once: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and
 # the allocator finds such a block again. 25 MB it often maps anew, page fault by page fault.
 WIDE_ROWS = 16
 
@@ -160,12 +161,17 @@ def token_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, S, hidden)
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
-    logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature)
+    native = compiled_for(model)
+    logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature, native)
     return _pad(logprobs.split(batch.lengths)), _pad(entropy.split(batch.lengths))
 
 
 def score_tokens(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float = 1.0
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: float,
+    native: Native | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target after its hidden state, and the entropy: two (M,).
 
@@ -173,10 +179,11 @@ def score_tokens(
         hidden: (M, hidden), contiguous.
         head: the output embeddings, frozen.
         targets: (M,) of token ids.
+        native: what is compiled for the model, if anything is.
     """
     chunks = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     scored = [
-        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature)
+        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature, native)
         for part, wanted in chunks
     ]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
@@ -201,32 +208,44 @@ class _ScoreTokens(torch.autograd.Function):
         bias: Tensor | None,  # (V,), frozen
         targets: Tensor,  # (M,)
         temperature: float,
+        native: Native | None,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
-        rows = WIDE_ROWS if logits.device.type == "cpu" else LOGITS_CHUNK
-        logprobs, entropies = [], []
-        for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
-            wide = part.float()
-            if temperature != 1:
-                wide = wide / temperature
-            wide = wide.log_softmax(-1)  # log-probabilities of all tokens
-            logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
-            probabilities = wide.exp()
-            # As a product of a row and a column: no further (rows, V).
-            entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
-            if ctx.needs_input_grad[0]:
-                coefficients = probabilities.neg_()
-                coefficients[torch.arange(len(wanted), device=wanted.device), wanted] += 1
-                part.copy_(coefficients)  # in the place of the logits, which are not needed again
-        entropy = torch.cat(entropies)
-        if ctx.needs_input_grad[0]:
+        slopes = ctx.needs_input_grad[0]  # they then take the place of the logits
+        if native:
+            logprobs, entropy = native.score(logits, targets, temperature, slopes)
+        else:
+            logprobs, entropy = _score(logits, targets, temperature, slopes)
+        if slopes:
             ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)
         ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, by_logprob: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
         (slope,) = ctx.saved_tensors
-        return by_logprob[:, None].to(slope.dtype) * slope, None, None, None, None
+        return by_logprob[:, None].to(slope.dtype) * slope, *[None] * 5
+
+
+def _score(
+    logits: Tensor, targets: Tensor, temperature: float, slopes: bool
+) -> tuple[Tensor, Tensor]:
+    """`Native.score` in torch."""
+    rows = WIDE_ROWS if logits.device.type == "cpu" else LOGITS_CHUNK
+    logprobs, entropies = [], []
+    for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
+        wide = part.float()
+        if temperature != 1:
+            wide = wide / temperature
+        wide = wide.log_softmax(-1)  # log-probabilities of all tokens
+        logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
+        probabilities = wide.exp()
+        # As a product of a row and a column: no further (rows, V).
+        entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
+        if slopes:
+            coefficients = probabilities.neg_()
+            coefficients[torch.arange(len(wanted), device=wanted.device), wanted] += 1
+            part.copy_(coefficients)
+    return torch.cat(logprobs), torch.cat(entropies)

@@ -25,9 +25,9 @@ from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.sampling.remote import RemoteSampler
 
 PROBE_TOKENS = 64
-# Larger micro-batches are hardly faster: a CPU's matrix products are saturated by a few hundred
-# tokens, a GPU's by some thousands.
-MICRO_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+# Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
+# thousand where it computes in bf16, some thousands a GPU.
+MICRO_BATCH_TOKENS = {torch.float32: 512, torch.bfloat16: 1024, "cuda": 8192}
 SMALLEST_MICRO_BATCH = 64
 # On a GPU logits in fp32 (and in 16 bits before that) and their exponentials are alive at once; a
 # CPU needs less (logprobs.WIDE_ROWS), by some dozens of megabytes.
@@ -111,7 +111,7 @@ def plan_memory(
     )
     tokens, kept = config.train_batch_tokens, KEPT_BY_LIBRARIES.get(device, 0)
     if tokens is None:
-        tokens = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cpu"])
+        tokens = micro_batch_tokens(policy)
         room = HEADROOM * available - optimizer - kept
         while tokens > SMALLEST_MICRO_BATCH and learning(tokens) > room:
             tokens //= 2
@@ -132,6 +132,12 @@ def plan_memory(
     return plan
 
 
+def micro_batch_tokens(model: PreTrainedModel) -> int:
+    """Padded tokens in a micro-batch, where memory allows it."""
+    kind = model.dtype if model.device.type == "cpu" else model.device.type
+    return MICRO_BATCH_TOKENS.get(kind, min(MICRO_BATCH_TOKENS.values()))
+
+
 def _learning_bytes(
     policy: PreTrainedModel, per_token: int, checkpointing: bool, longest_sequence: int, tokens: int
 ) -> int:
@@ -150,8 +156,8 @@ def _learning_bytes(
     heads = model.num_attention_heads if by_products else 0
     tokens = max(tokens, longest_sequence)
     logits = LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * model.vocab_size * 4
-    attending = ATTENTION_COPIES * heads * tokens**2 * policy.dtype.itemsize
-    return tokens * per_token + logits + attending
+    attending = ATTENTION_COPIES * heads * min(tokens, attention.ROWS) * tokens
+    return tokens * per_token + logits + attending * policy.dtype.itemsize
 
 
 def activation_bytes(policy: PreTrainedModel) -> int:

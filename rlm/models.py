@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -174,6 +175,14 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     if isinstance(base.get_output_embeddings(), LoraLayer):
         raise UsageError("the adapter changes the language-model head: unsupported")
     return base.get_decoder(), base.get_output_embeddings()
+
+
+def head_width(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _cannot_load(name: str, error: Exception) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlm.logprobs import score_tokens
 from rlm.models import decoder_and_head
 from rlm.prompts import IGNORED
+from rlm.sampling.native import compiled_for
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -36,6 +37,7 @@ class SFTTrainer(trl.SFTTrainer):
         ).last_hidden_state[:, :-1]  # (B, S - 1, hidden): before each label
         labels = inputs["labels"][:, 1:]
         learned = labels != IGNORED  # (B, S - 1)
-        logprobs, _ = score_tokens(hidden[learned], head, labels[learned])
+        native = compiled_for(model)
+        logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, native)
         count = learned.sum() if num_items_in_batch is None else num_items_in_batch
         return -logprobs.sum() / count

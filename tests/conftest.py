@@ -25,6 +25,8 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
+from rlm.sampling.native import Native, Unavailable, compiled
+
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
     if name.startswith(("GENERATOR_", "CRITIC_", "JUDGE_")):
@@ -80,6 +82,14 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
         usual["sliding_window"] = None
     config = AutoConfig.for_model(family, **usual | options)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def native(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Native:
+    """What is compiled for this CPU; that nothing can be is no failure."""
+    try:
+        return compiled(dtype, queries, width)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(autouse=True)

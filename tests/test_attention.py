@@ -26,7 +26,9 @@ def inputs(dtype, heads, shared):
 
 @pytest.mark.parametrize(("heads", "shared"), [(6, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_and_its_gradients_equal_torchs(heads, shared, dtype):
+@pytest.mark.parametrize("rows", [1, 3, 128])  # of a block: a last one of two, and all in one
+def test_attention_and_its_gradients_equal_torchs(heads, shared, dtype, rows, monkeypatch):
+    monkeypatch.setattr(attention, "ROWS", rows)
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask = attention_mask(SEGMENTS, dtype)
@@ -42,6 +44,16 @@ def test_attention_and_its_gradients_equal_torchs(heads, shared, dtype):
     found = torch.autograd.grad(out, ours, slope.to(dtype))
     for ours_by, exact_by in zip(found, torch.autograd.grad(wanted, exact, slope), strict=True):
         torch.testing.assert_close(ours_by.float(), exact_by, **near)
+
+
+def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
+    monkeypatch.setattr(attention, "ROWS", 3)
+    (mask, padded) = attention_mask(SEGMENTS, torch.bfloat16)[:, 0]
+    blocks = [(rows.start, rows.stop, keys.tolist()) for rows, keys in attention._seen(mask)]
+    # The prompt alone; the first completion with the beginning of the second; the second.
+    assert blocks == [(0, 3, [0, 1, 2]), (3, 6, [0, 1, 2, 3, 4, 5]), (6, 8, [0, 1, 2, 5, 6, 7])]
+    # Padding sees itself.
+    assert [keys.tolist() for _, keys in attention._seen(padded)][-1] == [6, 7]
 
 
 def test_one_mask_may_serve_all_sequences():

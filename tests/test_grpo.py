@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import native, tiny_model
 
 from rlm.adapters import adapter_tensors, new_adapter, use_lean_lora
 from rlm.algorithms import ALGORITHMS, soft_overlong
@@ -28,6 +28,7 @@ from rlm.grpo import (
 )
 from rlm.logprobs import attention_mask, score_tokens, split, token_logprobs
 from rlm.sampling import Completion, prompt_seed
+from rlm.sampling.native import compiled_for
 from rlm.state import TrainedAdapter
 
 NAN = math.nan
@@ -554,7 +555,8 @@ def test_lean_lora_equals_pefts_own():
         assert torch.allclose(left, right, atol=1e-5, rtol=1e-4)
 
 
-def test_a_confident_token_keeps_its_gradient_in_bf16():
+@pytest.mark.parametrize("with_native", [False, True])
+def test_a_confident_token_keeps_its_gradient_in_bf16(with_native):
     """1 - p is made before rounding: with p = 0.998 in bf16 it would come out twice as large."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 32, generator=generator).bfloat16()
@@ -566,7 +568,8 @@ def test_a_confident_token_keeps_its_gradient_in_bf16():
         head = torch.nn.Linear(32, 64, bias=False)
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         hidden = hidden.clone().requires_grad_()
-        logprobs, _ = score_tokens(hidden, head, targets)
+        made = native(weight.dtype) if with_native else None
+        logprobs, _ = score_tokens(hidden, head, targets, 1.0, made)
         logprobs.sum().backward()
         return logprobs.exp().item(), hidden.grad.float()
 
@@ -600,7 +603,15 @@ def test_gradients_too_small_for_fp16_are_not_lost():
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(policy, temperature):
+@pytest.mark.parametrize("with_native", [False, True])
+def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
+    policy, temperature, with_native, monkeypatch
+):
+    if with_native:
+        native(policy.dtype)
+        assert compiled_for(policy)
+    else:
+        monkeypatch.setattr("rlm.logprobs.compiled_for", lambda model: None)
     rollouts = some_rollouts()
     factors = torch.randn(64, generator=torch.Generator().manual_seed(1))
     expected = []

@@ -1,23 +1,18 @@
 """What decode.c computes, against the same in torch; and sampling where nothing can be compiled."""
 
+import functools
+
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import native, tiny_model
 
 from rlm.sampling import Sampler, SamplingParams, engine
-from rlm.sampling.native import Native, Unavailable, compiled
+from rlm.sampling.native import Unavailable, _build, compiled
 from rlm.sampling.products import TorchPasses
 
 # Relative: bf16 has 8 bits, and torch's passes round more than once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
-
-
-def native(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Native:
-    try:
-        return compiled(dtype, queries, width)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(params=[1, 2])
@@ -138,6 +133,41 @@ def test_a_token_is_drawn_where_the_running_sum_passes_the_uniform_number(
         assert torch.equal(tokens, logits.double().argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 256, 3001])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_scores_and_their_derivatives_are_those_of_the_softmax(
+    vocabulary, temperature, dtype, threads
+):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(50, vocabulary)).to(dtype)
+    logits[0, 2] = 60  # one that is certain
+    targets = torch.randint(vocabulary, (50,))
+    targets[0] = 2
+    before = logits.clone()
+    logprobs, entropy = native(dtype).score(logits, targets, temperature, slopes=False)
+    assert torch.equal(logits, before)
+    every = (logits.double() / temperature).log_softmax(-1)
+    wanted = every.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), wanted, atol=2e-6, rtol=2e-6)
+    wanted_entropy = -(every.exp() * every).sum(-1)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-5)
+    again = native(dtype).score(logits, targets, temperature, slopes=True)
+    assert torch.equal(logprobs, again[0])
+    assert torch.equal(entropy, again[1])
+    slopes = torch.nn.functional.one_hot(targets, vocabulary) - every.exp()
+    eps = torch.finfo(dtype).eps
+    assert ((logits.double() - slopes).abs() <= 0.6 * eps * slopes.abs() + 1e-6).all()
+
+
+def test_scores_of_what_is_not_a_number_are_none():
+    logits = torch.zeros(3, 300)
+    logits[1, 7] = torch.nan
+    logprobs, entropy = native(torch.float32).score(logits, torch.zeros(3).long(), 1.0, slopes=True)
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
+    assert logits.isnan().any(1).tolist() == [False, True, False]
+
+
 def test_rounding_to_bf16_is_that_of_torch():
     """To the nearest, ties to even."""
     torch.manual_seed(0)
@@ -157,12 +187,12 @@ def test_rounding_to_bf16_is_that_of_torch():
     ],
 )
 def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch):
-    compiled.cache_clear()
     model, prompts = tiny_model(), [[1, 2, 3], [4, 5]]
     params = SamplingParams(20, temperature=1.0)
     with_compiler = Sampler(model, tokenizer)
     monkeypatch.setenv("CC", compiler)
-    compiled.cache_clear()
+    # What was built or was not is remembered: here by a memory that ends with the test.
+    monkeypatch.setattr("rlm.sampling.native._build", functools.cache(_build.__wrapped__))
     without = Sampler(model, tokenizer)
     assert "not compiled" in without.path
     assert said in without.path

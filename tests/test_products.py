@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import conftest
 import pytest
 import torch
 from conftest import tiny_model
 from torch import Tensor, nn
 
 from rlm.sampling import Sampler, SamplingParams
-from rlm.sampling.native import Native, Unavailable, compiled
+from rlm.sampling.native import Native
 from rlm.sampling.products import gated_product, product
 from rlm.sampling.weights import MergedWeights, ModelWeights
 
@@ -16,12 +17,9 @@ BF16 = torch.bfloat16
 PATHS = [(torch.float32, False), (BF16, False), (BF16, True)]
 
 
-def native(dtype: torch.dtype = BF16) -> Native:
+def native() -> Native:
     """What multiplies by itself; a CPU that does not is no failure."""
-    try:
-        made = compiled(dtype, 2, 8)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    made = conftest.native(BF16, 2, 8)
     if not made.multiplies:
         pytest.skip("this CPU does not multiply pairs of bf16 numbers")
     return made

@@ -69,9 +69,9 @@ def test_loss_and_gradient_are_trls(tmp_path, count):
 def test_only_learned_positions_meet_the_vocabulary(tmp_path, monkeypatch):
     scored = []
 
-    def watched(hidden, head, targets, temperature=1.0):
+    def watched(hidden, head, targets, *others):
         scored.append((hidden.shape[0], targets.tolist()))
-        return original(hidden, head, targets, temperature)
+        return original(hidden, head, targets, *others)
 
     original = rlm.sft.score_tokens
     monkeypatch.setattr(rlm.sft, "score_tokens", watched)

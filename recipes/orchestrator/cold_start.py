@@ -24,7 +24,7 @@ from rlm.config import to_dict
 from rlm.data import Problem
 from rlm.grpo import Rollout
 from rlm.logprobs import split, token_logprobs
-from rlm.memory import MICRO_BATCH_TOKENS
+from rlm.memory import micro_batch_tokens
 from rlm.prompts import encode_text, end_of_turn_id
 from rlm.state import TrainedAdapter
 
@@ -138,7 +138,7 @@ def _learn(policy, trained: TrainedAdapter, batch, device: str) -> float:
         for problem, (prompt, completions) in enumerate(batch)
         for ids in completions
     ]
-    total, limit = 0.0, MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cpu"])
+    total, limit = 0.0, micro_batch_tokens(policy)
     for micro in split(rollouts, max_rows=len(rollouts), max_tokens=limit, device=device):
         logprobs, _ = token_logprobs(policy, micro, temperature=1.0)  # (n, T), 0 beyond the end
         loss = -(logprobs * micro.weights[:, None]).sum()

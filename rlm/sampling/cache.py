@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from rlm.models import head_width, key_value_heads
 from rlm.sampling.native import Native
 
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
@@ -42,14 +43,6 @@ class Room:
     def tokens(self) -> int:
         """Tokens for which keys and values are stored."""
         return self.prefix_tokens + self.slots * self.prompt_tokens + self.seats * self.new_tokens
-
-
-def head_width(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def key_value_heads(config: PretrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -5,8 +5,7 @@
  * its prompt, and its completion. As products of matrices this takes a dozen passes, and of a bf16
  * matrix oneDNN first makes a rearranged copy, which costs more than the product. Here keys and
  * values are read once, where they lie. Then norm, rotation and activation, each in one pass, of
- * which torch needs half a dozen, a few microseconds each to start. Then drawing a token, which
- * reads the logits twice, while they are in the cache, and writes nothing of their size.
+ * which torch needs half a dozen, a few microseconds each to start.
  *
  * Everything is computed in fp32 and rounded once. Compiled with -DQUERIES (per key-value head),
  * -DWIDTH (of a head) and, for bf16, -DBF16. The vectors are those of GCC and Clang: loops of
@@ -28,10 +27,8 @@ enum {
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     LINE = 64 / sizeof(number), /* numbers that memory hands over at a time */
     PART = Q * D <= 12 * WIDEST ? D : PAIR, /* of a head, summed at a time: what registers hold */
-    DRAWN = 256, /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
 };
 
-static const float NOTHING = -150; /* 2 to this is 0 in fp32 */
 static const int64_t WORTH_THREADS = 16384; /* numbers; below, starting a thread takes longer */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -249,74 +246,4 @@ void rotate(number *x, const number *cos, const number *sin, int64_t rows, int64
 void silu(number *x, int64_t n, int threads) {
 #pragma omp parallel for simd num_threads(threads) if (n >= WORTH_THREADS)
     for (int64_t i = 0; i < n; i++) x[i] = rounded(silu_of(widened(x[i])));
-}
-
-static float highest(const number *from, int64_t n) {
-    float most = widened(from[0]);
-#pragma omp simd reduction(max : most)
-    for (int64_t i = 0; i < n; i++) most = widened(from[i]) > most ? widened(from[i]) : most;
-    return most;
-}
-
-/* The sum of a block's powers 2^((logit - most) · factor), which are 0 beyond the vocabulary. */
-static float masses(const number *logits, int64_t vocabulary, int64_t block, float most,
-                    float factor, float powers[DRAWN]) {
-    const number *from = logits + block * DRAWN;
-    int64_t left = vocabulary - block * DRAWN, n = left < DRAWN ? left : DRAWN;
-    for (int64_t i = 0; i < n; i++) {
-        float power = (widened(from[i]) - most) * factor;
-        powers[i] = power < NOTHING ? NOTHING : power; /* a NaN stays one */
-    }
-    for (int64_t i = 0; i < n; i++) powers[i] = power_of_two(powers[i]);
-    for (int64_t i = n; i < DRAWN; i++) powers[i] = 0;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < DRAWN; i++) sum += powers[i];
-    return sum;
-}
-
-/* Which of n masses the running sum passes `wanted` with; `before` is the sum before it. Rounding
- * may put `wanted` at the total: the last one that is not 0 is meant then. */
-static int64_t hit(const double *mass, int64_t n, double wanted, double *before) {
-    int64_t last = 0;
-    double sum = *before;
-    for (int64_t i = 0; i < n && sum <= wanted; i++)
-        if (mass[i] > 0) {
-            last = i;
-            *before = sum;
-            sum += mass[i];
-        }
-    return last;
-}
-
-/* One token of each row of logits (rows, vocabulary), and its log-probability: as in draw.py, by
- * the running sum over blocks of the vocabulary, then within the one that is hit; where `cold`, the
- * first of the likeliest. Returns 1 if a row's logits are not finite. */
-int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int cold,
-         const double *uniform, int64_t *tokens, float *logprobs, int threads) {
-    int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
-    int failed = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : failed)
-    for (int64_t row = 0; row < rows; row++) {
-        const number *from = logits + row * vocabulary;
-        float most = highest(from, vocabulary), powers[DRAWN], factor = LOG2_E / temperature;
-        double sums[blocks], total = 0; /* in single, a large vocabulary would blur rare tokens */
-        for (int64_t b = 0; b < blocks; b++)
-            total += sums[b] = masses(from, vocabulary, b, most, factor, powers);
-        int64_t token = 0;
-        if (cold)
-            while (widened(from[token]) < most) token++;
-        else {
-            double wanted = uniform[row] * total, before = 0;
-            int64_t b = hit(sums, blocks, wanted, &before);
-            masses(from, vocabulary, b, most, factor, powers);
-            double inside[DRAWN];
-            for (int i = 0; i < DRAWN; i++) inside[i] = powers[i];
-            token = b * DRAWN + hit(inside, DRAWN, wanted, &before);
-        }
-        tokens[row] = token;
-        logprobs[row] = (widened(from[token]) - most) / temperature - log(total);
-        failed |= !isfinite(total);
-    }
-    return failed;
 }

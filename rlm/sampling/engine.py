@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm import machine
 from rlm.config import UsageError
@@ -23,12 +23,10 @@ from rlm.sampling.cache import (
     Cache,
     Room,
     coarse,
-    head_width,
-    key_value_heads,
     token_bytes,
 )
 from rlm.sampling.draw import draw, uniforms
-from rlm.sampling.native import Native, Unavailable, compiled
+from rlm.sampling.native import Native, Unavailable, compile_for
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.weights import MergedWeights, ModelWeights, copy_bytes, why_not_fused
 
@@ -114,7 +112,7 @@ class Sampler:
         self.model, self.tokenizer, self.seats = model, tokenizer, seats
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
-        self._native, passes = _choose_passes(self._config, model)
+        self._native, passes = _choose_passes(model)
         self._weights, weights = _choose_weights(model, merged, self._native)
         self.path = f"{weights}, {passes}"
         self._cache_bytes = cache_bytes
@@ -447,12 +445,9 @@ def _choose_weights(
     return MergedWeights(model, native), path
 
 
-def _choose_passes(config: PretrainedConfig, model: PreTrainedModel) -> tuple[Native | None, str]:
+def _choose_passes(model: PreTrainedModel) -> tuple[Native | None, str]:
     """What stands between the products, compiled if it can be; and words that say which."""
-    if model.device.type != "cpu":
-        return None, "attention by products"
-    queries = config.num_attention_heads // key_value_heads(config)
     try:
-        return compiled(model.dtype, queries, head_width(config)), "attention compiled"
+        return compile_for(model), "attention compiled"
     except Unavailable as reason:
         return None, f"attention by products, not compiled: {reason}"

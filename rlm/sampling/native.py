@@ -1,9 +1,9 @@
-"""What is compiled for this CPU: what stands between the products of a decoding step, the drawing
-that ends it (decode.c), and the products where the CPU multiplies pairs of bf16 numbers
-(products.c).
+"""What is compiled for this CPU: what stands between the products of a decoding step (decode.c),
+the drawing and scoring of tokens (logits.c), and the products where the CPU multiplies pairs of
+bf16 numbers (products.c).
 
 A process compiles them when it first wants them, which takes a C compiler and a second. Without
-one, torch does the same in many small passes (cache.py, weights.py, draw.py) and oneDNN the
+one, torch does the same in many small passes (cache.py, draw.py, rlm/logprobs.py) and oneDNN the
 products (products.py): equal up to rounding, and slower.
 """
 
@@ -20,8 +20,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decode.c", "products.c")]
+from rlm.models import head_width, key_value_heads
+
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.c", "logits.c", "products.c")]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
@@ -43,6 +46,10 @@ _SIGNATURES = {
     "draw": (
         *(_POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
         *(_POINTER, _POINTER, _POINTER, _THREADS),
+    ),
+    "score_targets": (
+        *(_POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _THREADS),
+        *(_POINTER, _POINTER, _THREADS),
     ),
     "multiply": (_POINTER, _THREADS),
 }
@@ -79,9 +86,28 @@ class Unavailable(Exception):
     """Why nothing can be compiled here."""
 
 
-@functools.cache
+def compiled_for(model: PreTrainedModel) -> Native | None:
+    """What is compiled for a model; None where torch does it all."""
+    try:
+        return compile_for(model)
+    except Unavailable:
+        return None
+
+
+def compile_for(model: PreTrainedModel) -> Native:
+    """
+    Raises:
+        Unavailable: the model is not on a CPU, or as in `compiled`.
+    """
+    if model.device.type != "cpu":
+        raise Unavailable(f"no code for {model.device.type}")
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads // key_value_heads(config)
+    return compiled(model.dtype, queries, head_width(config))
+
+
 def compiled(dtype: torch.dtype, queries: int, width: int) -> Native:
-    """decode.c and products.c for this number type and shape of a head.
+    """All of it for this number type and shape of a head.
 
     Args:
         queries: query heads per key-value head.
@@ -90,32 +116,42 @@ def compiled(dtype: torch.dtype, queries: int, width: int) -> Native:
     Raises:
         Unavailable: there is no compiler, or it refuses.
     """
+    built = _build(dtype, queries, width)
+    if isinstance(built, str):
+        raise Unavailable(built)
+    return built
+
+
+@functools.cache
+def _build(dtype: torch.dtype, queries: int, width: int) -> Native | str:
+    """The code, or why there is none: tried once in a process."""
     if dtype not in (torch.float32, torch.bfloat16):
-        raise Unavailable(f"no code for {str(dtype).removeprefix('torch.')}")
+        return f"no code for {str(dtype).removeprefix('torch.')}"
     shape = [f"-DQUERIES={queries}", f"-DWIDTH={width}"]
     shape += ["-DBF16"] if dtype == torch.bfloat16 else []
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / "decode.so"
+        library = Path(scratch) / "native.so"
         command = [*compiler, *FLAGS, *shape, "-shared", "-fPIC", "-o", str(library)]
         command += [*map(str, SOURCES), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
             # It stays loaded when the file is gone. OpenMP's threads are torch's: its library is
             # in the process already.
-            return Native(ctypes.CDLL(str(library)))
+            return Native(ctypes.CDLL(str(library)), dtype)
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or ["no reason given"]
             first = next((line for line in lines if "error" in line), lines[0])
-            raise Unavailable(f"{compiler[0]} failed: {first}") from error
+            return f"{compiler[0]} failed: {first}"
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(str(error)) from error
+            return str(error)
 
 
 class Native:
-    """The functions of decode.c and products.c, for tensors."""
+    """The functions of the C files, for tensors."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._columns = library.block_columns()
         for name, signature in _SIGNATURES.items():
             if name != "multiply" or self.multiplies:
@@ -240,6 +276,7 @@ class Native:
             logits: (N, V), of the number type that this was compiled for.
             uniform: (N,), in [0, 1).
         """
+        assert logits.dtype == self.dtype
         logits, uniform = logits.contiguous(), uniform.double().contiguous()
         tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
         addresses = [tensor.data_ptr() for tensor in (uniform, tokens, logprobs)]
@@ -248,6 +285,26 @@ class Native:
             logits.data_ptr(), *logits.shape, temperature or 1.0, cold, *addresses, threads
         )
         return None if failed else (tokens, logprobs)
+
+    def score(
+        self, logits: Tensor, targets: Tensor, temperature: float, slopes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of each row, the target's log-probability and the entropy: two (M,) in fp32.
+
+        Args:
+            logits: (M, V), of the number type that this was compiled for.
+            slopes: overwrite the logits by the derivatives of the log-probability by them, times
+                the temperature.
+        """
+        assert logits.is_contiguous()
+        assert logits.dtype == self.dtype
+        targets = targets.contiguous()
+        logprobs, entropy = torch.empty(2, len(logits))
+        self._library.score_targets(
+            *(logits.data_ptr(), *logits.shape, targets.data_ptr(), temperature, slopes),
+            *(logprobs.data_ptr(), entropy.data_ptr(), torch.get_num_threads()),
+        )
+        return logprobs, entropy
 
 
 def _heads_together(rows: Tensor) -> Tensor:

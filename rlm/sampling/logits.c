@@ -1,0 +1,119 @@
+/* What is done with logits: a token is drawn, or tokens are scored. Each reads them two or three
+ * times, while they are in the cache, and holds nothing of their size.
+ */
+#include "numbers.h"
+
+enum { DRAWN = 256 }; /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
+
+static const float NOTHING = -150; /* 2 to this is 0 in fp32 */
+
+static float highest(const number *from, int64_t n) {
+    float most = widened(from[0]);
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < n; i++) most = widened(from[i]) > most ? widened(from[i]) : most;
+    return most;
+}
+
+/* A block's exponents (logit - most) · factor, to the base 2; NOTHING beyond the vocabulary. */
+static void exponents(const number *logits, int64_t vocabulary, int64_t block, float most,
+                      float factor, float out[DRAWN]) {
+    const number *from = logits + block * DRAWN;
+    int64_t left = vocabulary - block * DRAWN, n = left < DRAWN ? left : DRAWN;
+    for (int64_t i = 0; i < n; i++) {
+        float exponent = (widened(from[i]) - most) * factor;
+        out[i] = exponent < NOTHING ? NOTHING : exponent; /* a NaN stays one */
+    }
+    for (int64_t i = n; i < DRAWN; i++) out[i] = NOTHING;
+}
+
+/* The sum of a block's powers of two. */
+static float masses(const number *logits, int64_t vocabulary, int64_t block, float most,
+                    float factor, float powers[DRAWN]) {
+    exponents(logits, vocabulary, block, most, factor, powers);
+    for (int64_t i = 0; i < DRAWN; i++) powers[i] = power_of_two(powers[i]);
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < DRAWN; i++) sum += powers[i];
+    return sum;
+}
+
+/* Which of n masses the running sum passes `wanted` with; `before` is the sum before it. Rounding
+ * may put `wanted` at the total: the last one that is not 0 is meant then. */
+static int64_t hit(const double *mass, int64_t n, double wanted, double *before) {
+    int64_t last = 0;
+    double sum = *before;
+    for (int64_t i = 0; i < n && sum <= wanted; i++)
+        if (mass[i] > 0) {
+            last = i;
+            *before = sum;
+            sum += mass[i];
+        }
+    return last;
+}
+
+/* One token of each row of logits (rows, vocabulary), and its log-probability: as in draw.py, by
+ * the running sum over blocks of the vocabulary, then within the one that is hit; where `cold`, the
+ * first of the likeliest. Returns 1 if a row's logits are not finite. */
+int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int cold,
+         const double *uniform, int64_t *tokens, float *logprobs, int threads) {
+    int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
+    int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : failed)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = logits + row * vocabulary;
+        float most = highest(from, vocabulary), powers[DRAWN], factor = LOG2_E / temperature;
+        double sums[blocks], total = 0; /* in single, a large vocabulary would blur rare tokens */
+        for (int64_t b = 0; b < blocks; b++)
+            total += sums[b] = masses(from, vocabulary, b, most, factor, powers);
+        int64_t token = 0;
+        if (cold)
+            while (widened(from[token]) < most) token++;
+        else {
+            double wanted = uniform[row] * total, before = 0;
+            int64_t b = hit(sums, blocks, wanted, &before);
+            masses(from, vocabulary, b, most, factor, powers);
+            double inside[DRAWN];
+            for (int i = 0; i < DRAWN; i++) inside[i] = powers[i];
+            token = b * DRAWN + hit(inside, DRAWN, wanted, &before);
+        }
+        tokens[row] = token;
+        logprobs[row] = (widened(from[token]) - most) / temperature - log(total);
+        failed |= !isfinite(total);
+    }
+    return failed;
+}
+
+/* The log-probability of each row's target under softmax(logits / temperature), and the entropy of
+ * that distribution. With `slopes`, the logits of (rows, vocabulary) become the derivatives of the
+ * log-probability by them, times the temperature: 1[v = target] - p_v, rounded once. */
+void score_targets(number *logits, int64_t rows, int64_t vocabulary, const int64_t *targets,
+                   float temperature, int slopes, float *logprobs, float *entropies, int threads) {
+    int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        number *from = logits + row * vocabulary, *target = from + targets[row];
+        float most = highest(from, vocabulary), factor = LOG2_E / temperature, powers[DRAWN];
+        double total = 0, moment = 0; /* of the masses, and of their exponents */
+        for (int64_t b = 0; b < blocks; b++) {
+            exponents(from, vocabulary, b, most, factor, powers);
+            float sum = 0, first = 0;
+#pragma omp simd reduction(+ : sum, first)
+            for (int64_t i = 0; i < DRAWN; i++) {
+                float power = power_of_two(powers[i]);
+                sum += power;
+                first += power * powers[i];
+            }
+            total += sum;
+            moment += first;
+        }
+        logprobs[row] = (widened(*target) - most) / temperature - log(total);
+        entropies[row] = log(total) - moment / total / LOG2_E;
+        float share = 1 / total;
+        for (int64_t b = 0; slopes && b < blocks; b++) {
+            int64_t left = vocabulary - b * DRAWN, n = left < DRAWN ? left : DRAWN;
+            masses(from, vocabulary, b, most, factor, powers);
+            for (int64_t i = 0; i < n; i++) from[b * DRAWN + i] = rounded(-powers[i] * share);
+        }
+        if (slopes) *target = rounded(-expm1f(logprobs[row]));
+    }
+}
