@@ -31,7 +31,7 @@ def passes(request, monkeypatch):
         raise Unavailable("a test")
 
     if request.param == "torch":
-        monkeypatch.setattr(engine, "compiled", unavailable)
+        monkeypatch.setattr(engine, "compile_for", unavailable)
 
 
 @pytest.fixture(params=["compiled", "torch"])
