@@ -1,4 +1,4 @@
-"""What decode.c computes, against the same in torch; and sampling where nothing can be compiled."""
+"""What is compiled, against the same in torch; and sampling where nothing can be."""
 
 import functools
 
