@@ -168,6 +168,17 @@ def test_scores_of_what_is_not_a_number_are_none():
     assert logits.isnan().any(1).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("target", [-1, 300])
+def test_a_target_outside_the_vocabulary_is_refused(target):
+    with pytest.raises(IndexError, match="300 tokens"):
+        native(torch.float32).score(torch.zeros(1, 300), torch.tensor([target]), 1.0, slopes=True)
+
+
+def test_no_targets_have_no_scores():
+    nothing = native(torch.float32).score(torch.zeros(0, 300), torch.zeros(0).long(), 1.0, True)
+    assert [part.shape for part in nothing] == [(0,), (0,)]
+
+
 def test_rounding_to_bf16_is_that_of_torch():
     """To the nearest, ties to even."""
     torch.manual_seed(0)

@@ -295,7 +295,12 @@ class Native:
             logits: (M, V), of the number type that this was compiled for.
             slopes: overwrite the logits by the derivatives of the log-probability by them, times
                 the temperature.
+
+        Raises:
+            IndexError: a target is no token of the vocabulary.
         """
+        if len(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[1]:
+            raise IndexError(f"a target is not among {logits.shape[1]} tokens")
         assert logits.is_contiguous()
         assert logits.dtype == self.dtype
         targets = targets.contiguous()
