@@ -2,8 +2,9 @@
 
 torch's fused kernel for CPUs (2.13) takes twice the time of the products it stands for, at the few
 hundred tokens of a rollout, and sums the gradients of keys and values in bf16 (docs/log.md; in fp32
-it is the faster one). So here they are: one sequence at a time, so that no more than one
-(heads × S × S) exists, and made anew in the backward pass, so that none is kept.
+it is the faster one). So here they are: a block of a sequence's queries at a time, with the keys
+that any of them sees, so that no more than one (heads × ROWS × S) exists, and made anew in the
+backward pass, so that none is kept.
 
 Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
 """
