@@ -188,6 +188,7 @@ class Native:
         what.alive = kept, shifts  # it holds their addresses
 
         def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            assert x.dtype == self.dtype
             rows = x.shape[0]
             x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
             added = None if residual is None else residual.contiguous()
