@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -398,8 +399,8 @@ def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
 def test_a_process_from_start_to_signal(weights, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
     command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
-    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "200", "--ngrok"]
-    options += ["--seats", "4"]
+    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "400", "--ngrok"]
+    options += ["--seats", "1", "--requests-per-minute", "1000"]
     endpoint = tmp_path / server.ENDPOINT
     endpoint.parent.mkdir(parents=True)
     endpoint.write_text("of a server that was killed")
@@ -427,8 +428,14 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
             other = client.post("/phase1/reasoning", json=body | {"adapter": "sft.v2"}).json()
             assert other["response"] != answer["response"]
             with ThreadPoolExecutor(5) as pool:  # a signal with five in flight: all have an end
-                many = [{"prompt": "x", "n": 8, "seed": i, "stream": i > 2} for i in range(5)]
-                asked = [pool.submit(client.post, "/phase1/reasoning", json=body) for body in many]
+                post = partial(pool.submit, client.post, "/phase1/reasoning")
+                # The one seat is taken for seconds: nearly greedy, the tiny base goes on to the
+                # limit. So the four behind it can not have ended before the fifth has come.
+                first = {"prompt": "x", "n": 16, "temperature": 0.01, "adapter": "base"}
+                asked = [post(json=first)]
+                until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
+                many = [{"prompt": "x", "n": 2, "seed": i, "stream": i > 2} for i in range(1, 5)]
+                asked += [post(json=body) for body in many]
                 until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
                 process.send_signal(signal.SIGTERM)
                 ends = [one.result() for one in asked]
