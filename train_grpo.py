@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from rlm import doctor, machine, models, report, start, terminal
-from rlm.adapters import save_adapter, use_checkpointing, use_lean_lora, use_reference
+from rlm.adapters import save_adapter, use_checkpointing, use_reference
 from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.grpo import (
@@ -56,6 +56,7 @@ from rlm.grpo import (
     rollout_seeds,
     share_rollouts,
 )
+from rlm.lean import use_lean_layers
 from rlm.logprobs import split, token_logprobs
 from rlm.parallel import Team
 from rlm.plots import learning_curves
@@ -98,7 +99,7 @@ class GRPOTrainer:
         reward = reward_fn or CorrectnessReward()
         self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
-        use_lean_lora(self.policy)
+        use_lean_layers(self.policy)
         use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.masters  # name → the fp32 tensor that is trained

@@ -172,7 +172,8 @@ def train(
     import datasets
     import transformers
 
-    from rlm.adapters import save_adapter, use_lean_lora
+    from rlm.adapters import save_adapter
+    from rlm.lean import use_lean_layers
     from rlm.machine import pick_device
     from rlm.models import base_hash, load_tokenizer
     from rlm.runs import RunDirectory, check_writable
@@ -193,7 +194,7 @@ def train(
     weights = base_hash(config.model)
     policy = start_policy(config, device, weights)
     if device.type == "cpu" and device.dtype.itemsize == 2 and not config.lora_dropout:
-        use_lean_lora(policy)  # PEFT's layers go to fp32 and back, a seventh of a step in bf16
+        use_lean_layers(policy)  # PEFT's layers go to fp32 and back, a seventh of a step in bf16
     announce(config, device, policy, len(problems), len(examples))
     started = time.monotonic()
     report = report_to(run, config, config.steps(len(examples)))

@@ -17,10 +17,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
@@ -184,34 +182,6 @@ def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
             down, up = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
             total = total + linear.scaling[adapter] * (up.float() @ down.float())
     return total.to(weight.dtype)
-
-
-def use_lean_lora(policy: PeftModel) -> None:
-    """Let the adapter be added inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
-
-    PEFT scales and adds in passes of their own over every layer's output, and once more in the
-    backward pass. The result is the same; it takes dropout 0, which eval mode guarantees. Layers
-    with more than plain LoRA stay as PEFT has them. Packed layers' products may not be changed in
-    place (autograd refuses it for 8 bits): there the sum is a new tensor.
-    """
-
-    def forward(self: LoraLayer, x: torch.Tensor) -> torch.Tensor:
-        result = self.base_layer(x)
-        if self.disable_adapters:
-            return result
-        rows = result.view(-1, result.shape[-1])
-        plain = type(self.get_base_layer()) is torch.nn.Linear
-        for adapter in self.active_adapters:
-            if adapter in self.lora_A:
-                down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                inner = F.linear(x.flatten(0, -2).to(down.dtype), down) * self.scaling[adapter]
-                factors = inner.to(rows.dtype), up.t().to(rows.dtype)
-                rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
-        return rows.view_as(result)
-
-    for module in lora_layers(policy):
-        if is_plain_lora(module):
-            module.forward = MethodType(forward, module)
 
 
 def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:

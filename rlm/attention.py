@@ -11,7 +11,10 @@ Letters: B sequences, S tokens, Q query heads per key-value head, H key-value he
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +23,29 @@ from transformers.masking_utils import eager_mask
 
 from rlm.config import UsageError
 
+if TYPE_CHECKING:
+    from rlm.sampling.native import Native
+
 ROWS = 128  # queries of a block
 NAME = "rlm_products"  # for transformers' `attn_implementation`
+NATIVE = "rlm_native"  # where an attention layer keeps what is compiled for it
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, native: Native | None = None
+) -> Tensor:
     """softmax(scale · q kᵀ + mask) v, softmax in fp32, with its gradients for q, k and v.
 
     Args:
         q: (B, H·Q, S, D).
         k: (B, H, S, D), and v.
         mask: (B or 1, 1, S, S) of the same type: 0, or its lowest number where nothing is seen.
+        native: what is compiled for these shapes, if anything is.
 
     Returns:
         (B, H·Q, S, D), laid out as (B, S, H·Q, D).
     """
-    return _Attend.apply(q, k, v, mask.expand(len(q), -1, -1, -1), scale)
+    return _Attend.apply(q, k, v, mask, scale, native)
 
 
 class _Attend(torch.autograd.Function):
@@ -47,72 +57,84 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         mask: Tensor,
         scale: float,
+        native: Native | None,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, mask)
-        ctx.scale, ctx.seen = scale, [_seen(part[0]) for part in mask]
+        ctx.save_for_backward(q, k, v)
+        ctx.scale, ctx.blocks, ctx.native = scale, _blocks(mask), native
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         for b, row in enumerate(out.transpose(1, 2)):
-            for rows, columns in ctx.seen[b]:
-                part = _Part(q[b], k[b], v[b], mask[b], scale, rows, columns)
-                row[:, rows] = (part.weights @ part.values).view(row[:, rows].shape)
+            for block in ctx.blocks[b % len(ctx.blocks)]:
+                part = _Part(q[b], k[b], v[b], scale, block, native)
+                mixed = part.weights @ part.values
+                row[:, block.rows] = mixed.view(row[:, block.rows].shape)
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, mask = ctx.saved_tensors
+        q, k, v = ctx.saved_tensors
         by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
         for b in range(len(q)):
             # A key's gradient is a sum over parts: in fp32, rounded once.
             wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
-            for rows, columns in ctx.seen[b]:
-                part = _Part(q[b], k[b], v[b], mask[b], ctx.scale, rows, columns)
-                slope = _by_head(by_out[b][:, rows], k[b])
-                wide_v.index_add_(1, columns, (part.weights.mT @ slope).float())
+            for block in ctx.blocks[b % len(ctx.blocks)]:
+                part = _Part(q[b], k[b], v[b], ctx.scale, block, ctx.native)
+                slope = _by_head(by_out[b][:, block.rows], k[b])
+                wide_v.index_add_(1, block.columns, (part.weights.mT @ slope).float())
                 by_weights = slope @ part.values.mT
                 by_scores = torch._softmax_backward_data(by_weights, part.weights, -1, q.dtype)
-                by_q[b][:, rows] = (
-                    (by_scores @ part.keys).mul_(ctx.scale).view(by_q[b][:, rows].shape)
-                )
-                wide_k.index_add_(1, columns, (by_scores.mT @ part.scaled).float())
+                part_of_q = by_q[b][:, block.rows]
+                part_of_q[:] = (by_scores @ part.keys).mul_(ctx.scale).view(part_of_q.shape)
+                wide_k.index_add_(1, block.columns, (by_scores.mT @ part.scaled).float())
             by_k[b], by_v[b] = wide_k, wide_v
-        return by_q, by_k, by_v, None, None
+        return by_q, by_k, by_v, None, None, None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some queries of a sequence, and the keys that any of them sees."""
+
+    rows: slice
+    columns: Tensor
+    mask: Tensor  # (rows, columns)
 
 
 class _Part:
-    """Attention of some queries of a sequence to the keys that any of them sees."""
+    """Attention of a block's queries to its keys."""
 
     def __init__(
         self,
         q: Tensor,  # (H·Q, S, D)
         k: Tensor,  # (H, S, D)
         v: Tensor,
-        mask: Tensor,  # (1, S, S)
         scale: float,
-        rows: slice,
-        columns: Tensor,
+        block: _Block,
+        native: Native | None,
     ) -> None:
-        self.scaled = _by_head(q[:, rows], k) * scale
-        self.keys, self.values = k.index_select(1, columns), v.index_select(1, columns)
+        self.scaled = _by_head(q[:, block.rows], k) * scale
+        self.keys, self.values = (part.index_select(1, block.columns) for part in (k, v))
         scores = self.scaled @ self.keys.mT
-        visible = mask[:, rows].index_select(2, columns)
-        scores.unflatten(1, (-1, visible.shape[1])).add_(visible)
-        self.weights = scores.softmax(-1)  # (H, Q·rows, columns); computed in fp32
+        if native:
+            self.weights = native.soften(scores, block.mask)
+        else:
+            scores.unflatten(1, (-1, len(block.mask))).add_(block.mask)
+            self.weights = scores.softmax(-1)  # (H, Q·rows, columns); computed in fp32
 
 
-def _seen(mask: Tensor) -> list[tuple[slice, Tensor]]:
-    """The queries of a sequence in blocks, and the keys that any of a block sees; mask (S, S)."""
+@functools.lru_cache(maxsize=1)
+def _blocks(mask: Tensor) -> list[list[_Block]]:
+    """Those of each sequence; of the latest mask they are kept, as all layers have the same one."""
     lowest = torch.finfo(mask.dtype).min
-    blocks = []
-    for start in range(0, len(mask), ROWS):
-        rows = slice(start, min(start + ROWS, len(mask)))
-        visible = mask[rows].amax(0) > lowest
-        columns = visible.nonzero()[:, 0]
-        if not len(columns):  # padding: what comes out is never read, but must be a number
-            columns = torch.zeros(1, dtype=torch.long)
-        blocks.append((rows, columns))
-    return blocks
+    found: list[list[_Block]] = [[] for _ in mask]
+    for blocks, visible in zip(found, mask[:, 0], strict=True):
+        for part in range(0, len(visible), ROWS):
+            rows = slice(part, min(part + ROWS, len(visible)))
+            columns = (visible[rows].amax(0) > lowest).nonzero()[:, 0]
+            if not len(columns):  # padding: what comes out is never read, but must be a number
+                columns = torch.zeros(1, dtype=torch.long)
+            blocks.append(_Block(rows, columns, visible[rows].index_select(1, columns)))
+    return found
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
@@ -134,7 +156,8 @@ def _for_transformers(
     if dropout or attention_mask is None:
         raise UsageError("this model's attention needs dropout, or no mask: use --attn eager")
     scale = plain_scale(query, scaling, options, "use --attn eager")
-    return attend(query, key, value, attention_mask, scale).transpose(1, 2), None
+    native = getattr(module, NATIVE, None)
+    return attend(query, key, value, attention_mask, scale, native).transpose(1, 2), None
 
 
 def plain_scale(

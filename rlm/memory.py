@@ -19,19 +19,17 @@ from rlm import attention, terminal
 from rlm.config import UsageError
 from rlm.grpo import Rollout
 from rlm.grpo_config import GRPOConfig
-from rlm.logprobs import LOGITS_CHUNK, split, token_logprobs
+from rlm.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
 from rlm.machine import available_memory
 from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.sampling.remote import RemoteSampler
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
-# thousand where it computes in bf16, some thousands a GPU.
-MICRO_BATCH_TOKENS = {torch.float32: 512, torch.bfloat16: 1024, "cuda": 8192}
+# thousand (and 128 for prompts) where it computes in bf16, some thousands a GPU.
+MICRO_BATCH_TOKENS = {torch.float32: 512, torch.bfloat16: 1152, "cuda": 8192}
 SMALLEST_MICRO_BATCH = 64
-# On a GPU logits in fp32 (and in 16 bits before that) and their exponentials are alive at once; a
-# CPU needs less (logprobs.WIDE_ROWS), by some dozens of megabytes.
-LOGITS_COPIES = 3
+LOGITS_COPIES = 3  # in fp32, of those that are scored at once: themselves and their exponentials
 # What `rlm.attention` holds of one sequence at a time: weights and scores, and their gradients.
 ATTENTION_COPIES = 4
 HEADROOM = 0.9  # of what is available
@@ -155,7 +153,9 @@ def _learning_bytes(
     by_products = model._attn_implementation == attention.NAME
     heads = model.num_attention_heads if by_products else 0
     tokens = max(tokens, longest_sequence)
-    logits = LOGITS_COPIES * min(tokens, LOGITS_CHUNK) * model.vocab_size * 4
+    scored = WIDE_ROWS if policy.device.type == "cpu" else LOGITS_CHUNK
+    bytes_each = LOGITS_CHUNK * policy.dtype.itemsize + LOGITS_COPIES * scored * 4
+    logits = model.vocab_size * bytes_each
     attending = ATTENTION_COPIES * heads * min(tokens, attention.ROWS) * tokens
     return tokens * per_token + logits + attending * policy.dtype.itemsize
 

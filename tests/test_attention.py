@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_model
+from conftest import native, tiny_model
 
 from rlm import attention
 from rlm.config import UsageError
@@ -27,12 +27,16 @@ def inputs(dtype, heads, shared):
 @pytest.mark.parametrize(("heads", "shared"), [(6, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 128])  # of a block: a last one of two, and all in one
-def test_attention_and_its_gradients_equal_torchs(heads, shared, dtype, rows, monkeypatch):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_attention_and_its_gradients_equal_torchs(
+    heads, shared, dtype, rows, is_compiled, monkeypatch
+):
     monkeypatch.setattr(attention, "ROWS", rows)
+    made = native(dtype) if is_compiled else None
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask = attention_mask(SEGMENTS, dtype)
-    out = attention.attend(*ours, mask, 0.3)
+    out = attention.attend(*ours, mask, 0.3, made)
     # Rows of padding see nothing: what comes out of them is never read, and must be finite.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
@@ -48,12 +52,23 @@ def test_attention_and_its_gradients_equal_torchs(heads, shared, dtype, rows, mo
 
 def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
     monkeypatch.setattr(attention, "ROWS", 3)
-    (mask, padded) = attention_mask(SEGMENTS, torch.bfloat16)[:, 0]
-    blocks = [(rows.start, rows.stop, keys.tolist()) for rows, keys in attention._seen(mask)]
+    mask = attention_mask(SEGMENTS, torch.bfloat16)
+    first, padded = attention._blocks(mask)
+    blocks = [(block.rows.start, block.rows.stop, block.columns.tolist()) for block in first]
     # The prompt alone; the first completion with the beginning of the second; the second.
     assert blocks == [(0, 3, [0, 1, 2]), (3, 6, [0, 1, 2, 3, 4, 5]), (6, 8, [0, 1, 2, 5, 6, 7])]
+    assert torch.equal(first[2].mask, mask[0, 0, 6:][:, [0, 1, 2, 5, 6, 7]])
     # Padding sees itself.
-    assert [keys.tolist() for _, keys in attention._seen(padded)][-1] == [6, 7]
+    assert padded[-1].columns.tolist() == [6, 7]
+
+
+def test_each_mask_has_its_own_blocks():
+    """They are kept for the layers of a pass; the next micro-batch must not get them."""
+    q, k, v = inputs(torch.float32, 4, 2)
+    masks = [attention_mask(segments, torch.float32) for segments in (SEGMENTS, SEGMENTS.flip(0))]
+    outs = [attention.attend(q, k, v, mask, 0.5) for mask in (*masks, masks[0])]
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1])
 
 
 def test_one_mask_may_serve_all_sequences():

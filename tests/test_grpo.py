@@ -2,13 +2,15 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import native, tiny_model
 
-from rlm.adapters import adapter_tensors, new_adapter, use_lean_lora
+from rlm import attention
+from rlm.adapters import adapter_tensors, new_adapter
 from rlm.algorithms import ALGORITHMS, soft_overlong
 from rlm.data import Problem
 from rlm.grpo import (
@@ -26,9 +28,10 @@ from rlm.grpo import (
     rollout_seeds,
     row_weights,
 )
+from rlm.lean import use_lean_layers
 from rlm.logprobs import attention_mask, score_tokens, split, token_logprobs
 from rlm.sampling import Completion, prompt_seed
-from rlm.sampling.native import compiled_for
+from rlm.sampling.native import Native, compiled_for
 from rlm.state import TrainedAdapter
 
 NAN = math.nan
@@ -521,9 +524,14 @@ def test_prompt_tokens_receive_exactly_zero_gradient(policy):
     assert not touched[: int((micro.segments == 0).sum()) - 1].any()
 
 
-def test_lean_lora_equals_pefts_own():
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     """Values and gradients, with an active adapter, another one, and none."""
-    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    calls, call = Counter(), Native._call
+    monkeypatch.setattr(Native, "_call", lambda *args: (calls.update([args[1]]), call(*args))[1])
+    model = tiny_model(family)
+    model.set_attn_implementation(attention.NAME)
+    policy = new_adapter(model, r=4, alpha=8).eval()
     policy.add_adapter("reference", policy.peft_config["default"])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -548,11 +556,18 @@ def test_lean_lora_equals_pefts_own():
         return found
 
     expected = outcome()
-    use_lean_lora(policy)
+    assert not calls
+    use_lean_layers(policy)
     got = outcome()
+    if compiled_for(policy):  # every one in 2 layers, 3 passes forward and 2 backward
+        norms = 2 * (4 if family == "qwen3" else 2) + 1
+        first = 2  # nothing before the first norm is trained
+        assert (calls["norm"], calls["norm_back"]) == (3 * norms, 2 * norms - first)
+        assert (calls["gating"], calls["gating_back"]) == (3 * 2, 2 * 2)
+        assert calls["soften"] == (3 + 2) * 2 * len(micro.input_ids)  # made again to go back
     assert len(expected) == len(got) == 2 * (1 + 2 * 7 * 2) + 1
     for left, right in zip(expected, got, strict=True):
-        assert torch.allclose(left, right, atol=1e-5, rtol=1e-4)
+        assert (left - right).abs().max() < 1e-5 * max(1, left.abs().max())
 
 
 @pytest.mark.parametrize("with_native", [False, True])

@@ -160,6 +160,56 @@ def test_scores_and_their_derivatives_are_those_of_the_softmax(
     assert ((logits.double() - slopes).abs() <= 0.6 * eps * slopes.abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 65])
+def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, threads):
+    torch.manual_seed(0)
+    made = native(dtype)
+    x, weight, slope = (torch.randn(*shape, 577) for shape in ((rows,), (), (rows,)))
+    x, weight, slope = (3 * x).to(dtype), weight.to(dtype), slope.to(dtype)
+    exact = x.double().requires_grad_()
+    wanted = weight.double() * exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    close(made.norm(x, weight, 1e-5), wanted.detach())
+    (by_x,) = torch.autograd.grad(wanted, exact, slope.double())
+    close(made.norm_back(x, weight, 1e-5, slope), by_x)
+
+    gate, up = (10 * torch.randn(rows, 577)).to(dtype), x
+    exact = [part.double().requires_grad_() for part in (gate, up)]
+    wanted = torch.nn.functional.silu(exact[0]) * exact[1]
+    close(made.gating(gate, up), wanted.detach())
+    for found, by in zip(
+        made.gating_back(gate, up, slope),
+        torch.autograd.grad(wanted, exact, slope.double()),
+        strict=True,
+    ):
+        close(found, by)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 300])
+def test_the_softmax_of_attention_is_that_of_torch(columns, dtype, threads):
+    torch.manual_seed(0)
+    scores = (10 * torch.randn(3, 2 * 5, columns)).to(dtype)
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(5, columns, dtype=dtype).masked_fill_(torch.rand(5, columns) < 0.5, lowest)
+    mask[0] = lowest  # padding sees nothing; what comes out must be a number
+    added = scores.view(3, 2, 5, columns).double() + mask.double()
+    wanted = added.softmax(-1).view(scores.shape)
+    found = native(dtype).soften(scores, mask)
+    assert found.data_ptr() == scores.data_ptr()
+    close(found.view(3, 2, 5, columns)[:, :, 1:], wanted.view(3, 2, 5, columns)[:, :, 1:])
+    assert found.isfinite().all()
+
+
+def test_passes_of_the_learning_pass_let_through_what_is_not_a_number():
+    made, x, weight = native(torch.float32), torch.ones(3, 8), torch.ones(8)
+    x[1, 2] = torch.nan
+    assert made.norm(x, weight, 1e-5).isnan().any(1).tolist() == [False, True, False]
+    assert made.norm_back(x, weight, 1e-5, x).isnan().any(1).tolist() == [False, True, False]
+    assert made.gating(x, x).isnan().any(1).tolist() == [False, True, False]
+    assert made.soften(x, torch.zeros(3, 8)).isnan().any(1).tolist() == [False, True, False]
+
+
 def test_scores_of_what_is_not_a_number_are_none():
     logits = torch.zeros(3, 300)
     logits[1, 7] = torch.nan

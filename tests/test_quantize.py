@@ -18,9 +18,10 @@ import evaluate
 import inference
 import train_grpo
 import train_sft
-from rlm.adapters import merged_weight, new_adapter, use_lean_lora
+from rlm.adapters import merged_weight, new_adapter
 from rlm.config import UsageError, parse
 from rlm.grpo_config import GRPOConfig
+from rlm.lean import use_lean_layers
 from rlm.models import load_base
 from rlm.quantize import QUANTIZATIONS, unpacked
 from rlm.sampling import Sampler, SamplingParams
@@ -158,7 +159,7 @@ def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
     for lean in (False, True):
         policy = with_adapter(model_dir, quantize)
         if lean:
-            use_lean_lora(policy)
+            use_lean_layers(policy)
         policy(input_ids=ids, labels=ids).loss.backward()
         gradients.append({n: p.grad for n, p in policy.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():

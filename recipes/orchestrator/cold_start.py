@@ -23,6 +23,7 @@ from rlm import adapters, machine, models, terminal
 from rlm.config import to_dict
 from rlm.data import Problem
 from rlm.grpo import Rollout
+from rlm.lean import use_lean_layers
 from rlm.logprobs import split, token_logprobs
 from rlm.memory import micro_batch_tokens
 from rlm.prompts import encode_text, end_of_turn_id
@@ -88,7 +89,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     base = models.load_base(config.model, device, quantize=config.quantize, attn="auto")
     torch.manual_seed(config.seed)  # of the new adapter's matrices
     policy = adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
-    adapters.use_lean_lora(policy)
+    use_lean_layers(policy)
     adapters.use_checkpointing(policy, config.checkpointing)
     trained = TrainedAdapter(policy)
     masters = list(trained.masters.values())

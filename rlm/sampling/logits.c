@@ -5,8 +5,6 @@
 
 enum { DRAWN = 256 }; /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
 
-static const float NOTHING = -150; /* 2 to this is 0 in fp32 */
-
 static float highest(const number *from, int64_t n) {
     float most = widened(from[0]);
 #pragma omp simd reduction(max : most)

@@ -1,10 +1,10 @@
-"""What is compiled for this CPU: what stands between the products of a decoding step (decode.c),
-the drawing and scoring of tokens (logits.c), and the products where the CPU multiplies pairs of
-bf16 numbers (products.c).
+"""What is compiled for this CPU: what stands between the products of a decoding step (decode.c)
+and of the learning pass (learn.c), the drawing and scoring of tokens (logits.c), and the decoding
+step's products where the CPU multiplies pairs of bf16 numbers (products.c).
 
 A process compiles them when it first wants them, which takes a C compiler and a second. Without
-one, torch does the same in many small passes (cache.py, draw.py, rlm/logprobs.py) and oneDNN the
-products (products.py): equal up to rounding, and slower.
+one, torch does the same in many small passes (cache.py, draw.py, rlm/logprobs.py, rlm/attention.py)
+and oneDNN the products (products.py): equal up to rounding, and slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from rlm.models import head_width, key_value_heads
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decode.c", "logits.c", "products.c")]
+NAMES = ("decode.c", "learn.c", "logits.c", "products.c")
+SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
@@ -51,6 +52,11 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _THREADS),
         *(_POINTER, _POINTER, _THREADS),
     ),
+    "norm": (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
+    "norm_back": (*[_POINTER] * 4, _INTEGER, _INTEGER, _FLOAT, _THREADS),
+    "gating": (_POINTER, _POINTER, _POINTER, _INTEGER, _THREADS),
+    "gating_back": (*[_POINTER] * 5, _INTEGER, _THREADS),
+    "soften": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _THREADS),
     "multiply": (_POINTER, _THREADS),
 }
 
@@ -311,6 +317,45 @@ class Native:
             *(logprobs.data_ptr(), entropy.data_ptr(), torch.get_num_threads()),
         )
         return logprobs, entropy
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """weight · x / rms(x) of each row of (rows, width)."""
+        out = torch.empty_like(x)
+        self._call("norm", x, weight, out, *x.shape, epsilon)
+        return out
+
+    def norm_back(self, x: Tensor, weight: Tensor, epsilon: float, by_out: Tensor) -> Tensor:
+        """The gradient of `norm` by x, from the one by what it gave."""
+        by_x = torch.empty_like(x)
+        self._call("norm_back", x, weight, by_out, by_x, *x.shape, epsilon)
+        return by_x
+
+    def gating(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up, elementwise."""
+        out = torch.empty_like(gate)
+        self._call("gating", gate, up, out, gate.numel())
+        return out
+
+    def gating_back(self, gate: Tensor, up: Tensor, by_out: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of `gating` by gate and up, from the one by what it gave."""
+        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
+        self._call("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
+        return by_gate, by_up
+
+    def soften(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
+        rows, columns = mask.shape
+        if self._call("soften", scores, mask, scores.numel() // mask.numel(), rows, columns):
+            raise MemoryError("no memory for a row of attention")
+        return scores
+
+    def _call(self, name: str, *values: Tensor | float) -> int | None:
+        """A function of learn.c: contiguous tensors of this number type, then numbers."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
+        numbers = values[len(tensors) :]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return getattr(self._library, name)(*addresses, *numbers, torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:

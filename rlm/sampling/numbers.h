@@ -30,6 +30,8 @@ static inline float widened(number x) { return x; }
 static inline number rounded(float x) { return x; }
 #endif
 
+static const float NOTHING = -150; /* 2 to this is 0 in fp32 */
+
 /* 2^x for x <= 0, to 2e-7 of it: the nearest whole number's power, and a series for the rest. */
 static inline float power_of_two(float x) {
     int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;

@@ -1,0 +1,121 @@
+"""The policy's layers as the learning pass computes them: fewer passes over the activations than
+transformers and PEFT make, and less kept for the backward pass. The results are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlm import attention
+from rlm.adapters import is_plain_lora, lora_layers
+from rlm.models import decoder_and_head
+from rlm.sampling.native import Native, compiled_for
+from rlm.sampling.weights import FUSED_FAMILIES
+
+
+def use_lean_layers(policy: PreTrainedModel) -> None:
+    """Let the policy compute with lean adapters and, where they can be compiled, lean norms and
+    gating. It takes frozen norms and a LoRA dropout of 0, which eval mode guarantees."""
+    for module in lora_layers(policy):
+        if is_plain_lora(module):
+            module.forward = MethodType(_lora, module)
+    native = compiled_for(policy)
+    if native is None:
+        return
+    decoder, _ = decoder_and_head(policy)
+    if decoder.config.model_type not in FUSED_FAMILIES:
+        return
+    for module in decoder.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = MethodType(_norm(native), module)
+        elif hasattr(module, "q_proj"):
+            setattr(module, attention.NATIVE, native)
+        elif hasattr(module, "gate_proj") and decoder.config.hidden_act == "silu":
+            module.forward = MethodType(_gated(native), module)
+
+
+def _lora(self: nn.Module, x: Tensor) -> Tensor:
+    """The adapter added inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
+
+    PEFT scales and adds in passes of their own over every layer's output, and once more in the
+    backward pass. Packed layers' products may not be changed in place (autograd refuses it for 8
+    bits): there the sum is a new tensor.
+    """
+    result = self.base_layer(x)
+    if self.disable_adapters:
+        return result
+    rows = result.view(-1, result.shape[-1])
+    plain = type(self.get_base_layer()) is nn.Linear
+    for adapter in self.active_adapters:
+        if adapter in self.lora_A:
+            down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+            inner = F.linear(x.flatten(0, -2).to(down.dtype), down) * self.scaling[adapter]
+            factors = inner.to(rows.dtype), up.t().to(rows.dtype)
+            rows = rows.addmm_(*factors) if plain else rows.addmm(*factors)
+    return rows.view_as(result)
+
+
+def _norm(native: Native) -> Callable[[nn.Module, Tensor], Tensor]:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return _Norm.apply(x, self.weight, self.variance_epsilon, native)
+
+    return forward
+
+
+def _gated(native: Native) -> Callable[[nn.Module, Tensor], Tensor]:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), native))
+
+    return forward
+
+
+class _Norm(torch.autograd.Function):
+    """weight · x / rms(x) over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
+
+    Keeps x, where transformers keeps it in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        weight: Tensor,  # frozen
+        epsilon: float,
+        native: Native,
+    ) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon, ctx.native = epsilon, native
+        return native.norm(x.flatten(0, -2), weight, epsilon).view_as(x)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
+        by_x = ctx.native.norm_back(rows, weight, ctx.epsilon, by_rows)
+        return by_x.view_as(x), None, None, None
+
+
+class _Gating(torch.autograd.Function):
+    """silu(gate) · up. Keeps both, where transformers keeps silu(gate) as well."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, gate: Tensor, up: Tensor, native: Native
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.native = native
+        return native.gating(gate, up)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        return *ctx.native.gating_back(*ctx.saved_tensors, by_out.contiguous()), None

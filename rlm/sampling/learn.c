@@ -1,0 +1,97 @@
+/* What stands between the products of a learning pass: norms, gating and the softmax of attention,
+ * and the gradients of the first two. What they need of the forward pass is made again.
+ */
+#include "numbers.h"
+
+/* 1 / rms of a row. */
+static float root(const number *x, int64_t width, float epsilon) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) sum += widened(x[i]) * widened(x[i]);
+    return 1 / sqrtf(sum / width + epsilon);
+}
+
+/* out = weight · x / rms(x), each (rows, width). As in transformers, the quotient is rounded too. */
+void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
+          float epsilon, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = x + row * width;
+        number *to = out + row * width;
+        float factor = root(from, width, epsilon);
+        for (int64_t i = 0; i < width; i++)
+            to[i] = rounded(widened(weight[i]) * widened(rounded(widened(from[i]) * factor)));
+    }
+}
+
+/* The gradient by x, from the one by out: with f = 1 / rms(x) and g = weight · by_out,
+ * f (g - x f^2 mean(g x)). */
+void norm_back(const number *x, const number *weight, const number *by_out, number *by_x,
+               int64_t rows, int64_t width, float epsilon, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = x + row * width, *by = by_out + row * width;
+        number *to = by_x + row * width;
+        float factor = root(from, width, epsilon), along = 0;
+#pragma omp simd reduction(+ : along)
+        for (int64_t i = 0; i < width; i++)
+            along += widened(weight[i]) * widened(by[i]) * widened(from[i]);
+        float share = along / width * factor * factor;
+        for (int64_t i = 0; i < width; i++)
+            to[i] = rounded(factor * (widened(weight[i]) * widened(by[i]) - widened(from[i]) * share));
+    }
+}
+
+/* out = silu(gate) · up. */
+void gating(const number *gate, const number *up, number *out, int64_t n, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < n; i++)
+        out[i] = rounded(widened(rounded(silu_of(widened(gate[i])))) * widened(up[i]));
+}
+
+/* The gradients by gate and up: with s the logistic function of the gate,
+ * silu' = s + silu (1 - s). */
+void gating_back(const number *gate, const number *up, const number *by_out, number *by_gate,
+                 number *by_up, int64_t n, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < n; i++) {
+        float g = widened(gate[i]), by = widened(by_out[i]);
+        float power = power_of_two(-fabsf(g) * LOG2_E), s = (g < 0 ? power : 1) / (1 + power);
+        by_gate[i] = rounded(by * widened(up[i]) * (s + g * s * (1 - s)));
+        by_up[i] = rounded(by * g * s);
+    }
+}
+
+/* softmax(scores + mask) of each row, in place: scores (heads · rows, columns), mask (rows,
+ * columns). Returns 1 if there is no memory for a row of exponentials. */
+int soften(number *scores, const number *mask, int64_t heads, int64_t rows, int64_t columns,
+           int threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        float *powers = malloc(columns * sizeof *powers);
+        failed = !powers;
+#pragma omp for schedule(static)
+        for (int64_t turn = 0; turn < heads * rows; turn++) {
+            if (!powers) continue;
+            number *row = scores + turn * columns;
+            const number *added = mask + turn % rows * columns;
+            float most = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : most)
+            for (int64_t i = 0; i < columns; i++) {
+                powers[i] = widened(row[i]) + widened(added[i]);
+                most = powers[i] > most ? powers[i] : most;
+            }
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < columns; i++) {
+                float exponent = (powers[i] - most) * LOG2_E;
+                powers[i] = power_of_two(exponent < NOTHING ? NOTHING : exponent);
+                sum += powers[i];
+            }
+            float share = 1 / sum;
+            for (int64_t i = 0; i < columns; i++) row[i] = rounded(powers[i] * share);
+        }
+        free(powers);
+    }
+    return failed;
+}
