@@ -193,8 +193,8 @@ def train(
     transformers.set_seed(config.seed)
     weights = base_hash(config.model)
     policy = start_policy(config, device, weights)
-    if device.type == "cpu" and device.dtype.itemsize == 2 and not config.lora_dropout:
-        use_lean_layers(policy)  # PEFT's layers go to fp32 and back, a seventh of a step in bf16
+    if device.type == "cpu" and not config.lora_dropout:
+        use_lean_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     announce(config, device, policy, len(problems), len(examples))
     started = time.monotonic()
     report = report_to(run, config, config.steps(len(examples)))
