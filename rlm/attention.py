@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 ROWS = 128  # queries of a block
 NAME = "rlm_products"  # for transformers' `attn_implementation`
-NATIVE = "rlm_native"  # where an attention layer keeps what is compiled for it
 
 
 def attend(
@@ -156,8 +155,7 @@ def _for_transformers(
     if dropout or attention_mask is None:
         raise UsageError("this model's attention needs dropout, or no mask: use --attn eager")
     scale = plain_scale(query, scaling, options, "use --attn eager")
-    native = getattr(module, NATIVE, None)
-    return attend(query, key, value, attention_mask, scale, native).transpose(1, 2), None
+    return attend(query, key, value, attention_mask, scale).transpose(1, 2), None
 
 
 def plain_scale(

@@ -19,8 +19,8 @@ from rlm.sampling.weights import FUSED_FAMILIES
 
 
 def use_lean_layers(policy: PreTrainedModel) -> None:
-    """Let the policy compute with lean adapters and, where they can be compiled, lean norms and
-    gating. It takes frozen norms and a LoRA dropout of 0, which eval mode guarantees."""
+    """Let the policy compute with lean adapters and, where they can be compiled, lean norms,
+    gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
     for module in lora_layers(policy):
         if is_plain_lora(module):
             module.forward = MethodType(_lora, module)
@@ -34,7 +34,7 @@ def use_lean_layers(policy: PreTrainedModel) -> None:
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(_norm(native), module)
         elif hasattr(module, "q_proj"):
-            setattr(module, attention.NATIVE, native)
+            module.forward = MethodType(_attention(native), module)
         elif hasattr(module, "gate_proj") and decoder.config.hidden_act == "silu":
             module.forward = MethodType(_gated(native), module)
 
@@ -72,6 +72,68 @@ def _gated(native: Native) -> Callable[[nn.Module, Tensor], Tensor]:
         return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), native))
 
     return forward
+
+
+def _attention(native: Native) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: object = None,
+        **options: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        if (
+            self.config._attn_implementation != attention.NAME  # such as the sampler's
+            or attention_mask is None
+            or past_key_values is not None
+            or (self.training and self.attention_dropout)
+        ):
+            return type(self).forward(
+                self, hidden_states, position_embeddings, attention_mask, past_key_values, **options
+            )
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            projection(hidden_states).view(shape)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):  # Qwen3 normalises each head's
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (_Rotation.apply(x, *position_embeddings, native) for x in (q, k))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = attention.attend(q, k, v, attention_mask, self.scaling, native)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+    return forward
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary position embedding (Su et al., arXiv 2104.09864); its gradient is rotated back."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,  # (B, S, heads, D)
+        cos: Tensor,  # (B or 1, S, D)
+        sin: Tensor,
+        native: Native,
+    ) -> Tensor:
+        cos, sin = (part.expand(len(x), -1, -1).flatten(0, 1) for part in (cos, sin))
+        ctx.save_for_backward(cos, sin)
+        ctx.native = native
+        return native.rotate(_rows(x), cos, sin).view_as(x)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return ctx.native.rotate(_rows(by_out), cos, -sin).view_as(by_out), None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, S, heads, D) → a copy, (B·S, heads, D)."""
+    return x.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 class _Norm(torch.autograd.Function):
