@@ -34,8 +34,9 @@ LOGITS_COPIES = 3  # in fp32, of those that are scored at once: themselves and t
 ATTENTION_COPIES = 4
 HEADROOM = 0.9  # of what is available
 # What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
-# freed memory that the allocator cannot give back. 0.3 to 0.5 GB were seen (docs/log.md).
-KEPT_BY_LIBRARIES = {"cpu": 3 * 2**27, "cuda": 0}
+# holes between what is kept for the backward pass, which glibc hardly fills again (docs/log.md).
+CODE = {"cpu": 3 * 2**26, "cuda": 0}
+HOLES = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class MemoryPlan:
     sampling: int  # the sampler's copy of the weights, keys and values
     optimizer: int  # gradients, two moments, the best adapter so far
     learning: int  # what a micro-batch keeps for its backward pass, and its logits
-    kept: int  # by libraries and the allocator, of what they no longer need
+    kept: int  # by libraries and the allocator, of what nobody needs any longer
     available: int  # beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
 
@@ -107,18 +108,18 @@ def plan_memory(
     learning = partial(
         _learning_bytes, policy, activation_bytes(policy), config.checkpointing, longest_sequence
     )
-    tokens, kept = config.train_batch_tokens, KEPT_BY_LIBRARIES.get(device, 0)
+    tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
     if tokens is None:
         tokens = micro_batch_tokens(policy)
-        room = HEADROOM * available - optimizer - kept
-        while tokens > SMALLEST_MICRO_BATCH and learning(tokens) > room:
+        room = HEADROOM * available - optimizer - code
+        while tokens > SMALLEST_MICRO_BATCH and (1 + holes) * learning(tokens) > room:
             tokens //= 2
     plan = MemoryPlan(
         loaded=_loaded(device),
         sampling=sampling,
         optimizer=optimizer,
         learning=learning(tokens),
-        kept=kept,
+        kept=code + int(holes * learning(tokens)),
         available=available,
         train_batch_tokens=tokens,
     )

@@ -726,7 +726,7 @@ def test_a_finished_run_is_opened_in_three_states(finished):
     assert isinstance(opened.runner.agents, LocalAgents)
     (written,) = opened.write(["1 + 2?"])
     assert isinstance(written.graph, Graph)
-    assert len(written.completion.logprobs) == len(written.completion.token_ids) == 6
+    assert len(written.completion.logprobs) == len(written.completion.token_ids) > 0
 
 
 # --- the published Python block -----------------------------------------------------------------
