@@ -1,4 +1,4 @@
-/* The number type of decode.c and products.c, and the exponential that both need.
+/* The number type of all that is compiled, and the exponential that it needs.
  *
  * Numbers are fp32, or bf16 with -DBF16; everything is computed in fp32 and rounded once.
  */
