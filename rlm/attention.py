@@ -123,7 +123,8 @@ class _Part:
 
 @functools.lru_cache(maxsize=1)
 def _blocks(mask: Tensor) -> list[list[_Block]]:
-    """Those of each sequence; of the latest mask they are kept, as all layers have the same one."""
+    """Those of each sequence. Of the latest mask they are kept: all layers attend by the same
+    tensor, which is what it is looked up by."""
     lowest = torch.finfo(mask.dtype).min
     found: list[list[_Block]] = [[] for _ in mask]
     for blocks, visible in zip(found, mask[:, 0], strict=True):

@@ -27,10 +27,11 @@ from rlm.sampling.remote import RemoteSampler
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
 # thousand (and 128 for prompts) where it computes in bf16, some thousands a GPU.
+# By number type on a CPU, else by device.
 MICRO_BATCH_TOKENS = {torch.float32: 512, torch.bfloat16: 1152, "cuda": 8192}
 SMALLEST_MICRO_BATCH = 64
 LOGITS_COPIES = 3  # in fp32, of those that are scored at once: themselves and their exponentials
-# What `rlm.attention` holds of one sequence at a time: weights and scores, and their gradients.
+# What `rlm.attention` holds of a block of queries at a time: weights and scores, their gradients.
 ATTENTION_COPIES = 4
 HEADROOM = 0.9  # of what is available
 # What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
@@ -113,7 +114,7 @@ def plan_memory(
         tokens = micro_batch_tokens(policy)
         room = HEADROOM * available - optimizer - code
         while tokens > SMALLEST_MICRO_BATCH and (1 + holes) * learning(tokens) > room:
-            tokens //= 2
+            tokens = max(tokens // 2, SMALLEST_MICRO_BATCH)
     plan = MemoryPlan(
         loaded=_loaded(device),
         sampling=sampling,

@@ -215,10 +215,7 @@ void unit(const number *x, number *out, int64_t rows, int64_t width, float epsil
 #pragma omp parallel for num_threads(threads) if (rows * width >= WORTH_THREADS)
     for (int64_t row = 0; row < rows; row++) {
         const number *from = x + row * width;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < width; i++) sum += widened(from[i]) * widened(from[i]);
-        float factor = 1 / sqrtf(sum / width + epsilon);
+        float factor = inverse_rms(from, width, epsilon);
         number *to = out + row * width;
         for (int64_t i = 0; i < width; i++) to[i] = rounded(widened(from[i]) * factor);
     }

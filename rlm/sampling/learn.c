@@ -3,14 +3,6 @@
  */
 #include "numbers.h"
 
-/* 1 / rms of a row. */
-static float root(const number *x, int64_t width, float epsilon) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) sum += widened(x[i]) * widened(x[i]);
-    return 1 / sqrtf(sum / width + epsilon);
-}
-
 /* out = weight · x / rms(x), each (rows, width). As in transformers, the quotient is rounded too. */
 void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
           float epsilon, int threads) {
@@ -18,7 +10,7 @@ void norm(const number *x, const number *weight, number *out, int64_t rows, int6
     for (int64_t row = 0; row < rows; row++) {
         const number *from = x + row * width;
         number *to = out + row * width;
-        float factor = root(from, width, epsilon);
+        float factor = inverse_rms(from, width, epsilon);
         for (int64_t i = 0; i < width; i++)
             to[i] = rounded(widened(weight[i]) * widened(rounded(widened(from[i]) * factor)));
     }
@@ -32,7 +24,7 @@ void norm_back(const number *x, const number *weight, const number *by_out, numb
     for (int64_t row = 0; row < rows; row++) {
         const number *from = x + row * width, *by = by_out + row * width;
         number *to = by_x + row * width;
-        float factor = root(from, width, epsilon), along = 0;
+        float factor = inverse_rms(from, width, epsilon), along = 0;
 #pragma omp simd reduction(+ : along)
         for (int64_t i = 0; i < width; i++)
             along += widened(weight[i]) * widened(by[i]) * widened(from[i]);

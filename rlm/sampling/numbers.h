@@ -1,4 +1,4 @@
-/* The number type of all that is compiled, and the exponential that it needs.
+/* The number type of all that is compiled, and the functions that several files need.
  *
  * Numbers are fp32, or bf16 with -DBF16; everything is computed in fp32 and rounded once.
  */
@@ -48,4 +48,12 @@ static inline float power_of_two(float x) {
 static inline float silu_of(float x) {
     float power = power_of_two(-fabsf(x) * LOG2_E);
     return x * (x < 0 ? power : 1) / (1 + power);
+}
+
+/* 1 / rms(x). */
+static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) sum += widened(x[i]) * widened(x[i]);
+    return 1 / sqrtf(sum / width + epsilon);
 }

@@ -133,13 +133,8 @@ void multiply(const product *p, int threads) {
     {
         if (p->normed)
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < p->rows; row++) {
-                const number *x = p->x + row * p->inputs;
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = 0; i < p->inputs; i++) sum += widened(x[i]) * widened(x[i]);
-                factors[row] = 1 / sqrtf(sum / p->inputs + p->epsilon);
-            }
+            for (int64_t row = 0; row < p->rows; row++)
+                factors[row] = inverse_rms(p->x + row * p->inputs, p->inputs, p->epsilon);
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < blocks * parts; task++) {
             int64_t part = task % parts, next = (task + 1) / parts;
