@@ -163,7 +163,9 @@ def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
         policy(input_ids=ids, labels=ids).loss.backward()
         gradients.append({n: p.grad for n, p in policy.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():
-        assert torch.allclose(gradient, gradients[1][name], rtol=1e-3, atol=1e-5), name
+        error = (gradient - gradients[1][name]).norm() / gradient.norm()
+        # 8-bit products round their input, so a last digit before them may be a step of 1 in 127.
+        assert error < {"none": 1e-5, "4bit": 1e-5, "8bit": 0.03}[quantize], name
 
 
 @pytest.mark.parametrize("quantize", FIRST)

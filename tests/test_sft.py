@@ -143,7 +143,7 @@ def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypa
     monkeypatch.setattr(rlm.sft, "score_tokens", watched)
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr("rlm.machine.pick_device", lambda dtype=dtype: Device("cpu", dtype, ""))
-        assert sft("--epochs", 8, "--learning-rate", 3e-2) == 0
+        assert sft("--epochs", 4, "--learning-rate", 3e-2) == 0
         assert set(seen) == {(dtype, False)}
         seen.clear()
         saved = load_file(tmp_path / "sft" / "adapter_model.safetensors")
