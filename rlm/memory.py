@@ -27,8 +27,8 @@ from rlm.sampling.remote import RemoteSampler
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
 # thousand (and 128 for prompts) where it computes in bf16, some thousands a GPU.
-# By number type on a CPU, else by device.
-MICRO_BATCH_TOKENS = {torch.float32: 512, torch.bfloat16: 1152, "cuda": 8192}
+CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}  # tokens
+GPU_MICRO_BATCH = 8192
 SMALLEST_MICRO_BATCH = 64
 LOGITS_COPIES = 3  # in fp32, of those that are scored at once: themselves and their exponentials
 # What `rlm.attention` holds of a block of queries at a time: weights and scores, their gradients.
@@ -134,8 +134,9 @@ def plan_memory(
 
 def micro_batch_tokens(model: PreTrainedModel) -> int:
     """Padded tokens in a micro-batch, where memory allows it."""
-    kind = model.dtype if model.device.type == "cpu" else model.device.type
-    return MICRO_BATCH_TOKENS.get(kind, min(MICRO_BATCH_TOKENS.values()))
+    if model.device.type == "cuda":
+        return GPU_MICRO_BATCH
+    return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
 
 
 def _learning_bytes(

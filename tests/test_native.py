@@ -271,6 +271,6 @@ def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
     native(torch.float32, 2, 8)
     model = tiny_model()
     sampler = Sampler(model, tokenizer)
-    assert sampler.path.endswith("attention compiled")
+    assert sampler.path.endswith("passes between products compiled")
     monkeypatch.setattr(engine.Cache, "_decode_by_products", None)
     sampler.sample([[1, 2]], 2, SamplingParams(5), [0])

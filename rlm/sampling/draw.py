@@ -6,14 +6,17 @@ Letters: N rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rlm.config import UsageError
-from rlm.sampling.native import Native
 from rlm.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from rlm.sampling.native import Native
 
 BLOCK = 256  # tokens; blocks and tokens of a block are then about equally many
 COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway

@@ -448,6 +448,6 @@ def _choose_weights(
 def _choose_passes(model: PreTrainedModel) -> tuple[Native | None, str]:
     """What stands between the products, compiled if it can be; and words that say which."""
     try:
-        return compile_for(model), "attention compiled"
+        return compile_for(model), "passes between products compiled"
     except Unavailable as reason:
-        return None, f"attention by products, not compiled: {reason}"
+        return None, f"passes between products not compiled: {reason}"

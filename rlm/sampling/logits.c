@@ -3,7 +3,9 @@
  */
 #include "numbers.h"
 
-enum { DRAWN = 256 }; /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
+#ifndef DRAWN /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
+#error "-DDRAWN is missing"
+#endif
 
 static float highest(const number *from, int64_t n) {
     float most = widened(from[0]);

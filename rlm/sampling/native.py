@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm.models import head_width, key_value_heads
+from rlm.sampling.draw import BLOCK
 
 NAMES = ("decode.c", "learn.c", "logits.c", "products.c")
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
@@ -133,7 +134,7 @@ def _build(dtype: torch.dtype, queries: int, width: int) -> Native | str:
     """The code, or why there is none: tried once in a process."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"no code for {str(dtype).removeprefix('torch.')}"
-    shape = [f"-DQUERIES={queries}", f"-DWIDTH={width}"]
+    shape = [f"-DQUERIES={queries}", f"-DWIDTH={width}", f"-DDRAWN={BLOCK}"]
     shape += ["-DBF16"] if dtype == torch.bfloat16 else []
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory() as scratch:
