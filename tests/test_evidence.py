@@ -830,6 +830,36 @@ def test_seconds_of_two_machines_are_not_compared(finished, page, tmp_path):
         assert text not in page
 
 
+def test_grids_in_folders_of_the_docs_stand_beside_this_one(finished, page, tmp_path):
+    """A longer one, in which GRPO's answers are all right and its start's are all wrong."""
+    docs = tmp_path / "docs"
+    shutil.copytree(finished.docs / "evidence", docs / "evidence")
+    (docs / "demo").mkdir()  # no grid
+    for name, bit in (("sft-s0", "0"), ("grpo-s0", "1")):
+        cell = json.loads((finished.docs / "evidence" / f"{name}.json").read_text())
+        cell["settings"]["steps"] = 60
+        cell["training"]["samples"] = 7680
+        for test in cell["tests"].values():
+            test["greedy"]["strict"] = bit * len(test["problems"])
+        file = docs / "longer" / "evidence" / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(cell))
+    (docs / "conclusions.md").write_text("## What is concluded\n\nNothing yet.\n")
+    report.write_report(replace(finished, grid=tmp_path / "none", docs=docs))
+    other = (docs / "README.md").read_text()
+    assert "## What is concluded\n\nNothing yet.\n\n## All arms" in other
+    section = other.partition("## Longer runs")[2].partition("\n## ")[0]
+    here, longer = (line.split(" | ") for line in section.splitlines()[6:8])
+    size = finished.batch_size * finished.group_size
+    assert here[:2] == ["| here", "word-problems"]
+    assert here[2] == f"{finished.steps} × {size}, rate {finished.learning_rate:g}"
+    assert longer[0] == "| [longer](longer/README.md)"
+    assert longer[2] == f"60 × {size}, rate {finished.learning_rate:g}"
+    assert longer[5:] == ["+100.0 (+100.0 to +100.0)", "–", "– |"]
+    assert (docs / "longer_runs.png").stat().st_size > 5000
+    assert "Longer runs" not in page
+
+
 def test_a_report_of_nothing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no cell is done"):
         report.write_report(EvidenceConfig(grid=tmp_path / "a", docs=tmp_path / "b"))

@@ -8,7 +8,7 @@ rule: above zero, below zero (with few seeds: for these alone), or zero lies ins
 
 from __future__ import annotations
 
-from benchmarks.evidence import scrutiny, sections
+from benchmarks.evidence import across, scrutiny, sections
 from benchmarks.evidence.plan import EvidenceConfig
 from benchmarks.evidence.results import collect, load_results, pooled_sets
 from rlm import terminal
@@ -27,8 +27,10 @@ def write_report(config: EvidenceConfig) -> None:
     sets = pooled_sets(results)
     parts = [
         sections.head(results),
+        sections.concluded(config.docs),
         sections.summary(results, sets),
         sections.leads(results, sets),
+        across.longer_runs(results, config.docs),
         sections.controls(results, sets),
         sections.by_set(results, sets),
         sections.passes(results, sets, config.docs),

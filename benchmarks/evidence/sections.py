@@ -58,6 +58,12 @@ def head(results: Results) -> list[str]:
     ]
 
 
+def concluded(docs: Path) -> list[str]:
+    """What a person concludes, from this grid and others: conclusions.md, where there is one."""
+    file = docs / "conclusions.md"
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
 def _left_out(results: Results) -> list[str]:
     _, others = shared_sets(results)
     names = ", ".join(TITLES.get(name, name) for name in others)
