@@ -97,7 +97,9 @@ def families(
     axes.set_yticks(range(len(before)), list(before), fontsize=9)
     axes.invert_yaxis()
     axes.set(xlabel="right, % of samples (strict)", xlim=(0, 100))
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    # Above the bars: some of them reach every corner.
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes.margins(y=0.01)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
 
