@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
 from benchmarks.evidence import (
+    by_family,
     failures,
     grid,
     intervals,
@@ -916,7 +917,7 @@ def test_only_test_sets_that_all_cells_share_are_compared(finished):
     tests[pools.OTHER] = tests["taught"]
     assert results.pooled_sets(found) == list(pools.WORDS)
     assert "Left out, as not every cell was judged on it: reasoning-gym." in sections.head(found)
-    for page in (sections.by_set(found, pools.WORDS), sections.families(found, finished.docs)):
+    for page in (sections.by_set(found, pools.WORDS), by_family.families(found, finished.docs)):
         assert "reasoning-gym" not in "\n".join(page)
 
 

@@ -78,29 +78,40 @@ def pass_at_k(arms: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
 
 
 def families(
-    before: Mapping[str, Interval], after: Mapping[str, Interval], names: Sequence[str], path: Path
+    changed: Mapping[str, Mapping[tuple[str, str], Sequence[Interval]]],
+    names: Sequence[str],
+    path: Path,
 ) -> None:
-    """Bars of each family before and after, with their intervals."""
-    figure = Figure(figsize=(7.4, 0.6 + 0.36 * len(before)), layout="constrained")
-    axes = figure.subplots()
-    bars = ((before, "black", -0.2, names[0]), (after, BLUE, 0.2, names[1]))
-    for intervals, colour, shift, label in bars:
-        places = [place + shift for place in range(len(intervals))]
-        means = [100 * i.mean for i in intervals.values()]
-        # A percentile interval need not hold the mean.
-        left = [max(0.0, 100 * (i.mean - i.low)) for i in intervals.values()]
-        right = [max(0.0, 100 * (i.high - i.mean)) for i in intervals.values()]
-        axes.barh(
-            places, means, 0.38, color=colour, alpha=0.75, label=label, xerr=(left, right),
-            error_kw={"ecolor": GREY, "capsize": 2, "elinewidth": 1},
-        )  # fmt: skip
-    axes.set_yticks(range(len(before)), list(before), fontsize=9)
-    axes.invert_yaxis()
-    axes.set(xlabel="right, % of samples (strict)", xlim=(0, 100))
+    """Bars of each family before and after, with their intervals; a panel for each metric.
+
+    Args:
+        changed: metric → (family, …) → before, after, …, or nothing where it was not measured.
+    """
+    most = max(len(rows) for rows in changed.values())
+    figure = Figure(figsize=(10, 0.8 + 0.36 * most), layout="constrained")
+    panels = figure.subplots(1, len(changed), sharey=True, squeeze=False)[0]
+    for axes, (metric, rows) in zip(panels, changed.items(), strict=True):
+        for which, (colour, shift) in enumerate((("black", -0.2), (BLUE, 0.2))):
+            there = {place: row[which] for place, row in enumerate(rows.values()) if row}
+            intervals = there.values()
+            means = [100 * i.mean for i in intervals]
+            # A percentile interval need not hold the mean.
+            left = [max(0.0, 100 * (i.mean - i.low)) for i in intervals]
+            right = [max(0.0, 100 * (i.high - i.mean)) for i in intervals]
+            axes.barh(
+                [place + shift for place in there], means, 0.38, color=colour,
+                alpha=0.75, label=names[which], xerr=(left, right),
+                error_kw={"ecolor": GREY, "capsize": 2, "elinewidth": 1},
+            )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [family for family, *_ in rows], fontsize=9)
+        axes.set(xlabel=f"{metric}, strict, right in %", xlim=(0, 100))
+        axes.margins(y=0.01)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
     # Above the bars: some of them reach every corner.
-    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    axes.margins(y=0.01)
-    axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].legend(
+        frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names)
+    )
     _save(figure, path)
 
 

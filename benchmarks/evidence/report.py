@@ -8,7 +8,7 @@ rule: above zero, below zero (with few seeds: for these alone), or zero lies ins
 
 from __future__ import annotations
 
-from benchmarks.evidence import across, scrutiny, sections
+from benchmarks.evidence import across, by_family, scrutiny, sections
 from benchmarks.evidence.plan import EvidenceConfig
 from benchmarks.evidence.results import collect, load_results, pooled_sets
 from rlm import terminal
@@ -35,7 +35,7 @@ def write_report(config: EvidenceConfig) -> None:
         sections.by_set(results, sets),
         sections.passes(results, sets, config.docs),
         sections.curves(results, config.docs),
-        sections.families(results, config.docs),
+        by_family.families(results, config.docs),
         scrutiny.beside_trl(results, sets),
         scrutiny.algorithms(results, sets),
         scrutiny.watch(results, sets),

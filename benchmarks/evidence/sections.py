@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.evidence import plots
-from benchmarks.evidence.intervals import METRICS, common, crossed_bootstrap, difference
+from benchmarks.evidence.intervals import METRICS, crossed_bootstrap
 from benchmarks.evidence.plan import ARMS, OURS, START
 from benchmarks.evidence.pools import TITLES
 from benchmarks.evidence.results import (
@@ -262,36 +262,4 @@ def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[plot
             crossed_bootstrap([point[kind]["strict"] for point in place]),
         )
         for place in zip(*rows, strict=False)
-    ]
-
-
-def families(results: Results, docs: Path) -> list[str]:
-    """Solve rates of each family under sampling, before and after."""
-    if not pairs_up(results, OURS, START):
-        return []
-    before, after, rows = {}, {}, []
-    tests = results[OURS][0]["tests"]
-    for name in shared_sets(results)[0]:
-        old, new = common(results[START], results[OURS], [name], "sampled", "strict")
-        of = tests[name]["families"][: old.shape[1]]
-        for family in sorted(set(of)):
-            columns = [i for i, other in enumerate(of) if other == family]
-            label = family or name
-            before[label] = crossed_bootstrap(old[:, columns])
-            after[label] = crossed_bootstrap(new[:, columns])
-            change = difference(old[:, columns], new[:, columns])
-            n, set_title = len(columns), TITLES.get(name, name)
-            figures = [per_cent(before[label]), per_cent(after[label]), points(change)]
-            rows.append([label, set_title, n, *figures])
-    names = [ARMS[START].title, ARMS[OURS].title]
-    plots.families(before, after, names, docs / "families.png")
-    return [
-        "## By family",
-        "",
-        "Right in per cent of the samples, strict. With few problems a family, read the picture, "
-        "not the digits.",
-        "",
-        *table(["family", "test set", "problems", *names, "points"], rows),
-        "",
-        "![families](families.png)",
     ]
