@@ -923,7 +923,7 @@ def test_only_test_sets_that_all_cells_share_are_compared(finished):
 
 def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
     def result(arm, seed, greedy):
-        test = a_test(greedy, sampled=("10", "10", "10"), ids=("a", "b", "c"))
+        test = a_test(greedy, sampled=("10", "10"), ids=("a", "b", "c"))
         return {"arm": arm, "seed": seed, "tests": {"t": test}}
 
     found = {
@@ -934,6 +934,7 @@ def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
     }
     line = next(line for line in sections.leads(found, ["t"]) if line.startswith("- greedy, str"))
     assert "(rejection sampling, same samples) **+33.3" in line
+    assert "On the 2 problems that are sampled too: +50.0 (" in line
 
 
 def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.intervals import Interval, common, crossed_bootstrap, difference, matrix
+import numpy as np
+
+from benchmarks.evidence.intervals import (
+    Interval,
+    Scores,
+    common,
+    crossed_bootstrap,
+    difference,
+    matrix,
+)
 from benchmarks.evidence.plan import ARMS, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER, WORDS
 from rlm.config import UsageError
@@ -82,6 +91,19 @@ def lead(
 ) -> Interval:
     """By how much `arm` is ahead of `over`, on the seeds and problems that both have."""
     return difference(*common(results[over], results[arm], sets, metric, grading))
+
+
+def lead_where_sampled(
+    results: Results, arm: str, over: str, sets: Sequence[str], grading: str
+) -> Interval:
+    """The greedy lead on those problems alone that are sampled, too: the first of each set."""
+    sides: tuple[list[Scores], list[Scores]] = ([], [])
+    for name in sets:
+        count = len(results[arm][0]["tests"][name]["sampled"][grading])
+        pair = common(results[over], results[arm], [name], "greedy", grading)
+        for side, scores in zip(sides, pair, strict=True):
+            side.append(scores[:, :count])
+    return difference(*(np.concatenate(side, axis=1) for side in sides))
 
 
 def pairs_up(results: Results, one: str, other: str) -> bool:

@@ -18,6 +18,7 @@ from benchmarks.evidence.results import (
     Results,
     accuracy,
     lead,
+    lead_where_sampled,
     machine_name,
     pairs_up,
     per_cent,
@@ -138,6 +139,9 @@ def leads(results: Results, sets: Sequence[str]) -> list[str]:
             f"- {metric}, {grading}: over the best arm of equal cost ({ARMS[best].title}) "
             f"**{points(ahead)}**: {verdict(ahead)}."
         )
+        if (metric, grading) == ("greedy", "strict"):
+            few = lead_where_sampled(results, OURS, best, sets, grading)
+            lines[-1] += f" On the {few.problems} problems that are sampled too: {points(few)}."
     return lines
 
 
