@@ -3,7 +3,8 @@
 `result.json` of each finished cell is copied to docs/results/evidence/ (no texts, a zero or a one
 for each completion); the page and its pictures are made from these copies alone, so anybody can
 make them again. A section without data is left out. Sentences about an interval are written by
-rule: above zero, below zero (with few seeds: for these alone), or zero lies inside.
+rule: above zero, below zero (with few seeds: for these alone), or zero lies inside. What a person
+concludes stands in docs/results/conclusions.md and goes on top.
 """
 
 from __future__ import annotations
