@@ -1,5 +1,5 @@
 # make demo    train a 135M model on this machine and see it learn (8 to 20 minutes on two cores)
-# make test    everything but the slow tests (under 5 minutes on two cores)
+# make test    everything but the slow tests (3 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)

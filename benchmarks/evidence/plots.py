@@ -33,7 +33,7 @@ Point = tuple[float, Interval]
 
 
 def curves(panels: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> None:
-    """Accuracy of each arm against seconds and against samples.
+    """Accuracy of each arm against what each panel names: seconds, samples.
 
     Args:
         panels: "x label | title" → arm → points.

@@ -36,9 +36,9 @@ def head(results: Results) -> list[str]:
     return [
         "# Results",
         "",
-        "Made by `python -m benchmarks.evidence report` from the files in [evidence/](evidence/); "
-        "`python -m benchmarks.evidence` runs every cell that they come from. "
-        "The last section has each cell's own command, commit and time.",
+        "Made by `python -m benchmarks.evidence report` from the files in [evidence/](evidence/). "
+        "The last section has each cell's own command, commit and time; without its `--cells` the "
+        "command runs all arms of its seeds.",
         "",
         f"Model: `{settings['model']}`; data: {settings['dataset']}; machine: {_machines(cells)}.",
         f"Learning: SFT on {settings['solved']} worked solutions ({settings['sft_passes']} "
