@@ -8,7 +8,6 @@ from benchmarks.evidence import plots
 from benchmarks.evidence.plan import ARMS, OURS, START
 from benchmarks.evidence.results import (
     Results,
-    accuracy,
     lead,
     load_results,
     pairs_up,
@@ -61,17 +60,21 @@ def longer_runs(results: Results, docs: Path) -> list[str]:
     if len(alike) < 2:
         return lines
     panels = {
-        f"GRPO's completions | {metric}, strict, right in %": {
+        metric: {
             arm: [
-                (samples_of(grid), accuracy(grid, arm, pooled_sets(grid), metric, "strict"))
-                for grid in alike
-                if arm in grid
+                (place, lead(grid, OURS, arm, pooled_sets(grid), metric, "strict"))
+                for place, grid in enumerate(alike)
+                if pairs_up(grid, OURS, arm)
             ]
-            for arm in (*over, OURS)
+            for arm in over
         }
         for metric in METRICS
     }
-    plots.curves(panels, docs / "longer_runs.png")
+    ticks = [
+        f"{samples_of(grid):,.0f} completions\nrate {_settings(grid)['learning_rate']:g}"
+        for grid in alike
+    ]
+    plots.leads(panels, ticks, docs / "longer_runs.png")
     return [*lines, "![longer runs](longer_runs.png)"]
 
 

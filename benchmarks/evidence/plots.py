@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from benchmarks.evidence.intervals import Interval
+from benchmarks.evidence.plan import ARMS, OURS, START
 from rlm.plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
@@ -43,11 +44,7 @@ def curves(panels: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> N
     for axes, (label, arms) in zip(grid.flat, panels.items(), strict=False):
         x_label, _, title = label.partition(" | ")
         for arm, points in arms.items():
-            x = [place for place, _ in points]
-            low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
-            axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
-            mean = [100 * i.mean for _, i in points]
-            axes.plot(x, mean, color=COLOURS[arm], lw=1.6, marker="o", ms=3.5, label=arm)
+            _line(axes, arm, points)
         axes.set(xlabel=x_label)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlim(left=0)
@@ -60,20 +57,48 @@ def curves(panels: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> N
 
 def pass_at_k(arms: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     """pass@k of each arm against k, on a scale on which k doubles."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     axes = figure.subplots()
     for arm, points in arms.items():
+        _line(axes, arm, points)
         ks = [k for k, _ in points]
-        low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
-        axes.fill_between(ks, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
-        mean = [100 * i.mean for _, i in points]
-        axes.plot(ks, mean, color=COLOURS[arm], lw=1.6, marker="o", ms=4, label=arm)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, [str(k) for k in ks])
     axes.set(xlabel="k", ylabel="pass@k, %", ylim=(0, None))
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     _tidy(axes)
+    _save(figure, path)
+
+
+def leads(
+    panels: Mapping[str, Mapping[str, Sequence[Point]]], ticks: Sequence[str], path: Path
+) -> None:
+    """GRPO's lead over each arm, with its interval, grid beside grid.
+
+    Args:
+        panels: metric → arm → (index of a grid, lead), where the grid has the arm.
+        ticks: what stands below each grid.
+    """
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (metric, arms) in zip(grid, panels.items(), strict=True):
+        axes.axhline(0, color="black", lw=0.8)
+        for which, (arm, points) in enumerate(arms.items()):
+            x = [place + 0.16 * (which - (len(arms) - 1) / 2) for place, _ in points]
+            mean = [100 * i.mean for _, i in points]
+            # A percentile interval need not hold the mean.
+            below = [max(0.0, 100 * (i.mean - i.low)) for _, i in points]
+            above = [max(0.0, 100 * (i.high - i.mean)) for _, i in points]
+            axes.errorbar(
+                x, mean, (below, above), fmt="o", ms=5, capsize=3, lw=1.6, color=COLOURS[arm],
+                label=f"over {ARMS[arm].title}",
+            )  # fmt: skip
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set_xlim(-0.5, len(ticks) - 0.5)
+        axes.set_title(f"{metric}, strict: GRPO's lead, points", fontsize=10, loc="left")
+        _tidy(axes)
+    grid[0].legend(frameon=False, fontsize=9, loc="upper left")
     _save(figure, path)
 
 
@@ -113,6 +138,16 @@ def families(
         frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names)
     )
     _save(figure, path)
+
+
+def _line(axes: Axes, arm: str, points: Sequence[Point]) -> None:
+    """An arm's means; its intervals too if it is the start or GRPO, for more bands hide all."""
+    x = [place for place, _ in points]
+    if arm in (START, OURS):
+        low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
+        axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
+    mean = [100 * i.mean for _, i in points]
+    axes.plot(x, mean, color=COLOURS[arm], lw=1.6, marker="o", ms=4, label=ARMS[arm].title)
 
 
 def _tidy(axes: Axes) -> None:

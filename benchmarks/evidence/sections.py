@@ -250,7 +250,9 @@ def curves(results: Results, docs: Path) -> list[str]:
         "## Along the way",
         "",
         "Right on validation problems as training goes on, from the SFT start; mean over seeds. "
-        "Adapters were saved on the way and judged afterwards: judging takes no training time.",
+        "Adapters were saved on the way and judged afterwards: judging takes no training time. "
+        "The band is GRPO's interval. Most of it is which problems are asked, the same for all "
+        "arms: what tells them apart is the table of leads.",
         "",
         "![accuracy against seconds and samples](curves.png)",
     ]
