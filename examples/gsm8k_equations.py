@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package, when it is not installed
 
 from rlm import terminal  # noqa: E402
-from rlm.answers import parse_number  # noqa: E402
 from rlm.config import UsageError, check_values, flag  # noqa: E402
 from rlm.data import HELD_OUT  # noqa: E402
+from rlm.numerals import parse_number  # noqa: E402
 from rlm.records import replace_file  # noqa: E402
 from rlm.script import run_main  # noqa: E402
 

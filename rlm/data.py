@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from rlm import word_problems
-from rlm.answers import gold_from_gsm8k, parse_number, split_completion
+from rlm.answers import gold_from_gsm8k, split_completion
 from rlm.config import UsageError
+from rlm.numerals import parse_number
 from rlm.text_answers import ANSWER_TYPES, READERS
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ _FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its gold answer: a number as text that `rlm.answers.parse_number` reads, or
+    """A question and its gold answer: a number as text that `rlm.numerals.parse_number` reads, or
     what `answer_type` says (`rlm.text_answers`).
     """
 

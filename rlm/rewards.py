@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rlm.answers import Verdict, grade, parse_number, split_completion
+from rlm.answers import Verdict, grade, split_completion
+from rlm.numerals import parse_number
 from rlm.prompts import FORMATS, Format
 from rlm.scoring import Reward, RewardFunction, Scorer, Scores, as_scorer, ask_one, load_reward
 

@@ -11,13 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlm.answers import (
-    REASONS,
-    gold_from_gsm8k,
-    grade,
-    parse_number,
-    split_completion,
-)
+from rlm.answers import REASONS, gold_from_gsm8k, grade, split_completion
+from rlm.numerals import parse_number
 
 COMPARED = ("correct", "wrong")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

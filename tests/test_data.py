@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 import httpx2
 import pytest
 
-from rlm.answers import parse_number
 from rlm.config import UsageError
 from rlm.data import (
     OPENMATH_POOL,
@@ -20,6 +19,7 @@ from rlm.data import (
     load_openmathinstruct,
     load_problems,
 )
+from rlm.numerals import parse_number
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "data" / "sample_problems.jsonl"

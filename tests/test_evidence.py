@@ -260,7 +260,7 @@ def test_gym_tasks_are_mixed_and_no_question_comes_twice(monkeypatch):
 
 @pytest.mark.skipif(not pools.gym_installed(), reason="needs the extra `evidence`")
 def test_gym_problems_have_numbers_for_golds():
-    from rlm.answers import parse_number
+    from rlm.numerals import parse_number
 
     made = pools.gym_problems(40)
     assert len({p.question for p in made}) == len({p.id for p in made}) == 40
