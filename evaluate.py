@@ -25,9 +25,10 @@ from rich.table import Table
 from rlm import terminal
 from rlm.audit import audit_run
 from rlm.config import UsageError, check_values, explicit, flag, to_dict
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
 from rlm.plots import accuracy_bars
+from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.quantize import QUANTIZATIONS, trained_on
 from rlm.records import replace_json

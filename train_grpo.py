@@ -40,7 +40,6 @@ from torch import Tensor
 
 from rlm import doctor, machine, models, report, start, terminal
 from rlm.adapters import save_adapter, use_checkpointing, use_reference
-from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.grpo import (
     Group,
@@ -60,6 +59,7 @@ from rlm.lean import use_lean_layers
 from rlm.logprobs import split, token_logprobs
 from rlm.parallel import Team
 from rlm.plots import learning_curves
+from rlm.problems import Problem
 from rlm.prompts import FORMATS, render_problem
 from rlm.report import LearningTally, mean_metrics, step_metrics, timed
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 from rlm import terminal
 from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.grpo_config import ATTENTIONS
+from rlm.problems import Problem
 from rlm.prompts import FORMATS, IGNORED, Format, render_completion, render_problem
 from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
 from rlm.script import run_main

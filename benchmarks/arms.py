@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlm import adapters, machine
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
+from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.rewards import CorrectnessReward
 

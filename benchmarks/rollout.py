@@ -26,7 +26,8 @@ import torch
 from benchmarks import floor, harness, peers, shapes
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, check_values, flag
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
+from rlm.problems import Problem
 from rlm.prompts import FORMATS, render_prompt
 from rlm.quantize import QUANTIZATIONS
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed

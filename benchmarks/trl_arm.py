@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.arms import FORMAT, Recorder, Work, reward_function
 from rlm import adapters, machine, models
-from rlm.data import Problem
+from rlm.problems import Problem
 from rlm.prompts import render_prompt, stop_token_ids
 
 

@@ -17,24 +17,25 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
-import logging
 import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlm import word_problems
-from rlm.answers import gold_from_gsm8k, split_completion
 from rlm.config import UsageError
-from rlm.numerals import parse_number
-from rlm.text_answers import ANSWER_TYPES, READERS
-
-logger = logging.getLogger(__name__)
+from rlm.problems import (
+    MAX_BAD_SHARE,
+    Problem,
+    Row,
+    collect,
+    decode,
+    parse_openmath,
+    parse_rollout,
+    parse_row,
+)
 
 SPLITS: dict[str, tuple[str, ...]] = {
     "gsm8k": ("train", "validation", "test"),  # validation is carved out of train here
@@ -62,30 +63,6 @@ HELD_OUT = 200  # questions in a validation split that is carved, and at most a 
 WORD_PROBLEMS, WORD_PROBLEMS_TRAIN = 500, 2000  # made if max_samples is None
 
 JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
-QUESTION_FIELDS = ("question", "prompt", "problem")
-ANSWER_FIELDS = ("answer", "response")
-# No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
-TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
-TAKEN_FIELDS |= {"reasoning_format", "is_truncated"}
-TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
-MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-
-Row = Mapping[str, Any]
-_FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A question and its gold answer: a number as text that `rlm.numerals.parse_number` reads, or
-    what `answer_type` says (`rlm.text_answers`).
-    """
-
-    id: str  # unique in its data set; seeds what is sampled for the problem
-    question: str
-    answer: str
-    solution: str = ""  # worked, in words; "" where the data set has none
-    columns: Mapping[str, str | int | float] = field(default_factory=dict, hash=False)  # to rewards
-    answer_type: str = "number"
 
 
 def load_problems(
@@ -163,7 +140,7 @@ def load_jsonl(path: str | Path, *, max_bad_share: float = MAX_BAD_SHARE) -> lis
         UsageError: unreadable, no good line, or a larger share of bad lines than `max_bad_share`.
     """
     file = Path(path)
-    return _collect(_lines(file), str(file), file.stem, _parse_row, max_bad_share=max_bad_share)
+    return collect(_lines(file), str(file), file.stem, parse_row, max_bad_share=max_bad_share)
 
 
 def _load_published(
@@ -171,9 +148,9 @@ def _load_published(
 ) -> list[Problem]:
     stored = "train" if name == "gsm8k" and split == "validation" else split
     one_file = path is not None and not path.is_dir()
-    parse, limit = _parse_row, None
+    parse, limit = parse_row, None
     if name == "openmathinstruct":
-        parse = partial(_parse_openmath, keep_code=keep_code)
+        parse = partial(parse_openmath, keep_code=keep_code)
         limit = max(max_samples, OPENMATH_POOL) if max_samples and not one_file else None
     if path is None:
         source, rows = name, _hub_rows(name, stored)
@@ -181,8 +158,8 @@ def _load_published(
         file = path if one_file else _find(path, name, stored)
         source, rows = str(file), _lines(file)
         if name == "rollouts":
-            parse, rows = _parse_rollout, _rollouts(file)
-    problems = _collect(rows, source, f"{name}-{stored}", parse, limit=limit)
+            parse, rows = parse_rollout, _rollouts(file)
+    problems = collect(rows, source, f"{name}-{stored}", parse, limit=limit)
     carved = name == "gsm8k" or one_file
     return _carve(problems, split, source, in_order=name == "gsm8k") if carved else problems
 
@@ -197,7 +174,7 @@ def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) 
         rows = word_problems.generate(split, count, seed if split == "train" else 0, wanted)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for
         raise UsageError(f"word-problems:{levels}: {error}") from error
-    return [_parse_row(row, "") for row in rows]
+    return [parse_row(row, "") for row in rows]
 
 
 def _carve(
@@ -219,138 +196,17 @@ def _carve(
     return [p for p in problems if (p.question in held_out) == (split == "validation")]
 
 
-class _LeftOut(Exception):
-    """A row that is well-formed but not wanted; the text says of what kind."""
-
-
-def _collect(
-    rows: Iterable[tuple[int, bytes | Row]],
-    source: str,
-    prefix: str,
-    parse: Callable[[Row, str], Problem],
-    *,
-    max_bad_share: float = MAX_BAD_SHARE,
-    limit: int | None = None,
-) -> list[Problem]:
-    """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones."""
-    problems: dict[str, Problem] = {}
-    left_out: Counter[str] = Counter()
-    bad, report = 0, []
-    for number, row in rows:
-        try:
-            problem = parse(_decode(row) if isinstance(row, bytes) else row, f"{prefix}-{number}")
-            if problem.id in problems:
-                raise ValueError(f"the id {problem.id!r} is there twice")
-            problems[problem.id] = problem
-        except _LeftOut as kind:
-            left_out[str(kind)] += 1
-        except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
-            bad += 1
-            if bad <= BAD_LINES_SHOWN:
-                report.append(f"line {number}: {error}")
-        if len(problems) == limit:
-            break
-    total = len(problems) + left_out.total() + bad
-    if bad > max_bad_share * total:
-        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair the file)")
-    report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
-    report += [f"{count} {kind}" for kind, count in left_out.items()]
-    if not problems:
-        raise UsageError(f"{source} holds no problems ({'; '.join(report) or 'it is empty'})")
-    if report:
-        level = logging.WARNING if bad else logging.INFO
-        text = "; ".join(report)
-        logger.log(level, "%s: %d of %d left out: %s", source, total - len(problems), total, text)
-    return list(problems.values())
-
-
-def _decode(line: bytes) -> Row:
-    try:
-        row = json.loads(line.decode())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
-    return row
-
-
-def _text(row: Row, *names: str, default: str | None = None) -> str:
-    """The first of these fields that is not null, as text; ValueError if it is no text or empty."""
-    name = next((name for name in names if row.get(name) is not None), None)
-    value = default if name is None else row[name]
-    if value is None:
-        raise ValueError(f"no field {' or '.join(names)}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{name} is neither text nor a number")
-    text = str(value).strip() or default
-    if text is None:
-        raise ValueError(f"{name} is empty")
-    text.encode()  # JSON can spell lone surrogates, on which a tokenizer would fail
-    return text
-
-
-def _parse_row(row: Row, default_id: str) -> Problem:
-    """A row of GSM8K, AIME or a user's file; data/README.md has the fields."""
-    answer, solution = _text(row, *ANSWER_FIELDS), ""
-    kind = _text(row, "answer_type", default="number")
-    if kind not in ANSWER_TYPES:
-        raise ValueError(f"answer_type {kind!r} is none of {', '.join(ANSWER_TYPES)}")
-    if kind != "number":
-        if READERS[kind](answer) is None:
-            raise ValueError(f"the gold {answer[:40]!r} is no {kind}")
-    elif "####" in answer:
-        solution, answer = gold_from_gsm8k(answer)
-    elif parse_number(answer) is None:
-        raise ValueError(f"the gold {answer[:40]!r} is not a number")
-    question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
-    scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
-    columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
-    name = _text(row, "id", default=default_id)
-    return Problem(name, question, answer, solution, columns, answer_type=kind)
-
-
-def _parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:
-    if not isinstance(row.get("is_correct"), bool):
-        raise ValueError("is_correct is neither true nor false")
-    question, answer = _text(row, "question"), _text(row, "expected_answer")
-    solution = _text(row, "generated_solution")
-    if not row["is_correct"]:
-        raise _LeftOut("wrong")
-    if "<llm-code>" in solution and not keep_code:
-        raise _LeftOut("with code (--keep-code keeps them)")
-    if parse_number(answer) is None:
-        raise _LeftOut("without a number for an answer")
-    return Problem(default_id, question, answer, solution)
-
-
 def _rollouts(path: Path) -> Iterator[tuple[int, bytes | Row]]:
     """Every rollout of every line, with the line's own fields as `record`."""
     for number, line in _lines(path):
         try:
-            record = _decode(line)
+            record = decode(line)
         except ValueError:
             yield number, line  # reported as a bad line
             continue
         rollouts = record.get("rollouts")
         for rollout in rollouts if isinstance(rollouts, list) and rollouts else [None]:
             yield number, {"record": record, "rollout": rollout}
-
-
-def _parse_rollout(row: Row, default_id: str) -> Problem:
-    record, rollout = row["record"], row["rollout"]
-    if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
-        raise ValueError("no rollouts that say whether they are correct")
-    if not rollout["is_correct"]:
-        raise _LeftOut("not correct")
-    names = (record, "problem_id"), (record, "generator_id"), (rollout, "rollout_id")
-    name = "-".join(_text(*each) for each in names)
-    question, answer = _text(record, "problem_text"), _text(record, "ground_truth")
-    reasoning, text = split_completion(_text(rollout, "solution"))
-    # What comes before the answer: the thinking if it was shown, else all but the final line.
-    solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
-    if not solution:
-        raise _LeftOut("without reasoning")
-    return Problem(name, question, answer, solution)
 
 
 def _find(directory: Path, name: str, split: str) -> Path:

@@ -14,9 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlm import start, terminal
-from rlm.data import Problem
 from rlm.evaluation import Evaluation, evaluate
 from rlm.grpo_config import GRPOConfig
+from rlm.problems import Problem
 from rlm.prompts import FORMATS, Format, end_of_turn_id, render_prompt
 
 PROBLEMS = 32

@@ -21,7 +21,7 @@ from rlm.prompts import Format, render_problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.data import Problem
+    from rlm.problems import Problem
     from rlm.sampling import Completion, Sampler
 
 # --- one number and its interval ------------------------------------------------------------------

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rlm.algorithms import soft_overlong
-from rlm.data import Problem
 from rlm.parallel import Team
+from rlm.problems import Problem
 from rlm.sampling.params import Completion, prompt_seed
 
 T = TypeVar("T")

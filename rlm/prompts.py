@@ -17,7 +17,7 @@ from rlm.config import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.data import Problem
+    from rlm.problems import Problem
 
 # Llama 3's template names the day: else each day's prompt would be another one.
 DATE = "26 Jul 2024"

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from rlm import terminal
 from rlm.config import UsageError
-from rlm.data import Problem
+from rlm.problems import Problem
 
 T = TypeVar("T")
 Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss

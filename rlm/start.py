@@ -10,9 +10,10 @@ import torch
 
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, changed, set_by_preset
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.grpo_config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
 from rlm.memory import MemoryPlan, plan_memory
+from rlm.problems import Problem
 from rlm.prompts import longest_prompts
 from rlm.quantize import trained_on
 

@@ -15,9 +15,9 @@ from rlm import terminal
 from rlm.adapters import ADAPTER_FILES, adapter_tensors
 from rlm.checkpoints import check_space, file_hash
 from rlm.config import UsageError, to_dict
-from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
 from rlm.parallel import Team
+from rlm.problems import Problem
 from rlm.runs import RunDirectory
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import pytest
 from rlm.config import UsageError
 from rlm.data import (
     OPENMATH_POOL,
-    Problem,
     load_aime,
     load_gsm8k,
     load_jsonl,
@@ -20,6 +19,7 @@ from rlm.data import (
     load_problems,
 )
 from rlm.numerals import parse_number
+from rlm.problems import Problem
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "data" / "sample_problems.jsonl"

@@ -5,10 +5,10 @@ import torch
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
-from rlm.data import Problem
 from rlm.doctor import diagnose, examine
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
+from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.rewards import FormatReward
 from rlm.sampling import Completion

@@ -11,7 +11,6 @@ import pytest
 
 import evaluate as script
 from rlm.answers import Verdict
-from rlm.data import Problem
 from rlm.evaluation import (
     Evaluation,
     Graded,
@@ -25,6 +24,7 @@ from rlm.evaluation import (
     wilson_interval,
 )
 from rlm.plots import accuracy_bars, learning_curves
+from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.sampling import Completion, prompt_seed
 

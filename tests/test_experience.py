@@ -31,9 +31,9 @@ from recipes.experience.prompting import DIRECTORY, PLACEHOLDERS, Prompts
 from recipes.experience.rules import RuleError, evaluate_rule, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, parse_scaffold
 from rlm.config import UsageError, parse
-from rlm.data import Problem
 from rlm.experiences import experience_block, load_experiences, with_experiences
 from rlm.numerals import parse_number
+from rlm.problems import Problem
 from rlm.records import Journal, append_lines, read_lines, replace_json
 from rlm.remote import RemoteError
 

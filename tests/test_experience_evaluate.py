@@ -12,8 +12,9 @@ from scripted_server import ScriptedServer, refuse
 from recipes.experience import evaluate, train
 from recipes.experience.roles import GENERATORS
 from rlm.config import UsageError, parse
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.experiences import load_experiences
+from rlm.problems import Problem
 from rlm.script import run_main
 
 GROSS = 144

@@ -27,9 +27,9 @@ from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
 import train_grpo
 from rlm.config import to_dict
-from rlm.data import Problem
 from rlm.grpo_config import GRPOConfig
 from rlm.parallel import Team
+from rlm.problems import Problem
 from rlm.sampling import Sampler
 from rlm.script import run_main
 from rlm.state import differences

@@ -12,7 +12,6 @@ from conftest import native, tiny_model
 from rlm import attention
 from rlm.adapters import adapter_tensors, new_adapter
 from rlm.algorithms import ALGORITHMS, soft_overlong
-from rlm.data import Problem
 from rlm.grpo import (
     Group,
     Rollout,
@@ -30,6 +29,7 @@ from rlm.grpo import (
 )
 from rlm.lean import use_lean_layers
 from rlm.logprobs import attention_mask, score_tokens, split, token_logprobs
+from rlm.problems import Problem
 from rlm.sampling import Completion, prompt_seed
 from rlm.sampling.native import Native, compiled_for
 from rlm.state import TrainedAdapter

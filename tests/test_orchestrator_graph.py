@@ -11,7 +11,7 @@ from recipes.orchestrator.cold_start import written_graph
 from recipes.orchestrator.graph import REASONS, Agent, Graph, Invalid, agent_id, read_graph
 from recipes.orchestrator.prompts import HAND_WRITTEN, agent_input, orchestrator_prompt
 from recipes.orchestrator.reward import leaks_answer, numbers, similarity
-from rlm.data import Problem
+from rlm.problems import Problem
 
 A, B, C = (
     {"id": agent_id(i), "type": "llm", "system_prompt": text}

@@ -9,7 +9,7 @@ from recipes.orchestrator.agents import LocalAgents, RemoteAgents
 from recipes.orchestrator.graph import Graph, Invalid
 from recipes.orchestrator.reward import GraphReward, summary, try_graphs
 from recipes.orchestrator.runner import Reply, Runner
-from rlm.data import Problem
+from rlm.problems import Problem
 from rlm.prompts import FORMATS, render_prompt
 from rlm.remote import RemoteClient
 from rlm.sampling import Sampler

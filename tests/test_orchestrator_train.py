@@ -32,10 +32,10 @@ from recipes.orchestrator.runner import Reply, Runner
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
 from rlm.adapters import new_adapter, save_adapter
 from rlm.config import UsageError, parse
-from rlm.data import Problem
 from rlm.evaluation import majority_score
 from rlm.machine import Device, Setup
 from rlm.models import load_base, load_tokenizer
+from rlm.problems import Problem
 from rlm.remote import Price
 from rlm.sampling import SamplingParams
 from rlm.script import run_main

@@ -10,7 +10,8 @@ from conftest import CHATML, byte_tokenizer
 from tokenizers import processors
 
 from rlm.config import UsageError
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
+from rlm.problems import Problem
 from rlm.prompts import (
     FORMATS,
     IGNORED,

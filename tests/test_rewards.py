@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlm.config import UsageError
-from rlm.data import Problem
+from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.rewards import (
     CombinedReward,

@@ -18,12 +18,12 @@ from rlm import report
 from rlm.adapters import new_adapter, save_adapter
 from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
-from rlm.data import Problem
 from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.memory import HEADROOM, activation_bytes
 from rlm.models import load_base
+from rlm.problems import Problem
 from rlm.rewards import RewardFunction
 from rlm.runs import RunDirectory
 from train_grpo import GRPOTrainer

@@ -24,8 +24,8 @@ from benchmarks.evidence.pools import judged_sets, pools
 from benchmarks.evidence.reading import watch
 from benchmarks.evidence.training import points
 from rlm import adapters, machine, models
-from rlm.data import Problem
 from rlm.evaluation import Evaluation, Graded, evaluate, majority_score
+from rlm.problems import Problem
 from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8

@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.evidence.plan import EvidenceConfig
 from rlm import word_problems
 from rlm.config import UsageError
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
+from rlm.problems import Problem
 from rlm.word_problem_families import FAMILIES
 
 LEVEL = 1

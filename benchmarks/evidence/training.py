@@ -30,8 +30,8 @@ from benchmarks.evidence.pools import pools, without_golds
 from benchmarks.evidence.reading import watch
 from rlm import machine
 from rlm.answers import grade, split_completion
-from rlm.data import Problem
 from rlm.grpo import problems_for_step
+from rlm.problems import Problem
 from rlm.records import read_log
 from rlm.runs import git_commit
 

@@ -24,7 +24,7 @@ from recipes.experience.attempts import Actor, Row, differs, group_statistics, s
 from recipes.experience.library import Library
 from recipes.experience.roles import GENERATORS
 from rlm.config import UsageError
-from rlm.data import Problem
+from rlm.problems import Problem
 from rlm.records import Journal, append_lines, read_lines, replace_file, replace_json
 
 

@@ -13,8 +13,8 @@ from recipes.experience.library import Library
 from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
 from recipes.experience.scaffold import Scaffold, ScaffoldError, find_object, parse_scaffold
-from rlm.data import Problem
 from rlm.experiences import experience_block
+from rlm.problems import Problem
 from rlm.remote import ChatReply, RemoteError
 
 ROUNDING = 1e-9  # σ > τ means: by more than this

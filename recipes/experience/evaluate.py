@@ -29,9 +29,9 @@ from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm import terminal
 from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.data import Problem
 from rlm.evaluation import bootstrap_interval, mean_at_k, paired_bootstrap
 from rlm.experiences import load_experiences, with_experiences
+from rlm.problems import Problem
 from rlm.records import Journal, read_lines, replace_file, replace_json
 from rlm.remote import ChatReply, RemoteError, Spending
 from rlm.script import run_main

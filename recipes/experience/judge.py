@@ -19,8 +19,8 @@ from recipes.experience.roles import Role
 from recipes.experience.rules import Value, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, find_object
 from rlm.answers import grade, split_completion
-from rlm.data import Problem
 from rlm.numerals import parse_number
+from rlm.problems import Problem
 from rlm.remote import RemoteError
 
 PARTS = ("r_ans", "r_logic", "r_graph", "r_fusion")

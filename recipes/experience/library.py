@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rlm.config import UsageError
-from rlm.data import Problem
 from rlm.experiences import load_experiences
 from rlm.numerals import parse_number
+from rlm.problems import Problem
 from rlm.records import append_lines, read_lines, replace_json
 
 DIRECTORY = Path("data/grpo_experiences")

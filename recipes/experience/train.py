@@ -38,7 +38,8 @@ from recipes.experience.roles import (
 from recipes.experience.summary import summarise
 from rlm import terminal
 from rlm.config import UsageError, check_values, flag
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
+from rlm.problems import Problem
 from rlm.records import read_lines, replace_json
 from rlm.remote import RemoteClient, Spending
 from rlm.script import run_main

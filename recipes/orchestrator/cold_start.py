@@ -21,11 +21,11 @@ from recipes.orchestrator.graph import AGENTS, Graph
 from recipes.orchestrator.orchestrator import render
 from rlm import adapters, machine, models, terminal
 from rlm.config import to_dict
-from rlm.data import Problem
 from rlm.grpo import Rollout
 from rlm.lean import use_lean_layers
 from rlm.logprobs import split, token_logprobs
 from rlm.memory import micro_batch_tokens
+from rlm.problems import Problem
 from rlm.prompts import encode_text, end_of_turn_id
 from rlm.state import TrainedAdapter
 

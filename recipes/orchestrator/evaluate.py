@@ -26,13 +26,14 @@ from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
 from rlm.adapters import wearing
 from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.evaluation import (
     bootstrap_interval,
     majority_score,
     paired_bootstrap,
     wilson_interval,
 )
+from rlm.problems import Problem
 from rlm.remote import Price
 from rlm.script import run_main
 

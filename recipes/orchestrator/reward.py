@@ -18,8 +18,8 @@ from typing import Any
 from recipes.orchestrator.graph import AGENTS, REASONS, Graph, Invalid, read_graph
 from recipes.orchestrator.runner import Run, Runner
 from rlm.answers import Verdict, grade
-from rlm.data import Problem
 from rlm.numerals import parse_number
+from rlm.problems import Problem
 from rlm.rewards import Scores
 from rlm.sampling import prompt_seed
 

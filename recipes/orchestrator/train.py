@@ -33,8 +33,9 @@ from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
 from recipes.orchestrator.runner import Agents, Runner
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, explicit
-from rlm.data import Problem, load_problems
+from rlm.data import load_problems
 from rlm.grpo import Group
+from rlm.problems import Problem
 from rlm.runs import check_writable
 from rlm.script import run_main
 from train_grpo import GRPOTrainer
