@@ -34,6 +34,7 @@ SCRIPT = {
     "overruled": [SIX, ADD, ADD],
     "loop": "<think>" + "again " * 100,
 }
+ASKED = [{"role": "user", "content": "two and three"}]
 
 
 @pytest.fixture(scope="module")
@@ -503,6 +504,26 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
         assert json.loads(told[-1][1])["code"] == "deadline"
         wait_until(lambda: service.engine.seats_taken == 0)
         assert sampler.idle
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/phase1/reasoning", {"prompt": "two and three", "max_new_tokens": 9}),
+        ("/v1/chat/completions", {"model": "tuned", "messages": ASKED, "max_completion_tokens": 9}),
+    ],
+)
+def test_a_silent_stream_is_kept_open_by_comments(tokenizer, monkeypatch, path, body):
+    monkeypatch.setattr("rlm.serving.delivery.PING_SECONDS", 0.02)
+    service, sampler = make_service(tokenizer, SCRIPT)
+    with live(service) as server:
+        sampler.pause = 0.1  # a token
+        text = server.post(body | {"stream": True}, path).text
+        sampler.pause = 0
+        quick = server.post(body | {"stream": True}, path).text
+    assert "error" not in text
+    assert text.count(": still here\n\n") > 5
+    assert [kind for kind, _ in events(text)] == [kind for kind, _ in events(quick)]
 
 
 def send(port: int, body: dict) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, one shape of error, streaming, and what a disconnect does.
+"""The HTTP application: routes, and one shape of error.
 
 Nothing loads at import, and nothing before the application starts up: then the engine's thread
 loads the model while `/health` answers and `/ready` says 503.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import math
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -23,15 +21,14 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from rlm.serving import docs, openai, phase1
+from rlm.serving.delivery import ClientGone, EventStream, until_done
 from rlm.serving.errors import Problem, invalid
 from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, ReasoningResponse
-from rlm.serving.service import TEMPERATURE_OF_SEVERAL, Running, Service
+from rlm.serving.service import TEMPERATURE_OF_SEVERAL, Service
 from rlm.serving.strict_json import parse, require_json
 
-PING_SECONDS = 15.0  # a comment on a silent stream, so that proxies keep it open
 WATCH_SECONDS = 0.5  # between looks at the engine
 PAGE = files("rlm.serving").joinpath("page.html")
 
@@ -115,7 +112,7 @@ def _phase1_routes(service: Service, needs_key: bool) -> APIRouter:
         if body.stream:
             events = phase1.events(service, running, body, _id(request))
             return EventStream(service, "phase1", running, events)
-        await _until_done(service, "phase1", running, request)
+        await until_done(service, "phase1", running, request)
         report = phase1.report(service, running, body, _id(request))
         return Response(report.model_dump_json(), media_type="application/json")
 
@@ -145,7 +142,7 @@ def _openai_routes(service: Service) -> APIRouter:
         if body.stream:
             chunks = openai.chunks(service, running, body, _id(request))
             return EventStream(service, "openai", running, chunks)
-        await _until_done(service, "openai", running, request)
+        await until_done(service, "openai", running, request)
         return JSONResponse(openai.completion(service, running))
 
     @router.get("/models", summary="Adapters, as OpenAI lists models")
@@ -263,114 +260,6 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     """The traceback goes to the log (the server raises it again), not to the client."""
     return Problem(500, "internal", "a fault of the server").response(_id(request))
-
-
-# --- waiting and streaming ------------------------------------------------------------------
-
-
-class ClientGone(Exception):
-    """There is nobody to answer."""
-
-
-async def _until_done(service: Service, api: str, running: Running, request: Request) -> None:
-    """Wait for a request to finish; leave it as soon as its client has gone.
-
-    Raises:
-        Problem: it failed, or its time is over.
-        ClientGone: nobody waits for the answer.
-    """
-    done = asyncio.create_task(running.finish())
-    gone = asyncio.create_task(_disconnect(request.receive))
-    try:
-        first = asyncio.FIRST_COMPLETED
-        await asyncio.wait((done, gone), timeout=service.limits.seconds, return_when=first)
-        if gone.done() and not done.done():
-            raise ClientGone
-        if not done.done():
-            running.news.put_nowait(_deadline(service))
-        await done
-    finally:
-        done.cancel()
-        gone.cancel()
-        _leave(service, api, running)
-
-
-class EventStream(Response):
-    """Server-sent events of a running request. Its end, however it comes, frees the seat."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, service: Service, api: str, running: Running, events: AsyncIterator[bytes]
-    ) -> None:
-        self.background = None
-        self.status_code = 200
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._service, self._api, self._running = service, api, running
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = asyncio.create_task(self._stream(send))
-        gone = asyncio.create_task(_disconnect(receive))
-        try:
-            await asyncio.wait((stream, gone), return_when=asyncio.FIRST_COMPLETED)
-            if stream.done():
-                stream.result()
-        finally:
-            gone.cancel()
-            stream.cancel()
-            await asyncio.wait((stream, gone))
-            _leave(self._service, self._api, self._running)
-
-    async def _stream(self, send: Send) -> None:
-        async def body(content: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": content, "more_body": more})
-
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._service.limits.seconds
-        pending: asyncio.Future | None = None
-        try:
-            while True:
-                pending = pending or asyncio.ensure_future(anext(self._events, None))
-                wait = max(0.0, min(PING_SECONDS, deadline - clock()))
-                await asyncio.wait((pending,), timeout=wait)
-                if pending.done():
-                    content, pending = pending.result(), None
-                    if content is None:
-                        break
-                    await body(content)
-                elif clock() >= deadline:
-                    deadline = math.inf
-                    self._running.news.put_nowait(_deadline(self._service))  # ends the events
-                else:
-                    await body(b": still here\n\n")
-            await body(b"", more=False)
-        finally:
-            if pending is not None:
-                pending.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _deadline(service: Service) -> Problem:
-    return Problem(504, "deadline", f"not finished within {service.limits.seconds:g} seconds")
-
-
-def _leave(service: Service, api: str, running: Running) -> None:
-    service.release(running)
-    job, metrics = running.job, service.metrics
-    metrics.finished.labels(api, running.outcome).inc()
-    if running.outcome == "finished":
-        metrics.total.observe(time.monotonic() - job.created)
-        metrics.first_token.observe(job.first_token - job.created)
-        for row in job.thinking.rows:
-            metrics.thinking.labels(row.status).inc()
 
 
 async def _watch(service: Service) -> None:
