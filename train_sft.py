@@ -7,6 +7,7 @@ completion alone, up to and with its first end token. LoRA on all linear layers;
     python train_sft.py                                    # picks model and data by what is here
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
     python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
+    python train_sft.py --resume                           # go on where a run stopped
     python train_sft.py --dry-run                          # show examples and what is learned
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +33,10 @@ from rlm.tracking import TRACKER_NAMES, chosen_tracker
 if TYPE_CHECKING:
     import trl
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedTokenizerBase
 
     from rlm.machine import Device
-    from rlm.runs import RunDirectory
-
-LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
+    from rlm.sft import SFTTrainer
 
 
 @dataclass
@@ -75,7 +73,8 @@ class SFTConfig:
     use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
     seed: int = flag(0, "seed of data order and adapter")
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
-    run_dir: Path = flag(Path("runs/sft"), "where the log goes")
+    run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
+    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
     dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
 
     def __post_init__(self) -> None:
@@ -178,6 +177,7 @@ def train(
     from rlm.machine import pick_device
     from rlm.models import base_hash, load_tokenizer
     from rlm.runs import RunDirectory, check_writable
+    from rlm.sft import Progress
 
     device = pick_device()
     format = FORMATS[config.reasoning_format]
@@ -189,21 +189,25 @@ def train(
         return {}
 
     check_writable("--output", config.output.parent)
-    run = RunDirectory(config.run_dir, resume=False)
-    run.write_config(to_dict(config))
+    run = RunDirectory(config.run_dir, resume=config.resume)
     transformers.set_seed(config.seed)
     weights = base_hash(config.model)
     policy = start_policy(config, device, weights)
     if device.type == "cpu" and not config.lora_dropout:
         use_lean_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     announce(config, device, policy, len(problems), len(examples))
-    started = time.monotonic()
-    report = report_to(run, config, config.steps(len(examples)))
-    trainer = make_trainer(config, device, policy, tokenizer, examples, report)
+    steps = config.steps(len(examples))
+    trainer = make_trainer(config, device, policy, tokenizer, examples)
+    origin = origin_of(config, weights, examples)
+    progress = Progress(run, policy, steps, origin, config.max_minutes)
+    trainer.add_callback(progress)
+    if config.resume:
+        progress.restore()
+    run.write_config(to_dict(config))
     run.track(config.tracker, to_dict(config))
     with run:
-        result = trainer.train()
-        run.leave_if(run.interrupted)
+        trainer.train_from(progress.step)
+        run.leave_if(run.interrupted and trainer.state.global_step < steps)
     run.write_csv()
     validation_loss = None
     if validation:
@@ -217,10 +221,10 @@ def train(
         "quantize": config.quantize,
         "dataset": config.dataset,
         "examples": len(examples),
-        "step": result.global_step,
-        "loss": result.training_loss,
+        "step": trainer.state.global_step,
+        "loss": progress.mean_loss(),
         "validation_loss": validation_loss,
-        "seconds": time.monotonic() - started,
+        "seconds": progress.seconds,
         "config": to_dict(config),
     }
     save_adapter(policy, tokenizer, config.output, history)
@@ -285,8 +289,7 @@ def make_trainer(
     policy: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     examples: list[dict[str, list[int]]],
-    report: TrainerCallback,
-) -> trl.SFTTrainer:
+) -> SFTTrainer:
     """TRL's trainer, with a loss of our own on a CPU; what it will learn is checked."""
     import datasets
     import transformers
@@ -298,7 +301,6 @@ def make_trainer(
         processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list(examples),
         args=trainer_arguments(config, device, config.steps(len(examples))),
-        callbacks=[report],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
@@ -343,33 +345,21 @@ def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTC
     return arguments
 
 
-def report_to(run: RunDirectory, config: SFTConfig, steps: int) -> TrainerCallback:
-    """One line a report, and when to stop: the clock, or a signal."""
-    from transformers import TrainerCallback
+def origin_of(
+    config: SFTConfig, weights: str, examples: Sequence[dict[str, list[int]]]
+) -> dict[str, object]:
+    """What a run is made of; one that is resumed must be made of the same."""
+    from rlm.adapters import ADAPTER_FILES
+    from rlm.checkpoints import file_hash
+    from rlm.sft import examples_id
 
-    started = time.monotonic()
-
-    class Report(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_):
-            if logs and "loss" in logs:
-                figures = {
-                    ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs
-                }
-                run.log({"step": state.global_step - 1, **figures})
-                a_step = (time.monotonic() - started) / state.global_step
-                left = terminal.duration(a_step * (steps - state.global_step))
-                terminal.line(
-                    f"step {state.global_step}/{steps}  loss {float(logs['loss']):.3f}  {left} left"
-                )
-
-        def on_step_end(self, args, state, control, **_):
-            minutes = (time.monotonic() - started) / 60
-            if config.max_minutes is not None and minutes >= config.max_minutes:
-                terminal.line(f"--max-minutes {config.max_minutes:g} reached")
-                control.should_training_stop = True
-            control.should_training_stop |= run.interrupted
-
-    return Report()
+    start = config.adapter
+    return {
+        "config": to_dict(config),
+        "base_hash": weights,
+        "start": None if start is None else file_hash(start / ADAPTER_FILES[1]),
+        "data": {"training": examples_id(examples)},
+    }
 
 
 def show_end(config: SFTConfig, history: dict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -221,7 +221,7 @@ class TrainingState:
             return
         tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        tensors |= _optimizer_tensors(self.optimizer, list(self.adapter))
+        tensors |= optimizer_tensors(self.optimizer, list(self.adapter))
         run.sync_logs()
         run.checkpoints.save(
             next_step,
@@ -271,7 +271,7 @@ class TrainingState:
         for name, tensor in self.adapter.items():
             tensor.copy_(tensors[f"adapter/{name}"])
         self.trained.publish()
-        _restore_optimizer(self.optimizer, list(self.adapter), tensors)
+        restore_optimizer(self.optimizer, list(self.adapter), tensors)
 
 
 def data_id(problems: Sequence[Problem]) -> str:
@@ -282,10 +282,14 @@ def data_id(problems: Sequence[Problem]) -> str:
     return f"{len(problems)} problems, sha256 {digest.hexdigest()[:12]}"
 
 
-def differences(old: Mapping[str, Mapping], new: Mapping[str, Mapping]) -> list[str]:
+def differences(
+    old: Mapping[str, Mapping],
+    new: Mapping[str, Mapping],
+    may_change: Collection[str] = MAY_CHANGE,
+) -> list[str]:
     """What would make the resumed run another one than it was, each as "what: old → new"."""
     was, now = old["config"], new["config"]
-    free = MAY_CHANGE | ({"steps"} if now["lr_schedule"] == "constant" else set())
+    free = {*may_change, *(["steps"] if now.get("lr_schedule") == "constant" else [])}
     found = [
         f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
         for name in now
@@ -301,8 +305,12 @@ def differences(old: Mapping[str, Mapping], new: Mapping[str, Mapping]) -> list[
     return found
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors: "optimizer/<entry>/<parameter>"."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
+    """The optimizer's state as named tensors: "optimizer/<entry>/<parameter>".
+
+    Args:
+        names: of its parameters, in its order.
+    """
     state = optimizer.state_dict()["state"]
     return {
         f"optimizer/{entry}/{names[index]}": torch.as_tensor(value)
@@ -311,9 +319,10 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -
     }
 
 
-def _restore_optimizer(
+def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]
 ) -> None:
+    """Give it the state that `optimizer_tensors` took, found among other tensors."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer/"):

@@ -170,29 +170,130 @@ def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokeniz
     assert f"no example fits in --max-length {lengths[0] - 1} tokens" in capsys.readouterr().err
 
 
+@pytest.fixture
+def at_batch(monkeypatch):
+    """Do something in the place of a batch's loss, counted from 1; a list of the batches begun."""
+    compute_loss = rlm.sft.SFTTrainer.compute_loss
+
+    def install(number, action):
+        begun = []
+
+        def watched(*arguments, **options):
+            begun.append(1)
+            if len(begun) == number:
+                action()
+            return compute_loss(*arguments, **options)
+
+        monkeypatch.setattr(rlm.sft.SFTTrainer, "compute_loss", watched)
+        return begun
+
+    return install
+
+
+@pytest.fixture
+def signals():
+    """Signals that would end the tests are a failure, whatever the shell ignores."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def interrupt(number=signal.SIGTERM):
+    return lambda: os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_and_the_old_adapter_stays(
-    sft, tmp_path, monkeypatch, capsys, number, code
+    sft, tmp_path, at_batch, signals, capsys, number, code
 ):
-    compute_loss, steps = rlm.sft.SFTTrainer.compute_loss, []
-
-    def interrupted(*arguments, **options):
-        steps.append(1)
-        if len(steps) == 1:
-            os.kill(os.getpid(), number)
-        return compute_loss(*arguments, **options)
-
-    monkeypatch.setattr(rlm.sft.SFTTrainer, "compute_loss", interrupted)
+    begun = at_batch(1, interrupt(number))
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "run.json").write_text("an older one's")
-    before = signal.signal(number, signal.default_int_handler)  # not ignored; it would be a failure
-    try:
-        assert sft("--epochs", 9) == code
-    finally:
-        signal.signal(number, before)
-    assert len(steps) == 1  # the step was ended, and no other begun
+    assert sft("--epochs", 9) == code
+    assert len(begun) == 1  # the step was ended, and no other begun
     assert [file.name for file in (tmp_path / "sft").iterdir()] == ["run.json"]
     assert (tmp_path / "sft" / "run.json").read_text() == "an older one's"
     said = capsys.readouterr().err
-    assert said.splitlines()[-1] == "interrupted"
+    assert f"{tmp_path / 'run'} is saved up to step 1; go on with: python" in said.splitlines()[-1]
+    assert said.endswith("--epochs 9 --resume\n")
     assert "Traceback" not in said
+
+
+# Ten examples are three steps an epoch, of two, two and one batch.
+THREE_EPOCHS = ("--max-samples", 10, "--epochs", 3, "--learning-rate", 3e-2, "--micro-batch", 2)
+
+
+def weights(folder):
+    return load_file(folder / "sft" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("batch", "step"), [(3, 2), (5, 3), (11, 7)])  # 3 is an epoch's last
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(
+    sft, tmp_path, at_batch, signals, dropout, batch, step
+):
+    """Stopped by a signal, then by the clock; bit for bit."""
+    more = (*THREE_EPOCHS, "--lora-dropout", dropout)
+    assert sft(*more) == 0
+    whole, told = weights(tmp_path), history(tmp_path / "sft")
+    losses = [row["loss/sft"] for row in read_log(tmp_path / "run" / "metrics.jsonl")]
+
+    at_batch(batch, interrupt())
+    assert sft(*more) == 143
+    assert sft(*more, "--resume", "--max-minutes", 1e-6) == 0  # one step
+    assert history(tmp_path / "sft")["step"] == step + 1
+    assert sft(*more, "--resume") == 0
+    assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
+    rows = list(read_log(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["loss/sft"] for row in rows] == losses
+    after = history(tmp_path / "sft")
+    assert (after["step"], after["loss"]) == (9, told["loss"])
+    assert after["loss"] == pytest.approx(sum(losses) / 9)
+
+
+def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
+    sft, tmp_path, at_batch, monkeypatch, capsys
+):
+    assert sft(*THREE_EPOCHS) == 0
+    whole = weights(tmp_path)
+    assert not (tmp_path / "run" / "checkpoints").exists()  # it took less than a minute
+
+    def crash():
+        raise MemoryError("allocate memory")
+
+    monkeypatch.setattr("rlm.sft.SAVE_SECONDS", 0.0)
+    at_batch(8, crash)
+    assert sft(*THREE_EPOCHS) != 0
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000004"]
+    (folder / "step_000004" / "state.safetensors").write_bytes(b"torn")
+    capsys.readouterr()
+    assert sft(*THREE_EPOCHS, "--resume") == 0
+    said = capsys.readouterr().out
+    assert "checkpoint step_000004 is damaged" in said
+    assert "before step 4" in said
+    assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
+
+
+def test_only_the_same_run_is_resumed(sft, tmp_path, at_batch, signals, capsys):
+    assert sft(*THREE_EPOCHS, "--resume") == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    at_batch(3, interrupt())
+    assert sft(*THREE_EPOCHS) == 143
+    for option, value, change in (
+        ("--learning-rate", 1e-3, "--learning-rate: 0.03 → 0.001"),
+        ("--epochs", 4, "--epochs: 3 → 4"),
+        ("--max-samples", 9, "training data: 10 examples, sha256"),
+    ):
+        assert sft(*THREE_EPOCHS, option, value, "--resume") == 2
+        assert change in capsys.readouterr().err
+    assert sft(*THREE_EPOCHS, "--resume", "--micro-batch", 4) == 0
+
+
+def test_a_signal_in_the_last_step_loses_nothing(sft, tmp_path, at_batch, signals):
+    at_batch(2, interrupt())
+    assert sft() == 0
+    assert history(tmp_path / "sft")["step"] == 2

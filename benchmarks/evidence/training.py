@@ -159,7 +159,7 @@ def _fine_tune(
     rate: float,
     start: Path | None,
 ) -> Record:
-    """Stage 1's own trainer on these examples, in one pass; a kill starts it anew."""
+    """Stage 1's own trainer on these examples, in one pass; after a kill it goes on, too."""
     import train_sft
 
     folder = config.folder(cell)
@@ -177,6 +177,7 @@ def _fine_tune(
         output=folder / "adapter",
         run_dir=folder / "train",
     )
+    options.resume = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
     run = train_sft.train(options, examples)
     return {"seconds": run["seconds"], "samples": 0, "examples": run["examples"]}
 
