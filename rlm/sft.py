@@ -5,7 +5,7 @@ TRL's own loss leaves prompts out before the product with the vocabulary only wh
 elsewhere it scores every position and drops what is masked (1.16, `_use_triton`). Two thirds of a
 word problem's tokens are prompt, and that product is a third of a small model's step.
 
-transformers' own checkpoints are pickles, may be half-written, and in a second epoch go on with
+transformers' own checkpoints hold pickles, may be half-written, and in a second epoch go on with
 other batches than the run would have had (5.23): the order of an epoch is drawn from a generator
 whose state at the epoch's beginning they do not keep.
 """
