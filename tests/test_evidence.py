@@ -975,8 +975,8 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
 
 def test_numbers_are_written_with_their_intervals():
     assert results.points(intervals.Interval(-0.021, -0.05, 0.01, 3, 9)) == "−2.1 (−5.0 to +1.0)"
-    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 5, 9)) == "above zero"
-    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 5, 9)) == "below zero"
+    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 10, 9)) == "above zero"
+    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 10, 9)) == "below zero"
     few = intervals.Interval(0.1, 0.05, 0.2, 4, 9)
     assert results.verdict(few) == "above zero, for these 4 seeds"
     few = intervals.Interval(-0.1, -0.2, -0.05, 2, 9)

@@ -24,7 +24,7 @@ from rlm.config import UsageError
 Result = dict[str, Any]
 Results = dict[str, list[Result]]  # by arm, in the order of ARMS; seeds in order
 GRADINGS = ("strict", "lenient")
-FEW_SEEDS = 5  # fewer, and an interval is too narrow as to seeds
+FEW_SEEDS = 10  # fewer, and an interval is too narrow as to seeds (see `verdict`)
 NAMES = {"greedy": "greedy", "sampled": "sampled", "majority": "maj@8"}
 
 
@@ -144,7 +144,9 @@ def verdict(interval: Interval) -> str:
     """What the interval says, in words. With few seeds it says it of these seeds alone.
 
     The bootstrap resamples n seeds with (n − 1) / n of their variance, and knows no t: with few
-    seeds the interval is too narrow. One that holds zero would hold it if it were wider, too.
+    seeds the interval is too narrow. Where nothing but the seed varies, and that normally, one of
+    95 % holds the truth in 74 % of the cases with 3 seeds, in 83 with 5, in 89 with 10 (simulated).
+    One that holds zero would hold it if it were wider, too.
     """
     if undecided(interval):
         return "zero lies inside"

@@ -51,7 +51,9 @@ def beside_trl(results: Results, sets: Sequence[str]) -> list[str]:
         "## Beside TRL's GRPOTrainer",
         "",
         "The same problems in the same order, group size, lengths, schedule and optimizer, "
-        f"{pairs[0][0]['training']['samples']} samples each.",
+        f"{pairs[0][0]['training']['samples']} samples each. Fed the same samples, both end with "
+        "the same adapter (tests/test_same_completions.py): what parts them here is which samples "
+        "each has drawn.",
         "",
         *table(["seed", "ours, s", "TRL, s", "ahead", "ours, GB", "TRL, GB"], rows),
         "",

@@ -48,8 +48,9 @@ def head(results: Results) -> list[str]:
         f"Training seeds: {', '.join(map(str, seeds)) or 'none'}.",
         "",
         "Intervals are 95 %, from a bootstrap over seeds and problems, which are crossed. "
-        f"Over fewer than {FEW_SEEDS} seeds they are too narrow as to seeds: a verdict is about "
-        "these seeds alone, and a bound near zero is undecided. "
+        f"Over fewer than {FEW_SEEDS} seeds they are too narrow as to seeds (where nothing else "
+        "varies, one over 3 seeds holds the truth in 74 % of the cases, over 5 in 83): a verdict "
+        "is about these seeds alone, and a bound near zero is undecided. "
         "A difference of two arms is over the seeds and problems that both have, so it need not "
         "be that of their rows. "
         "No adapter is chosen by its score; all are judged after their last update. "
