@@ -801,7 +801,7 @@ def test_the_report_renders_every_section(finished, page):
     for picture in ("pass_at_k.png", "curves.png", "families.png"):
         assert f"({picture})" in page
         assert (finished.docs / picture).stat().st_size > 5000
-    assert "Over fewer than 5 seeds they are too narrow as to seeds" in page
+    assert "Over fewer than 10 seeds they are too narrow as to seeds" in page
     assert "Wrong answers" not in page  # nobody wrote any down
     assert "Not run" not in page
     assert str(finished.grid.parent) not in page
