@@ -166,7 +166,9 @@ def train(
     """Learn the problems' solutions, write the adapter, and return what its run.json says.
 
     Raises:
-        UsageError: problems without solutions, or none that is short enough.
+        UsageError: problems without solutions, or none that is short enough; nothing to resume,
+            or it was begun otherwise.
+        Interrupted: a signal asked to stop; the step was ended and saved.
     """
     import_bitsandbytes()  # before trl does
     import datasets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,12 +87,9 @@ def leads(
         for which, (arm, points) in enumerate(arms.items()):
             x = [place + 0.16 * (which - (len(arms) - 1) / 2) for place, _ in points]
             mean = [100 * i.mean for _, i in points]
-            # A percentile interval need not hold the mean.
-            below = [max(0.0, 100 * (i.mean - i.low)) for _, i in points]
-            above = [max(0.0, 100 * (i.high - i.mean)) for _, i in points]
             axes.errorbar(
-                x, mean, (below, above), fmt="o", ms=5, capsize=3, lw=1.6, color=COLOURS[arm],
-                label=f"over {ARMS[arm].title}",
+                x, mean, _reach([i for _, i in points]), fmt="o", ms=5, capsize=3, lw=1.6,
+                color=COLOURS[arm], label=f"over {ARMS[arm].title}",
             )  # fmt: skip
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.5, len(ticks) - 0.5)
@@ -120,12 +117,9 @@ def families(
             there = {place: row[which] for place, row in enumerate(rows.values()) if row}
             intervals = there.values()
             means = [100 * i.mean for i in intervals]
-            # A percentile interval need not hold the mean.
-            left = [max(0.0, 100 * (i.mean - i.low)) for i in intervals]
-            right = [max(0.0, 100 * (i.high - i.mean)) for i in intervals]
             axes.barh(
                 [place + shift for place in there], means, 0.38, color=colour,
-                alpha=0.75, label=names[which], xerr=(left, right),
+                alpha=0.75, label=names[which], xerr=_reach(intervals),
                 error_kw={"ecolor": GREY, "capsize": 2, "elinewidth": 1},
             )  # fmt: skip
         axes.set_yticks(range(len(rows)), [family for family, *_ in rows], fontsize=9)
@@ -138,6 +132,12 @@ def families(
         frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names)
     )
     _save(figure, path)
+
+
+def _reach(intervals: Iterable[Interval]) -> tuple[list[float], list[float]]:
+    """How far they go below and above their means: a percentile interval need not hold its mean."""
+    pairs = [(100 * (i.mean - i.low), 100 * (i.high - i.mean)) for i in intervals]
+    return [max(0.0, below) for below, _ in pairs], [max(0.0, above) for _, above in pairs]
 
 
 def _line(axes: Axes, arm: str, points: Sequence[Point]) -> None:
