@@ -37,7 +37,7 @@ from rlm.sampling.native import compiled_for
 from rlm.state import LOG_BYTES, differences, optimizer_tensors, restore_optimizer
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
-SAVE_SECONDS = 60.0  # at least, between checkpoints; a signal and the clock write one, too
+SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
 KEEP = 2  # checkpoints
 # Options that may differ when a run is resumed: what is learned does not depend on them, or a hash
 # of what they name is compared instead.
@@ -204,6 +204,7 @@ class Progress(TrainerCallback):
             control.should_training_stop = True
         control.should_training_stop |= self.run.interrupted
         control.should_log |= control.should_training_stop or state.global_step == self.steps
+        control.should_log |= self._save_is_due()  # also between the twentieths of the run
 
     def on_log(
         self,
@@ -223,9 +224,11 @@ class Progress(TrainerCallback):
         a_step = (time.monotonic() - self._started) / (done - self.step)
         left = terminal.duration(a_step * (self.steps - done))
         terminal.line(f"step {done}/{self.steps}  loss {float(logs['loss']):.3f}  {left} left")
-        due = time.monotonic() - self._saved >= SAVE_SECONDS
-        if done < self.steps and (due or control.should_training_stop):
+        if done < self.steps and (self._save_is_due() or control.should_training_stop):
             self._save(done, optimizer, lr_scheduler)
+
+    def _save_is_due(self) -> bool:
+        return time.monotonic() - self._saved >= SAVE_SECONDS
 
     def _save(self, step: int, optimizer: Any, lr_scheduler: Any) -> None:
         tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}

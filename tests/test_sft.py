@@ -280,6 +280,20 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
     assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
 
 
+def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
+    whole = ("--epochs", 20)  # 40 steps: a report every other one
+    assert sft(*whole) == 0
+    log = tmp_path / "run" / "metrics.jsonl"
+    assert [row["step"] for row in read_log(log)] == list(range(1, 40, 2))
+    mean = history(tmp_path / "sft")["loss"]
+    monkeypatch.setattr("rlm.sft.SAVE_SECONDS", 0.0)
+    assert sft(*whole) == 0
+    assert [row["step"] for row in read_log(log)] == list(range(40))
+    assert history(tmp_path / "sft")["loss"] == pytest.approx(mean)
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step_000038", "step_000039"]
+
+
 def test_only_the_same_run_is_resumed(sft, tmp_path, at_batch, signals, capsys):
     assert sft(*THREE_EPOCHS, "--resume") == 2
     assert "no checkpoint in" in capsys.readouterr().err
