@@ -47,9 +47,38 @@ _OPERATORS = {
     ast.Div: operator.truediv,
 }
 
-# What questions say in words: twice, a dozen, a year, per cent. Another number that an equation
-# takes from nowhere was computed without the calculator, and may depend on what is drawn anew.
-_IN_WORDS = {*map(Fraction, (*range(1, 13), 24, 30, 52, 60, 100, 365, 1000, "0.5"))}
+# Numbers that questions say in words: as a number, a share, a multiple or a unit.
+_IN_WORDS = {
+    "0.5": "half halves halved halfway",
+    "1": "one first single once a an",
+    "2": "two second twice double doubled doubles half halves halved pair pairs couple both",
+    "3": "three third thirds thrice triple tripled triples triplets yard yards",
+    "4": "four fourth fourths quarter quarters quadruple quadrupled quadruplets gallon gallons",
+    "5": "five fifth fifths quintuple weekday weekdays workweek nickel nickels",
+    "6": "six sixth sixths",
+    "7": "seven seventh sevenths week weeks weekly daily",
+    "8": "eight eighth eighths",
+    "9": "nine ninth ninths",
+    "10": "ten tenth tenths dime dimes decade decades",
+    "12": "twelve dozen dozens month months monthly year years yearly annual annually foot feet",
+    "16": "pound pounds",
+    "20": "twenty score",
+    "24": "day days daily hour hours",
+    "25": "quarter quarters",
+    "28": "february",
+    "30": "thirty month months monthly april june september november",
+    "31": "month months january march may july august october december",
+    "52": "year years yearly annual annually",
+    "60": "minute minutes hour hours hourly",
+    "100": "hundred percent percentage cent cents penny pennies century meter meters",
+    "365": "year years yearly annual annually",
+    "1000": "thousand kilometer kilometers kilogram kilograms liter liters",
+}
+_SAID = {
+    word: [Fraction(value) for value, words in _IN_WORDS.items() if word in words.split()]
+    for word in " ".join(_IN_WORDS.values()).split()
+}
+SMALL = 12  # up to here a number used twice may once be one that nobody had to say: legs, wheels
 
 Equation = tuple[str, str]  # what is computed, and what comes out, as written
 
@@ -134,17 +163,27 @@ def vary(
 ) -> tuple[str, list[Equation]] | None:
     """The problem with other numbers, or None where that cannot be done for certain.
 
-    A number of an equation is the question's, or an earlier result, or a constant that stays. Where
-    it could be both of the first two, or an equation is not exact, there is no variant.
+    A number of an equation is one that the question writes, an earlier result, or a constant that
+    the question says in words ("a week"). Only what must be the first of them is drawn anew. There
+    is no variant if a number could be both of the first two, if one comes from nowhere (computed
+    without the calculator, it may depend on what is drawn anew), or if an equation is not exact.
     """
     written = _WHOLE.findall(question)
-    used = {number for left, _ in equations for number in _NUMBER.findall(left)}
-    free = [n for n in written if written.count(n) == 1 and n in used and int(n) > 1]
-    results = [right for _, right in equations]
-    given = {*map(Fraction, _NUMBER.findall(question.replace(",", "")) + results)} | _IN_WORDS
-    if {*map(Fraction, used)} - given:
+    used = [number for left, _ in equations for number in _NUMBER.findall(left)]
+    said = said_in_words(question)
+    free = [
+        number
+        for number in {*written} & {*used}
+        if written.count(number) == 1
+        and Fraction(number) not in {1, *said}
+        and (int(number) > SMALL or used.count(number) == 1)
+    ]
+    free.sort(key=written.index)
+    given = {*map(Fraction, _NUMBER.findall(question.replace(",", "")))} | said
+    results = [parse_number(right) for _, right in equations]
+    if not free or {*map(Fraction, used)} - given - {*results}:
         return None
-    if not free or {*free} & {*results[:-1]} or len({*results}) < len(results):
+    if given & {*results[:-1]} or len({*results}) < len(results):
         return None
     if any(compute(left) != parse_number(right) for left, right in equations):
         return None
@@ -156,15 +195,27 @@ def vary(
     return None
 
 
+def said_in_words(question: str) -> set[Fraction]:
+    """
+    >>> sorted(map(str, said_in_words("Twice a week she works 9-hour days, at 20%.")))
+    ['1', '100', '2', '24', '60', '7']
+    """
+    words = re.findall("[a-z]+", question.lower().replace("%", " percent "))
+    return {value for word in words for value in _SAID.get(word, ())}
+
+
 def _put_in(values: Mapping[str, str], numbers: re.Pattern[str], text: str) -> str:
     return numbers.sub(lambda match: values.get(match[0], match[0]), text)
 
 
 def draw_near(number: int, rng: random.Random) -> int:
-    """A number of about the same size and as round: 40 becomes 20, 30, …, 60; 7 becomes 4 … 10."""
+    """A number of about the same size and as round: 40 becomes 20, 30, …, 60; 7 becomes 4 … 10.
+
+    Never 1, beside which the question's plurals would be wrong.
+    """
     unit = next(unit for unit in (100, 10, 5, 1) if number % unit == 0)
     count = number // unit
-    return unit * rng.randint(max(1, (count + 1) // 2), max(3, count * 3 // 2))
+    return unit * rng.randint(max(2 if unit == 1 else 1, (count + 1) // 2), max(3, count * 3 // 2))
 
 
 def recompute(equations: Sequence[Equation], values: Mapping[str, str]) -> list[Equation] | None:

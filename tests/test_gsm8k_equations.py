@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,11 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
     [
         ("She has 8 and 8.", [("8+8", "16")]),  # which of the two?
         ("She has 6 pairs and 12 hats.", [("6*2", "12"), ("12+12", "24")]),  # a result, or hats?
+        ("She reads 7 pages a day. In a week?", [("7*7", "49")]),  # a week stays
+        ("He is 2 more than twice Bo's 1.", [("1*2", "2"), ("2+2", "4")]),
+        ("Half of 50% of 100.", [("100*50/100", "50"), ("50/2", "25")]),  # which 100, and 50?
+        ("How many legs have 4 dogs?", [("4*4", "16")]),  # nobody says the other 4
+        ("She has 5 hats. He has 10 more.", [("5+15", "20")]),  # 15 comes from nowhere
         ("She has 9 hats.", [("9*19.5", "175.5")]),  # 19.5 may come from the 9
         ("It costs 3 of 7.", [("3/7", "0.43")]),  # rounded
         ("It is 1,000 or 2.5 or 3/4 or 7:30 or 5th.", [("1000+30", "1030")]),  # no whole numbers
@@ -83,6 +89,16 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
 )
 def test_no_variant_where_one_cannot_be_sure(question, equations):
     assert {*draws(question, equations)} == {None}
+
+
+def test_what_a_question_says_in_words_stays_and_the_rest_is_drawn():
+    question = "Jo is 3 years older than twice Ed's age, who is 18. In 48 months?"
+    equations = [("18*2", "36"), ("36+3", "39"), ("48/12", "4"), ("39+4", "43")]
+    drawn = [variant for variant in draws(question, equations) if variant]
+    assert len({question for question, _ in drawn}) > 10
+    for question, found in drawn:
+        more, age, months = (int(n) for n in re.findall(r"\d+", question))
+        assert found[-1][1] == str(age * 2 + more + months // 12)
 
 
 def test_results_stay_of_their_kind():
@@ -98,6 +114,7 @@ def test_numbers_keep_their_size_and_roundness():
     rng = random.Random(0)
     assert {draw_near(40, rng) for _ in range(200)} == {20, 30, 40, 50, 60}
     assert {draw_near(7, rng) for _ in range(200)} == {4, 5, 6, 7, 8, 9, 10}
+    assert {draw_near(2, rng) for _ in range(200)} == {2, 3}  # "1 dogs" would be wrong
     assert {draw_near(100, rng) for _ in range(200)} == {100, 200, 300}
 
 

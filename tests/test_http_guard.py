@@ -104,6 +104,14 @@ def test_a_body_that_nobody_wants_any_more_is_not_awaited_for_ever(wall):
         drip(sock, b"")
 
 
+def test_a_body_after_the_answer_that_refused_it_leaves_no_connection_open(wall):
+    with wall.connect() as sock:
+        sock.sendall(request("POST", "/phase1/reasoning", b"Content-Length: 5"))
+        assert read(sock).status == 401
+        sock.sendall(b"12345")
+        assert rest(sock) == b""
+
+
 def test_a_long_answer_outlives_the_deadlines(wall):
     path = "/stream?chunks=6&size=10&pause=0.25"
     assert wall.ask("GET", path, AUTH).body == b"x" * 60
@@ -116,6 +124,32 @@ def test_a_client_that_does_not_read_is_cut_and_the_app_hears_of_it(wall):
         sock.connect(("127.0.0.1", wall.port))
         sock.sendall(request("GET", "/stream?chunks=100000&size=65536&pause=0", AUTH))
         assert wall.app.state.hung_up.wait(10)
+
+
+def test_a_client_that_leaves_a_little_unread_is_cut_too():
+    """Less than asyncio's 64 KiB, for which close() waits without end."""
+    left = []
+
+    def connection_made(self, transport):
+        SlowGuard.connection_made(self, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    def cut(self, reason):
+        left.append((reason, self.transport.get_write_buffer_size()))
+        SlowGuard._cut(self, reason)
+
+    guard = {**QUICK, "connection_made": connection_made, "_cut": cut}
+    with Wall(guard=guard) as wall, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", wall.port))
+        sock.sendall(request("GET", "/stream?chunks=1&size=50000&pause=0", AUTH))
+        end = time.monotonic() + 10
+        while not left and time.monotonic() < end:
+            time.sleep(0.05)
+        [(reason, size)] = left
+        assert (reason, 0 < size < 65536) == ("slow reader", True)
+        time.sleep(0.1)
+        assert wall.connections == 0
 
 
 def test_closing_the_sending_half_counts_as_leaving(wall):

@@ -127,6 +127,10 @@ class Wall:
         self._thread.join()
         self._socket.close()
 
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
 

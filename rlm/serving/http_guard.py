@@ -26,7 +26,7 @@ class SlowGuard(H11Protocol):
 
     header_seconds = 10.0
     body_seconds = 15.0  # longer than security.py's, which can still answer with a 408
-    write_seconds = 30.0  # without the client taking anything, while the buffers are full
+    write_seconds = 30.0  # until the client has taken what was written
     max_connections = 500
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,6 +42,8 @@ class SlowGuard(H11Protocol):
             # asyncio forgets this for a listening socket that it is handed; without it, the pieces
             # of an answer wait up to 40 ms for the client's acknowledgement of the last one.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # pause_writing would wait for 64 KiB, and close() for ever for a client that leaves less.
+        transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.max_connections:
             self._cut("too many connections")
         else:
@@ -51,9 +53,11 @@ class SlowGuard(H11Protocol):
         super().handle_events()
         if self.conn.their_state is h11.SEND_BODY:
             self._wait_for("body")
-        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._wait_for("headers")
-        else:  # between two requests uvicorn's keep-alive limit holds
+        elif self.conn.their_state is h11.IDLE:
+            # uvicorn's keep-alive limit is shorter, but it forgets it where a body comes after the
+            # answer that refused it.
+            self._wait_for("headers" if self.conn.trailing_data[0] else "next request")
+        else:
             self._wait_for(None)
 
     def pause_writing(self) -> None:
@@ -98,7 +102,7 @@ class SlowGuard(H11Protocol):
             self._read_timer.cancel()
             self._read_timer = None
         if what:
-            seconds = self.header_seconds if what == "headers" else self.body_seconds
+            seconds = self.body_seconds if what == "body" else self.header_seconds
             self._read_timer = self.loop.call_later(seconds, self._cut, f"slow {what}")
 
     def _cut(self, reason: str) -> None:
