@@ -101,6 +101,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen()  # only now would another server be told that the port is taken
     except OSError as error:
         raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     return listening

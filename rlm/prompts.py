@@ -42,6 +42,11 @@ class Format:
         return {"reasoning_tag": self.reasoning_tag, "answer_tag": self.answer_tag}
 
     @property
+    def answer_tags(self) -> tuple[str, str]:
+        """The opening and the closing one."""
+        return f"<{self.answer_tag}>", f"</{self.answer_tag}>"
+
+    @property
     def system_prompt(self) -> str:
         return self.ask_for("number")
 

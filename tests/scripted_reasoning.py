@@ -104,9 +104,9 @@ def answer(delta: str) -> bytes:
     return event("answer", {"sample": 0, "delta": delta})
 
 
-def sample(index: int, final: str | None, **thinking: Any) -> bytes:
+def sample(index: int, final: str | None, format: str = "strict", **thinking: Any) -> bytes:
     state = {"status": "closed", "tokens": 121, "budget": None} | thinking
-    known = {"sample": index, "final_answer": final, "finish_reason": "stop"}
+    known = {"sample": index, "final_answer": final, "format": format, "finish_reason": "stop"}
     return event("sample", known | {"thinking": state})
 
 

@@ -332,6 +332,7 @@ def test_the_expected_answer_is_compared(page, server, correct):
 def test_votes_of_eight_samples(page, server):
     finals = ["20", "19", "19", None, "19", "20", "19", "19"]
     samples = [sample(i, final) for i, final in enumerate(finals)]
+    samples[3] = sample(3, "19", "text_outside")  # found, but it does not vote
     server.script(
         stream(
             start(8),
@@ -340,6 +341,7 @@ def test_votes_of_eight_samples(page, server):
             *samples[:3],
             Gate("rest"),
             *samples[3:],
+            Gate("vote"),
             done("12 and 7 make 19", votes=finals),
         )
     )
@@ -353,6 +355,8 @@ def test_votes_of_eight_samples(page, server):
     expect(rows.nth(0)).to_contain_text("192 of 8")  # "19", then "2 of 8"
     expect(page.locator("#answer")).to_be_hidden()  # the vote decides, not sample 0
     server.open("rest")
+    expect(rows).to_have_text(["195 of 8", "202 of 8", "no answer1 of 8"])
+    server.open("vote")
     expect(page.locator("#votes-title")).to_have_text("Votes of 8 samples")
     expect(rows).to_have_text(["195 of 8", "202 of 8", "no answer1 of 8"])
     expect(rows.nth(0)).to_have_class("winner")

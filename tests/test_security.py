@@ -403,6 +403,17 @@ def test_guessing_is_throttled_and_locks_nobody_out():
         assert wall.post(b"{}").status == 200
 
 
+def test_who_sends_no_key_is_asked_for_one_however_often():
+    """A stranger would else keep the page from asking others for theirs."""
+    with Wall(failures_per_minute=1) as wall:
+        nothing = ["", "Authorization: Basic abc", "Authorization: Bearer"]
+        for header in nothing * 3:
+            headers = [header] if header else []
+            assert wall.ask("GET", "/phase1/info", *headers).status == 401
+        guess = "Authorization: Bearer a-guess"
+        assert [wall.ask("GET", "/x", guess).status for _ in range(2)] == [401, 429]
+
+
 def test_an_open_server_limits_nobody():
     with Wall(keys=Keys.none(), requests_per_minute=1, failures_per_minute=1) as wall:
         for _ in range(5):

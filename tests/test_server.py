@@ -210,6 +210,13 @@ def test_an_empty_key_does_not_open_the_server(capsys, monkeypatch):
     assert (code, "RLM_API_KEY is empty" in error) == (2, True)
 
 
+def test_two_servers_that_start_at_once_do_not_share_a_port():
+    with server._listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            server._listen("127.0.0.1", port)
+
+
 def test_a_port_in_use(capsys, monkeypatch):
     monkeypatch.delenv("RLM_API_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -143,6 +143,19 @@ def test_a_stop_text_is_not_returned(client):
     assert ask(client, "vote", n=2, stop="thing").choices[1].message.content == "no"
 
 
+def test_a_stop_text_that_could_end_nothing_is_refused(client):
+    for stop in ("</answer>", "5<answer>"):
+        with pytest.raises(openai.UnprocessableEntityError, match="end nothing"):
+            ask(client, stop=["x", stop])
+
+
+@pytest.mark.parametrize("content", [[{}] * 20_000, [1] * 20_000])
+def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
+    with pytest.raises(openai.UnprocessableEntityError) as info:
+        ask(client, extra_body={"messages": [{"role": "user", "content": content}]})
+    assert len(info.value.response.content) < 3000
+
+
 def test_a_thinking_budget_by_extra_body(client):
     answer = ask(client, extra_body={"thinking_budget": 3})
     assert answer.choices[0].message.content == "7"

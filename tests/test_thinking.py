@@ -73,6 +73,23 @@ def test_split(text, reasoning, answer):
     assert split(list(text), ("STOP",)) == (reasoning, answer)
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "whole", "answer"),
+    [
+        ("<think>a</think>\n<answer>5</answer>\nmore", "\n", "…</think>\n<answer>5</answer>", "5"),
+        ("\n\n5 is it\n\nbye", "\n\n", "\n\n5 is it", "5 is it"),
+        ("<think>a</think>4<answer>2 is it", "42", "…</think>", ""),
+        ("<think>a END</think>b END c", "END", "…</think>b ", "b"),
+        ("<think>a</think>b", "END", "…</think>b", "b"),
+    ],
+)
+def test_the_whole_text_is_cut_where_the_answer_is(text, stop, whole, answer):
+    splitter = Splitter(FORMAT, (stop,))
+    parts = [splitter.feed(text), splitter.finish()]
+    assert "".join(part[1] for part in parts) == answer
+    assert splitter.cut(text) == whole.replace("…", text.partition("</think>")[0])
+
+
 # --- the budget, on the real sampler with scripted tokens -----------------------------------------
 
 

@@ -151,7 +151,7 @@ def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
         ("deaf", "not ready after 1 s"),
     ],
 )
-def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, mode, message):
+def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, capsys, mode, message):
     hosts = AllowedHosts(["localhost"])
     seconds = 1.0 if mode in ("silent", "deaf") else 20.0
 
@@ -168,6 +168,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, mode
     assert "\n" not in text
     assert len(text) < 320
     assert TOKEN not in text + log.getvalue()
+    assert capsys.readouterr().err == ""  # pyngrok would print what the agent says
     assert hosts == {"localhost"}
     assert agent.is_gone()
     monkeypatch.setenv("STAND_IN_MODE", "ok")

@@ -66,6 +66,11 @@ class Keys:
         matches = [hmac.compare_digest(sent, known) for known in self._hashes]  # no early exit
         return f"key-{matches.index(True) + 1}" if any(matches) else None
 
+    @staticmethod
+    def tried(headers: Headers) -> bool:
+        """Whether a key was sent at all, right or wrong."""
+        return bool(_credential(headers))
+
 
 def _credential(headers: Headers) -> bytes:
     """The key that was sent, or nothing, which no hash belongs to."""

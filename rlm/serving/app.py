@@ -76,10 +76,12 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
 def _state_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["state"])
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="Whether the process answers")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", summary="Whether it takes requests now")
     async def ready() -> dict[str, str]:
         if problem := service.not_ready():
@@ -157,6 +159,7 @@ def _page_routes(app: FastAPI) -> APIRouter:
     page = PAGE.read_text(encoding="utf-8")
     policy = _content_policy(page)
 
+    @router.head("/")
     @router.get("/")
     async def index() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})

@@ -49,6 +49,7 @@ class Job:
     new_thinking: Callable[[], Thinking]
     notify: Callable[[list[tuple[int, str, str]] | Problem | None], None]
     n: int = 1
+    streamed: bool = False  # what was notified cannot be taken back
     created: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     taken: int = 0  # tokens drawn, of all rows
@@ -57,7 +58,7 @@ class Job:
     replay_until: int = 0  # tokens that had been drawn when a step failed
 
     def __post_init__(self) -> None:
-        self.sent = [(0, 0)] * self.n  # characters of reasoning and answer that were notified
+        self.sent = [("", "")] * self.n  # the reasoning and answer that were notified
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -289,11 +290,16 @@ class Engine:
             job.thinking.take(token)
             job.taken += 1
             job.left -= token.finish_reason is not None
-            row, (reasoning, answer) = job.thinking.rows[token.row], job.sent[token.row]
-            new = (row.reasoning[reasoning:], row.answer[answer:])
+            row, sent = job.thinking.rows[token.row], job.sent[token.row]
+            now = (row.reasoning, row.answer)
+            if job.streamed and job.replays:  # from a smaller batch, whose roundings may differ
+                for old, text in zip(sent, now, strict=True):
+                    if not (text.startswith(old) or old.startswith(text)):
+                        raise RuntimeError("drawn again it is not the text that was sent")
+            new = tuple(text[len(old) :] for text, old in zip(now, sent, strict=True))
             if any(new):
                 parts.append((token.row, *new))
-                job.sent[token.row] = (len(row.reasoning), len(row.answer))
+                job.sent[token.row] = now
         if parts:
             job.notify(parts)
 

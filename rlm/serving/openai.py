@@ -28,7 +28,10 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, Field(max_length=PROMPT_CHARS)] | list[TextPart]
+    content: (
+        Annotated[str, Field(max_length=PROMPT_CHARS)]
+        | Annotated[list[TextPart], Field(max_length=64)]
+    )
     name: None = None
     # What an earlier answer carried; the model is not shown its old reasoning.
     reasoning: str | None = None
@@ -120,6 +123,7 @@ def to_ask(request: ChatRequest) -> Ask:
         adapter=request.model,
         examples=list(zip(turns[:-1:2], turns[1:-1:2], strict=True)),
         system="\n".join(system),
+        stream=bool(request.stream),
     )
 
 

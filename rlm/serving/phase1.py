@@ -24,6 +24,7 @@ def to_ask(request: ReasoningRequest) -> Ask:
         top_p=request.top_p,
         seed=request.seed,
         stop=request.stop,
+        stream=request.stream,
         adapter=request.adapter,
     )
 
@@ -124,6 +125,7 @@ def _just_finished(service: Service, running: Running, told: set[int]) -> list[d
         {
             "sample": i,
             "final_answer": sample.final_answer,
+            "format": sample.format,
             "finish_reason": sample.finish_reason,
             "thinking": sample.thinking.model_dump(),
         }

@@ -59,7 +59,8 @@ def secure(app: ASGIApp, settings: SecuritySettings) -> ASGIApp:
             return "public"
         key_id = settings.keys.allows(scope["headers"])
         if key_id is None:
-            if wait := failures.take():
+            # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
+            if settings.keys.tried(scope["headers"]) and (wait := failures.take()):
                 raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
             raise Problem(401, "unauthorized", "a valid API key is needed")
         if settings.keys.required:

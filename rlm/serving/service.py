@@ -50,6 +50,7 @@ class Ask:
     adapter: str | None = None
     examples: Sequence[tuple[str, str]] = ()  # earlier turns
     system: str | None = None  # said after the format's own system prompt
+    stream: bool = False
 
 
 @dataclass
@@ -120,6 +121,9 @@ class Service:
         self._admit(0)
         offered = self._offered(ask.adapter)
         new_tokens = ask.max_new_tokens or self.limits.new_tokens
+        if any(tag in stop for stop in ask.stop for tag in offered.format.answer_tags):
+            detail = "stop: the answer's own tags never stand in it, and so end nothing"
+            raise Problem(422, "validation", detail, param="stop")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
         rendering = partial(self._render, ask, offered)
@@ -157,6 +161,7 @@ class Service:
             new_thinking=thinking,
             notify=notify,
             n=ask.n,
+            streamed=ask.stream,
         )
         self.engine.submit(running.job)
         self._running[running.id] = running

@@ -41,10 +41,10 @@ class Splitter:
         Args:
             stop: texts that end the answer, themselves not part of it.
         """
+        self._format = format
         self._opening = f"<{format.reasoning_tag}>"
         self.closing = f"</{format.reasoning_tag}>"
-        self._answer_tags = (f"<{format.answer_tag}>", f"</{format.answer_tag}>")
-        self._drop = re.compile("|".join(self._answer_tags))
+        self._drop = re.compile("|".join(format.answer_tags))
         self._stop = tuple(stop)
         self.phase = "start"  # then reasoning, answer, done (a stop text was met)
         self.opened = self.closed = False
@@ -77,7 +77,7 @@ class Splitter:
                 answer = self._stripped(self._held[: min(found)]).rstrip()
                 self.phase = "done"
             else:
-                answer = self._certain(self._answer_tags, self._stop)
+                answer = self._certain(self._format.answer_tags, self._stop)
         if self.phase == "done":
             self._held = ""
         return reasoning, answer
@@ -88,10 +88,17 @@ class Splitter:
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
     def cut(self, text: str) -> str:
-        """The whole text up to the first stop text of its answer."""
-        start = text.find(self.closing) + len(self.closing) if self.closed else 0
-        found = [at for stop in self._stop if (at := text.find(stop, start)) >= 0]
-        return text[: min(found, default=len(text))]
+        """The whole text, tags included, up to where its answer met a stop text.
+
+        Once more letter by letter: spaces before the answer and tags in it count for no stop.
+        """
+        again = Splitter(self._format, self._stop)
+        for end, letter in enumerate(text, 1):
+            again.feed(letter)
+            if again.phase == "done":
+                ends = (self._drop.sub("", text[at:end]) in self._stop for at in range(end))
+                return text[: max(at for at, is_stop in enumerate(ends) if is_stop)]
+        return text
 
     @property
     def closing_begun(self) -> bool:

@@ -70,7 +70,9 @@ class Tunnel:
         Raises:
             TunnelError: why there is none.
         """
-        logging.getLogger("pyngrok").propagate = False  # it repeats what the agent says, and more
+        agent_log = logging.getLogger("pyngrok")  # it repeats what the agent says, the token too
+        agent_log.propagate = False
+        agent_log.addHandler(logging.NullHandler())  # without any, Python would print warnings
         if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
             where = "https://dashboard.ngrok.com/get-started/your-authtoken"
             raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
