@@ -25,7 +25,7 @@ from rich.table import Table
 from rlm import terminal
 from rlm.audit import audit_run
 from rlm.config import UsageError, check_values, explicit, flag, to_dict
-from rlm.data import load_problems
+from rlm.data import is_file, load_problems
 from rlm.evaluation import Evaluation, evaluate, mcnemar, paired_bootstrap
 from rlm.plots import accuracy_bars
 from rlm.problems import Problem
@@ -43,7 +43,9 @@ EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do 
 class EvaluateConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
     dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
-    split: str = flag("test", "which part of the data set")
+    split: str | None = flag(
+        None, "which part of the data set (none: test; of a file that was trained on: validation)"
+    )
     max_samples: int | None = flag(200, "problems (none: the whole split)", min=1)
     sft_adapter: Path | None = flag(Path("weights/sft_lora"), "SFT row; none leaves it out")
     adapter: Path | None = flag(Path("weights/final_rlm_lora"), "GRPO row; none leaves it out")
@@ -101,10 +103,17 @@ def fill_in(config: EvaluateConfig, run: dict) -> EvaluateConfig:
     if model is None:
         raise UsageError("which base model? No adapter's run.json says so: give --model")
     tags = run.get("config", {}).get("reasoning_format", "deepseek")
+    dataset, split = config.dataset or run.get("dataset") or "word-problems", config.split
+    if split is None:
+        split = "test"
+        if is_file(dataset) and dataset == run.get("dataset"):
+            split = "validation"
+            terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
     return replace(
         config,
         model=model,
-        dataset=config.dataset or run.get("dataset") or "word-problems",
+        dataset=dataset,
+        split=split,
         reasoning_format=config.reasoning_format or tags,
         quantize=trained_on(run) if config.quantize == "auto" else config.quantize,
     )

@@ -63,7 +63,7 @@ from rlm.problems import Problem
 from rlm.prompts import FORMATS, render_problem
 from rlm.report import LearningTally, mean_metrics, step_metrics, timed
 from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward
-from rlm.runs import RunDirectory, check_writable
+from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.sampling.remote import make_sampler
 from rlm.state import TrainedAdapter, TrainingState
@@ -328,7 +328,7 @@ class GRPOTrainer:
             config, self.model_name, self.state, rows, validated_on, seconds
         )
         if self.team.leads:
-            save_adapter(self.policy, self.tokenizer, config.output, summary, keep_previous=True)
+            save_adapter(self.policy, self.tokenizer, config.output, summary)
             self.run.write_csv()
             learning_curves(rows, self.run.path / "curves.png")
         return summary
@@ -339,7 +339,6 @@ def main(config: GRPOConfig) -> int:
     reward, config = load_reward(config.reward), start.settle(config)
     problems, validation = start.load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)
-    check_writable("--output", config.output.parent)
     if config.doctor:
         return doctor.examine(trainer, problems)
     report.announce(trainer, len(problems), len(validation))

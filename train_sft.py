@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +87,10 @@ class SFTConfig:
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
                 f"{self.micro_batch}"
             )
+        for field in fields(self) if self.adapter else ():
+            if field.name.startswith("lora_") and getattr(self, field.name) != field.default:
+                option = f"--{field.name.replace('_', '-')}"
+                raise ValueError(f"{option} is of a new adapter; that of --adapter has its own")
         if self.lora_dropout == 1:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         if self.adapter and self.output.resolve() == self.adapter.resolve():
@@ -171,32 +175,30 @@ def train(
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
     import_bitsandbytes()  # before trl does
-    import datasets
     import transformers
 
-    from rlm.adapters import save_adapter
-    from rlm.lean import use_lean_layers
+    from rlm.adapters import check_output, save_adapter, write_run
+    from rlm.checkpoints import writing
     from rlm.machine import pick_device
     from rlm.models import base_hash, load_tokenizer
-    from rlm.runs import RunDirectory, check_writable
+    from rlm.runs import RunDirectory
     from rlm.sft import Progress
 
     device = pick_device()
-    format = FORMATS[config.reasoning_format]
     tokenizer = load_tokenizer(config.model)
-    examples = to_examples(config, tokenizer, problems)
+    examples, held_out = (to_examples(config, tokenizer, p) for p in (problems, validation))
+    if not examples:
+        raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
     if config.dry_run:
         for example in examples[:3]:
             show_example(tokenizer, example)
         return {}
 
-    check_writable("--output", config.output.parent)
+    check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
     transformers.set_seed(config.seed)
     weights = base_hash(config.model)
     policy = start_policy(config, device, weights)
-    if device.type == "cpu" and not config.lora_dropout:
-        use_lean_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     announce(config, device, policy, len(problems), len(examples))
     steps = config.steps(len(examples))
     trainer = make_trainer(config, device, policy, tokenizer, examples)
@@ -210,26 +212,26 @@ def train(
     with run:
         trainer.train_from(progress.step)
         run.leave_if(run.interrupted and trainer.state.global_step < steps)
-    run.write_csv()
-    validation_loss = None
-    if validation:
-        held_out = [to_example(tokenizer, problem, format) for problem in validation]
-        validation_loss = trainer.evaluate(datasets.Dataset.from_list(held_out))["eval_loss"]
-    history = {
-        "stage": "sft",
-        "base_model": config.model,
-        "base_hash": weights,
-        "start_adapter": str(config.adapter) if config.adapter else None,
-        "quantize": config.quantize,
-        "dataset": config.dataset,
-        "examples": len(examples),
-        "step": trainer.state.global_step,
-        "loss": progress.mean_loss(),
-        "validation_loss": validation_loss,
-        "seconds": progress.seconds,
-        "config": to_dict(config),
-    }
-    save_adapter(policy, tokenizer, config.output, history)
+        run.write_csv()
+        history = {
+            "stage": "sft",
+            "base_model": config.model,
+            "base_hash": weights,
+            "start_adapter": str(config.adapter) if config.adapter else None,
+            "quantize": config.quantize,
+            "dataset": config.dataset,
+            "examples": len(examples),
+            "step": trainer.state.global_step,
+            "loss": progress.mean_loss(),
+            "validation_loss": None,
+            "seconds": progress.seconds,
+            "config": to_dict(config),
+        }
+        save_adapter(policy, tokenizer, config.output, history)
+        if held_out:  # only now: whatever happens there, the adapter is safe
+            history["validation_loss"] = trainer.mean_loss(held_out)
+            with writing(config.output):
+                write_run(config.output, history)
     show_end(config, history)
     return history
 
@@ -256,7 +258,7 @@ def to_examples(config: SFTConfig, tokenizer, problems: Sequence[Problem]) -> li
     """What is learned, without what is too long.
 
     Raises:
-        UsageError: a problem has no solution, or no example is short enough.
+        UsageError: a problem has no solution.
     """
     unsolved = sum(not problem.solution for problem in problems)
     if unsolved:
@@ -266,23 +268,26 @@ def to_examples(config: SFTConfig, tokenizer, problems: Sequence[Problem]) -> li
         )
     format = FORMATS[config.reasoning_format]
     examples = [to_example(tokenizer, problem, format) for problem in problems]
-    kept = [e for e in examples if len(e["input_ids"]) <= config.max_length]
-    if not kept:
-        raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
-    return kept
+    return [e for e in examples if len(e["input_ids"]) <= config.max_length]
 
 
 def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
     """The base, with the adapter to go on from or a new one."""
     from rlm.adapters import check_base, load_adapter, new_adapter
+    from rlm.lean import use_lean_layers
     from rlm.models import load_base
 
     if config.adapter:
         check_base(config.adapter, config.model, weights)
     base = load_base(config.model, device, quantize=config.quantize, attn=config.attn)
     if config.adapter:
-        return load_adapter(base, config.adapter, trainable=True)
-    return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout)
+        policy = load_adapter(base, config.adapter, trainable=True)
+    else:
+        new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+        policy = new_adapter(base, **new)
+    if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
+        use_lean_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
+    return policy
 
 
 def make_trainer(

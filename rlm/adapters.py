@@ -32,6 +32,7 @@ from rlm.config import UsageError
 from rlm.models import model_directory
 from rlm.quantize import unpacked
 from rlm.records import replace_file, sync
+from rlm.runs import check_writable
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -190,12 +191,27 @@ def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
     transformers does so in training mode only. We train in eval mode (no dropout), so the layers
     themselves are told that they train, and what is inside them is not.
     """
-    if not wanted:
-        return
-    policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-    for module in policy.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    if wanted:
+        policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        for layer in _layers(policy):
+            layer.training = True
+
+
+@contextmanager
+def without_checkpointing(policy: PreTrainedModel) -> Iterator[None]:
+    """Inside, all that a backward pass needs is kept."""
+    checkpointed = [layer for layer in _layers(policy) if layer.training]
+    for layer in checkpointed:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in checkpointed:
+            layer.training = True
+
+
+def _layers(policy: PreTrainedModel) -> list[torch.nn.Module]:
+    return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 @contextmanager
@@ -220,9 +236,34 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
     training started from none.
     """
     if start_adapter is not None and "reference" not in policy.peft_config:
+        training = {module: module.training for module in policy.modules()}
         policy.load_adapter(str(start_adapter), adapter_name="reference", is_trainable=False)
+        for module, was in training.items():  # PEFT ends it for all, checkpointed layers too
+            module.training = was
     with wearing(policy, None if start_adapter is None else "reference"):
         yield
+
+
+def check_output(path: Path) -> None:
+    """Whether an adapter can be written here, before hours of work depend on it.
+
+    Raises:
+        UsageError: it can not, or something else than an adapter is there, which would be replaced.
+    """
+    here = path.resolve()
+    check_writable("--output", here.parent)
+    if Path.cwd().is_relative_to(here):
+        raise UsageError(f"--output {path} is where this was started: name a new directory")
+    if here.is_dir():
+        others = any(not file.name.startswith(".") for file in here.iterdir())
+        replaced = others and not (here / ADAPTER_FILES[0]).is_file()
+    else:
+        replaced = here.exists()
+    if replaced:
+        raise UsageError(
+            f"--output {path} holds something else than an adapter, which would be replaced: name "
+            "an empty or a new directory"
+        )
 
 
 def save_adapter(
@@ -230,17 +271,17 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
     run: dict[str, object],
-    *,
-    keep_previous: bool = False,
 ) -> None:
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
     Only the adapter "default" is saved. It takes the place of what stood there once another
-    process has read the tensors back; with `keep_previous` that is kept beside, as `<name>.prev`.
+    process has read the tensors back; that is kept beside, as `<name>.prev`.
 
     Raises:
         UsageError: it cannot be written, or does not read back; what stood there stays.
     """
+    path = path.resolve()  # what a link leads to: it leads to the new adapter afterwards
+    moved = False
     scratch, previous = path.with_name(f".{path.name}.new"), path.with_name(f"{path.name}.prev")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +292,7 @@ def save_adapter(
                 scratch, selected_adapters=["default"], save_embedding_layers=False
             )
             tokenizer.save_pretrained(scratch)
-            replace_file(scratch / "run.json", json.dumps(run, indent=2) + "\n")
+            write_run(scratch, run)
             _check_export(policy, scratch)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():
@@ -261,15 +302,14 @@ def save_adapter(
             if path.exists():
                 shutil.rmtree(previous, ignore_errors=True)
                 path.rename(previous)
+                moved = True
             scratch.rename(path)
             sync(path.parent)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
-            if previous.exists() and not path.exists():
+            if moved and not path.exists():
                 previous.rename(path)
             raise
-    if not keep_previous:
-        shutil.rmtree(previous, ignore_errors=True)
 
 
 def _check_export(policy: PeftModel, folder: Path) -> None:
@@ -284,6 +324,11 @@ def _check_export(policy: PeftModel, folder: Path) -> None:
     if found.returncode or json.loads(found.stdout) != tensor_hashes.hashes_in(in_memory):
         last_line = (found.stderr.strip().splitlines() or ["other tensors than the model's"])[-1]
         raise OSError(errno.EIO, f"what was written does not read back ({last_line})")
+
+
+def write_run(adapter: Path, run: dict[str, object]) -> None:
+    """What is known of the training, beside the adapter's files."""
+    replace_file(adapter / "run.json", json.dumps(run, indent=2) + "\n")
 
 
 def read_run(adapter: Path) -> dict[str, object]:

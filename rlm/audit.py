@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rlm.prompts import FORMATS, Format
 from rlm.records import read_log
 
 TIME_LIMIT = 5.0  # seconds for one answer
+START_LIMIT = 60.0  # for importing sympy
 EXAMPLES = 5  # shown of each kind of disagreement
 LONGEST = 20_000  # characters handed to math-verify
 
@@ -34,6 +36,7 @@ WORKER = """
 import json, logging, sys
 logging.disable(logging.CRITICAL)
 from math_verify import parse, verify
+print("ready", flush=True)
 for line in sys.stdin:
     gold, text = json.loads(line)
     try:
@@ -58,20 +61,24 @@ class MathVerify:
         return importlib.util.find_spec("math_verify") is not None
 
     def __call__(self, gold: str, text: str) -> bool | None:
-        fresh = self._process is None
-        process = self._process = self._process or self._start()
-        process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
-        process.stdin.flush()
-        with selectors.DefaultSelector() as ready:
-            ready.register(process.stdout, selectors.EVENT_READ)
-            # The first answer includes importing sympy.
-            answered = ready.select(self.time_limit + (60 if fresh else 0))
-        line = process.stdout.readline() if answered else ""
+        if self._process is None:
+            self._process = self._start()
+            self._line(START_LIMIT)
+        with suppress(BrokenPipeError):  # it died: no line comes
+            self._process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
+            self._process.stdin.flush()
+        line = self._line(self.time_limit)
         if not line:
             self.timeouts += 1
             self.close()
             return None
         return json.loads(line)
+
+    def _line(self, seconds: float) -> str:
+        """The next line of the worker; "" if none comes in time, or it has died."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._process.stdout, selectors.EVENT_READ)
+            return self._process.stdout.readline() if ready.select(seconds) else ""
 
     def close(self) -> None:
         if self._process is not None:

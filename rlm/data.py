@@ -8,9 +8,10 @@
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
     FILE.jsonl                                    one problem a line; data/README.md has the fields
 
-The splits (train, validation, test) share no question. Where no validation split is published, a
-fixed part of train is held out. `seed` shuffles train, of which `max_samples` keeps the first; the
-other splits do not depend on it, so that scores of runs with different seeds compare.
+Train and validation share no question, and test none with them, but for a file of your own, all of
+which is its test split. Where no validation split is published, a fixed part of train is held out.
+`seed` shuffles train, of which `max_samples` keeps the first; the other splits do not depend on it,
+so that scores of runs with different seeds compare.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def load_problems(
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
     name, colon, rest = dataset.partition(":")
-    if name not in SPLITS and not dataset.lower().endswith(JSONL_SUFFIXES):
+    if name not in SPLITS and not is_file(dataset):
         known = ", ".join(known for known in SPLITS if known != "rollouts")
         raise UsageError(f"unknown data set {dataset!r}; use {known} or a FILE.jsonl")
     splits = SPLITS.get(name, ("train", "validation", "test"))
@@ -104,6 +105,12 @@ def load_problems(
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems[:max_samples]
+
+
+def is_file(dataset: str) -> bool:
+    """Whether that is a JSONL file of the user's own, all of which is its test split."""
+    named = dataset.partition(":")[0] in SPLITS
+    return not named and dataset.lower().endswith(JSONL_SUFFIXES)
 
 
 def load_gsm8k(
@@ -160,8 +167,9 @@ def _load_published(
         if name == "rollouts":
             parse, rows = parse_rollout, _rollouts(file)
     problems = collect(rows, source, f"{name}-{stored}", parse, limit=limit)
-    carved = name == "gsm8k" or one_file
-    return _carve(problems, split, source, in_order=name == "gsm8k") if carved else problems
+    if name != "gsm8k" and (not one_file or split == "test"):
+        return problems
+    return _carve(problems, split, source, in_order=name == "gsm8k")
 
 
 def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) -> list[Problem]:
@@ -182,18 +190,24 @@ def _carve(
 ) -> list[Problem]:
     """All of the problems to test; else train or validation, which have no question in common.
 
-    Validation gets the first questions, or those with the smallest hashes: that does not depend on
-    the order of a file, and many are sorted by topic or difficulty.
+    Validation gets the first questions, or those with the smallest hashes, and comes in the order
+    of these, as test does: nothing depends on the order of a file, and many are sorted by topic or
+    difficulty.
     """
+    ordered = problems if in_order else sorted(problems, key=_hash)
     if split == "test":
-        return problems
-    questions = list(dict.fromkeys(problem.question for problem in problems))
+        return ordered
+    questions = list(dict.fromkeys(problem.question for problem in ordered))
     if len(questions) < 2:
         raise UsageError(f"{source}: one question is too few for a train and a validation split")
-    if not in_order:
-        questions.sort(key=lambda question: hashlib.sha256(question.encode()).digest())
     held_out = set(questions[: min(HELD_OUT, max(1, len(questions) // 10))])
-    return [p for p in problems if (p.question in held_out) == (split == "validation")]
+    if split == "validation":
+        return [problem for problem in ordered if problem.question in held_out]
+    return [problem for problem in problems if problem.question not in held_out]
+
+
+def _hash(problem: Problem) -> bytes:
+    return hashlib.sha256(problem.question.encode()).digest()
 
 
 def _rollouts(path: Path) -> Iterator[tuple[int, bytes | Row]]:

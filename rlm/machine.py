@@ -27,6 +27,7 @@ C = TypeVar("C")  # a script's config, with model, dataset and quantize
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+CGROUP = Path("/sys/fs/cgroup")  # version 2: of the container that this process is in
 # What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 
@@ -94,14 +95,13 @@ def fill_in(
     """
     if config.model is not None and config.dataset is not None:
         return config
+    setup = default_setup()
     if start_run:
-        names = (str(start_run["base_model"]), str(start_run["dataset"]))
-        packed = trained_on(start_run)
-        setup = Setup(*names, packed, "the start adapter's are taken")
-    else:
-        setup = default_setup()
+        model, dataset = (start_run.get(name) for name in ("base_model", "dataset"))
+        names = (str(model or setup.model), str(dataset or setup.dataset))
+        setup = Setup(*names, trained_on(start_run), "the start adapter's are taken")
     chosen = {"model": setup.model, "dataset": setup.dataset, "quantize": setup.quantize}
-    if setup.quantize == "4bit":
+    if setup.model == GPU_MODEL:
         chosen |= gpu_defaults
     typed = set(explicit(config))
     if "use_4bit" in typed or ("model" in typed and not start_run):
@@ -170,9 +170,13 @@ def available_memory(device_type: str) -> int:
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + held
     available = psutil.virtual_memory().available
-    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
+    limit, used = (CGROUP / f"memory.{name}" for name in ("max", "current"))
     if limit.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
+        # Used is also the cache of files that were read, which the system gives up when asked.
+        statistics = used.with_name("memory.stat").read_text().split()
+        cached = int(statistics[statistics.index("inactive_file") + 1])
+        in_use = max(0, int(used.read_text()) - cached)
+        available = min(available, int(limit.read_text()) - in_use)
     return available
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm import attention, terminal
+from rlm.adapters import without_checkpointing
 from rlm.config import UsageError
 from rlm.grpo import Rollout
 from rlm.grpo_config import GRPOConfig
@@ -106,9 +107,9 @@ def plan_memory(
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in masters)
-    learning = partial(
-        _learning_bytes, policy, activation_bytes(policy), config.checkpointing, longest_sequence
-    )
+    with without_checkpointing(policy):
+        per_token = activation_bytes(policy)
+    learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
     tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
     if tokens is None:
         tokens = micro_batch_tokens(policy)
@@ -145,7 +146,7 @@ def _learning_bytes(
     """What a micro-batch of so many tokens, or the longest sequence if that is more, takes.
 
     Args:
-        per_token: what the forward pass keeps of one (`activation_bytes`).
+        per_token: what the forward pass keeps of one without checkpointing.
     """
     model = policy.config.get_text_config()
     layers = model.num_hidden_layers

@@ -94,9 +94,16 @@ class RunDirectory:
                 "the current directory: name a new directory, or start this from elsewhere"
             )
         previous = here.with_name(here.name + ".prev")
-        shutil.rmtree(previous, ignore_errors=True)
-        here.rename(previous)  # and with it the lock
-        here.mkdir(exist_ok=True)
+        try:
+            if previous.is_dir():
+                shutil.rmtree(previous)
+            here.rename(previous)  # and with it the lock
+            here.mkdir(exist_ok=True)
+        except OSError as error:  # a mount point, say
+            raise UsageError(
+                f"--run-dir {self.path} holds another run, which cannot be moved to {previous} "
+                f"({error.strerror}): name a new directory"
+            ) from error
         self._lock.close()
         self._lock = lock(self.path)
         (previous / LOCK).unlink()

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import trl
 from torch import Tensor
@@ -34,7 +35,13 @@ from rlm.models import decoder_and_head
 from rlm.prompts import IGNORED
 from rlm.runs import RunDirectory
 from rlm.sampling.native import compiled_for
-from rlm.state import LOG_BYTES, differences, optimizer_tensors, restore_optimizer
+from rlm.state import (
+    LOG_BYTES,
+    differences,
+    newest_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+)
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
@@ -71,6 +78,10 @@ class SFTTrainer(trl.SFTTrainer):
         logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, native)
         count = learned.sum() if num_items_in_batch is None else num_items_in_batch
         return -logprobs.sum() / count
+
+    def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
+        """In nats per learned token."""
+        return self.evaluate(datasets.Dataset.from_list(list(examples)))["eval_loss"]
 
     def train_from(self, step: int) -> None:
         """Train from a step on, whose adapter and optimizer are `Progress`'s to restore."""
@@ -130,10 +141,7 @@ class Progress(TrainerCallback):
         Raises:
             UsageError: there is none, or it is of another run.
         """
-        loaded = self.run.checkpoints.load()
-        if loaded is None:
-            raise UsageError(f"--resume: no checkpoint in {self.run.path}; start without it")
-        tensors, state = loaded
+        tensors, state = newest_checkpoint(self.run, ("origin", "schedule"))
         if state["origin"]["base_hash"] != self.origin["base_hash"]:
             raise UsageError(f"--resume: {self.run.path} was trained on another model")
         changes = differences(state["origin"], self.origin, MAY_CHANGE)

@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlm import terminal
-from rlm.adapters import ADAPTER_FILES, adapter_tensors
+from rlm.adapters import ADAPTER_FILES, adapter_tensors, check_output
 from rlm.checkpoints import check_space, file_hash
 from rlm.config import UsageError, to_dict
 from rlm.grpo_config import GRPOConfig
@@ -125,15 +125,16 @@ class TrainingState:
             The step to go on with.
 
         Raises:
-            UsageError: too little room on the disk; nothing to resume; or what would be resumed
-                had other data, other options, another base or adapter.
+            UsageError: too little room on the disk, or no place for the adapter; nothing to
+                resume; or what would be resumed had other data, other options, another base or
+                adapter.
         """
         if team.leads:
             # Adapter, best adapter and two moments; beside those kept, one that is protected and
             # the one that is being written.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
-            config.output.parent.mkdir(parents=True, exist_ok=True)
+            check_output(config.output)
             check_space("--output", config.output.parent, size)
         start = config.sft_adapter
         self.origin = {
@@ -237,10 +238,7 @@ class TrainingState:
         Raises:
             UsageError: there is none, or it is of another base, adapter, config or data.
         """
-        loaded = run.checkpoints.load(set_aside=run.writes)
-        if loaded is None:
-            raise UsageError(f"--resume: no checkpoint in {run.path}")
-        tensors, state = loaded
+        tensors, state = newest_checkpoint(run, IDENTITY)
         saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
         ours = {f"adapter/{name}": tensor.shape for name, tensor in self.adapter.items()}
         if state["base_hash"] != self.base_hash or saved != ours:
@@ -272,6 +270,26 @@ class TrainingState:
             tensor.copy_(tensors[f"adapter/{name}"])
         self.trained.publish()
         restore_optimizer(self.optimizer, list(self.adapter), tensors)
+
+
+def newest_checkpoint(
+    run: RunDirectory, holds: Collection[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the state to go on from.
+
+    Args:
+        holds: what the state of such a run has.
+
+    Raises:
+        UsageError: there is none, or it is of the other stage.
+    """
+    loaded = run.checkpoints.load(set_aside=run.writes)
+    if loaded is None:
+        raise UsageError(f"--resume: no checkpoint in {run.path}; start without it")
+    tensors, state = loaded
+    if not state.keys() >= set(holds):
+        raise UsageError(f"--resume: {run.path} is a run of another script; name its own directory")
+    return tensors, state
 
 
 def data_id(problems: Sequence[Problem]) -> str:

@@ -81,7 +81,7 @@ def test_a_third_opinion_is_asked_about_the_answer_alone():
 
 
 def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
-    slow = "import sys, time, json\nfor line in sys.stdin:\n"
+    slow = "import sys, time, json\nprint('ready', flush=True)\nfor line in sys.stdin:\n"
     slow += "    gold, text = json.loads(line)\n"
     slow += "    time.sleep(60) if text == 'slow' else None\n"
     slow += "    sys.exit() if text == 'dies' else print('true', flush=True)\n"
@@ -89,12 +89,13 @@ def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
     second = MathVerify(time_limit=0.5)
     assert second("1", "fast") is True
     started = time.monotonic()
-    assert second("1", "slow") is None
-    assert time.monotonic() - started < 10
-    assert second("1", "fast") is True  # a fresh process
+    for _ in range(2):  # the second by a fresh process
+        assert second("1", "slow") is None
+    assert time.monotonic() - started < 20  # the limit, and starting Python
+    assert second("1", "fast") is True
     assert second("1", "dies") is None
     assert second("1", "fast") is True
-    assert second.timeouts == 2
+    assert second.timeouts == 3
     second.close()
 
 

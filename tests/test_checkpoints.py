@@ -312,6 +312,17 @@ def test_a_link_leads_to_the_new_run_where_the_old_one_was(tmp_path):
     assert Checkpoints(tmp_path / "disk" / "run.prev" / "checkpoints").steps() == [1]
 
 
+def test_a_run_that_cannot_be_moved_away_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path, resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+    (tmp_path / "run.prev").write_text("somebody's file")
+    with pytest.raises(UsageError, match="cannot be moved to"):
+        RunDirectory(path, resume=False)
+    assert Checkpoints(path / "checkpoints").steps() == [1]
+    assert (tmp_path / "run.prev").read_text() == "somebody's file"
+
+
 def test_the_current_directory_is_not_moved_away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with RunDirectory(Path("."), resume=False) as run:

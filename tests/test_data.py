@@ -222,10 +222,22 @@ def test_the_splits_of_a_file(write):
     train, validation = (load_problems(path, split) for split in ("train", "validation"))
     assert len(validation) == 50
     everything = load_problems(path, "test")
-    assert questions(everything) == [row["question"] for row in rows]
+    assert sorted(questions(everything)) == sorted(row["question"] for row in rows)
     assert sorted(questions(train + validation)) == sorted(questions(everything))
     shuffled = write(*reversed(rows), name="reversed.jsonl")
-    assert set(questions(load_problems(shuffled, "validation"))) == set(questions(validation))
+    for split in ("validation", "test"):
+        for count in (None, 20):
+            mine, other = (load_problems(p, split, max_samples=count) for p in (path, shuffled))
+            assert questions(mine) == questions(other)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_the_first_of_a_sorted_file_are_not_its_easiest(write, split):
+    path = write(*numbered(1000))
+    places = [int(p.id.rpartition("-")[2]) for p in load_problems(path, split, max_samples=60)]
+    assert min(places) < 200
+    assert max(places) > 800
+    assert 300 < sum(places) / len(places) < 700
 
 
 def test_a_question_is_in_one_split_only(write):

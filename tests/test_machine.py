@@ -63,6 +63,36 @@ def test_a_start_adapter_decides_how_its_base_is_packed(having):
         assert (config.model, config.dataset, config.quantize) == (model, "gsm8k", "8bit")
 
 
+def test_what_is_good_for_the_7b_model_is_for_no_other(having, capsys):
+    """A small one may be packed, too."""
+    having(gpu=False, hub=False)
+    run = {"base_model": "smollm2-135m", "dataset": "word-problems:1", "quantize": "4bit"}
+    config = machine.fill_in(GRPOConfig(), GPU_DEFAULTS, run)
+    assert (config.quantize, config.steps) == ("4bit", GRPOConfig().steps)
+    run = {"base_model": machine.GPU_MODEL, "dataset": "gsm8k", "quantize": "4bit"}
+    assert machine.fill_in(GRPOConfig(), GPU_DEFAULTS, run).steps == GPU_DEFAULTS["steps"]
+
+
+def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    whole = machine.available_memory("cpu")
+    assert whole > 2**22
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_memory("cpu") > 2**22
+    (tmp_path / "memory.max").write_text(f"{4 * 2**20}\n")
+    (tmp_path / "memory.current").write_text(f"{3 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {2**21}\nactive_file 9\n")
+    assert machine.available_memory("cpu") == 3 * 2**20
+
+
+def test_a_start_adapter_that_does_not_say_its_data(having):
+    """As `GRPOTrainer` leaves one that was given problems of the caller's own."""
+    having(gpu=False, hub=False)
+    config = machine.fill_in(GRPOConfig(), {}, {"base_model": "theirs", "dataset": None})
+    assert (config.model, config.dataset) == ("theirs", "word-problems:1")
+    assert machine.fill_in(GRPOConfig(), {}, {"stage": "sft"}).model == "smollm2-135m"
+
+
 @pytest.mark.parametrize("same_weights", [True, False])
 def test_nothing_is_taken_from_an_adapter_of_another_base(
     having, model_dir, tmp_path, monkeypatch, same_weights

@@ -101,6 +101,22 @@ def test_sft_learns_its_examples(model_dir, tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize(
+    ("options", "trained_on", "split"),
+    [
+        ({}, "mine.jsonl", "validation"),  # its test split is all of the file
+        ({"split": "test"}, "mine.jsonl", "test"),
+        ({"dataset": "other.jsonl"}, "mine.jsonl", "test"),
+        ({}, "word-problems:1", "test"),
+        ({}, None, "test"),
+    ],
+)
+def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split):
+    config = evaluate.EvaluateConfig(**options)
+    filled = evaluate.fill_in(config, {"base_model": "a", "dataset": trained_on})
+    assert filled.split == split
+
+
 def test_evaluate_writes_its_files(trained, capsys):
     code = run(
         evaluate, "--sft-adapter", trained / "sft", "--adapter", trained / "grpo",

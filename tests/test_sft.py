@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -15,11 +16,15 @@ from test_train_grpo import a_start_adapter
 
 import rlm.sft
 import train_sft
-from rlm.adapters import new_adapter
+from rlm.adapters import new_adapter, save_adapter
+from rlm.config import UsageError
 from rlm.data import load_problems
+from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
+from rlm.models import load_base
 from rlm.prompts import FORMATS, IGNORED
 from rlm.records import read_log
+from train_grpo import GRPOTrainer
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
 
@@ -210,11 +215,11 @@ def test_a_signal_ends_it_and_the_old_adapter_stays(
 ):
     begun = at_batch(1, interrupt(number))
     (tmp_path / "sft").mkdir()
-    (tmp_path / "sft" / "run.json").write_text("an older one's")
+    (tmp_path / "sft" / "adapter_config.json").write_text("an older one's")
     assert sft("--epochs", 9) == code
     assert len(begun) == 1  # the step was ended, and no other begun
-    assert [file.name for file in (tmp_path / "sft").iterdir()] == ["run.json"]
-    assert (tmp_path / "sft" / "run.json").read_text() == "an older one's"
+    assert [file.name for file in (tmp_path / "sft").iterdir()] == ["adapter_config.json"]
+    assert (tmp_path / "sft" / "adapter_config.json").read_text() == "an older one's"
     said = capsys.readouterr().err
     assert f"{tmp_path / 'run'} is saved up to step 1; go on with: python" in said.splitlines()[-1]
     assert said.endswith("--epochs 9 --resume\n")
@@ -307,6 +312,93 @@ def test_only_the_same_run_is_resumed(sft, tmp_path, at_batch, signals, capsys):
         assert sft(*THREE_EPOCHS, option, value, "--resume") == 2
         assert change in capsys.readouterr().err
     assert sft(*THREE_EPOCHS, "--resume", "--micro-batch", 4) == 0
+
+
+def test_a_run_of_the_other_stage_is_not_resumed(sft, model_dir, tmp_path, at_batch, capsys):
+    folder = tmp_path / "run"
+    grpo = GRPOConfig(
+        sft_adapter=None, steps=1, lora_r=4, batch_size=2, group_size=2, max_new_tokens=4,
+        eval_every=0, run_dir=folder, output=tmp_path / "g",
+    )  # fmt: skip
+    problems = load_problems(DATA[1], "train", max_samples=2)
+    GRPOTrainer(str(model_dir), grpo, device=Device("cpu", torch.float32, "")).train(problems)
+    assert sft("--resume") == 2
+    assert f"{folder} is a run of another script" in capsys.readouterr().err
+
+    at_batch(1, interrupt())
+    assert sft(*THREE_EPOCHS) == 143  # the other one is moved away
+    again = replace(grpo, resume=True)
+    trainer = GRPOTrainer(str(model_dir), again, device=Device("cpu", torch.float32, ""))
+    with pytest.raises(UsageError, match="is a run of another script"):
+        trainer.train(problems)
+
+
+def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkeypatch, signals):
+    """Held-out problems are read when it is safe, signals wait until they are."""
+    monkeypatch.setattr(rlm.sft.SFTTrainer, "mean_loss", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sft("--eval-samples", 1)
+    assert (tmp_path / "sft" / "adapter_model.safetensors").exists()
+    assert history(tmp_path / "sft")["validation_loss"] is None
+    monkeypatch.setattr(rlm.sft.SFTTrainer, "mean_loss", lambda *_: interrupt()() or 0.5)
+    assert sft("--eval-samples", 1) == 0
+    assert history(tmp_path / "sft")["validation_loss"] == 0.5
+
+
+def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
+    policy = new_adapter(load_base(str(model_dir), Device("cpu", torch.float32, "")), r=4, alpha=8,
+                         dropout=0.5)  # fmt: skip
+    save_adapter(policy, byte_tokenizer(), tmp_path / "start", {})
+    assert sft("--adapter", tmp_path / "start", "--seed", 0) == 0
+    config = train_sft.SFTConfig(model=str(model_dir), adapter=tmp_path / "start")
+    wet = train_sft.start_policy(config, Device("cpu", torch.float32, ""), "").train()
+    ids = torch.arange(5, 20)[None]
+    torch.nn.init.normal_(next(t for n, t in wet.named_parameters() if "lora_B" in n))
+    assert not torch.equal(wet(ids).logits, wet(ids).logits)  # each pass drops other units
+    for option in ("--lora-dropout", "--lora-r"):
+        assert sft("--adapter", tmp_path / "start", option, 1 if option == "--lora-r" else 0.1) == 2
+        assert f"{option} is of a new adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["", "a folder", "a file"])
+def test_only_an_adapter_is_replaced(sft, tmp_path, monkeypatch, capsys, place):
+    """`--output weights`, say, would else take all that is in there."""
+    output = tmp_path / place
+    thesis = output / "thesis.tex" if place != "a file" else output
+    thesis.parent.mkdir(exist_ok=True)
+    thesis.write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    for named in (output, ".") if not place else (output,):
+        assert sft("--output", named) == 2
+        assert f"--output {named}" in capsys.readouterr().err
+    assert thesis.read_text() == "years of work"
+    assert not (tmp_path / "run").exists()  # nothing was begun
+
+
+def test_an_adapter_behind_a_link_is_replaced_where_it_lies(sft, tmp_path):
+    disk = tmp_path / "disk"
+    (disk / "sft").mkdir(parents=True)
+    (tmp_path / "sft").symlink_to(disk / "sft")
+    for seed in (0, 1, 2):
+        assert sft("--seed", seed) == 0
+        assert history(disk / "sft")["config"]["seed"] == seed
+    assert (tmp_path / "sft").is_symlink()
+    assert history(disk / "sft.prev")["config"]["seed"] == 1
+
+
+def test_a_save_that_fails_brings_no_older_adapter_back(sft, tmp_path, monkeypatch, capsys):
+    for seed in (0, 1):
+        assert sft("--seed", seed) == 0
+    (tmp_path / "sft").rename(tmp_path / "kept")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlm.adapters._check_export", full)
+    assert sft() != 0
+    assert "No space left" in capsys.readouterr().err
+    assert not (tmp_path / "sft").exists()  # .prev is that of seed 0
+    assert history(tmp_path / "sft.prev")["config"]["seed"] == 0
 
 
 def test_a_signal_in_the_last_step_loses_nothing(sft, tmp_path, at_batch, signals):

@@ -673,14 +673,22 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
         assert torch.equal(trainer.trained.computed[name], again.trained.computed[name]), name
 
 
-def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path):
-    kept, adapters = [], []
+def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, tokenizer):
+    """Also after the reference of a KL term has been loaded, which puts PEFT's model in eval mode;
+    and the plan counts each layer's input, and one layer in full."""
+    start, kept, plans, adapters = a_start_adapter(model_dir, tokenizer, tmp_path / "a"), [], [], []
     for checkpointing in (False, True):
-        config = a_config(tmp_path, f"run{checkpointing}", checkpointing=checkpointing)
-        trainer, _ = train(model_dir, config)
+        options = {"sft_adapter": start, "kl_weight": 0.1, "checkpointing": checkpointing}
+        trainer, _ = train(model_dir, a_config(tmp_path, f"run{checkpointing}", **options))
         kept.append(activation_bytes(trainer.policy))
+        plans.append(trainer.plan)
         adapters.append(trainer.adapter)
     assert kept[1] < kept[0] / 4
+    model = trainer.policy.config
+    inputs = model.num_hidden_layers * model.hidden_size * 4
+    tokens = plans[0].train_batch_tokens
+    saved = plans[0].learning - plans[1].learning
+    assert saved == pytest.approx(tokens * (kept[0] - inputs), rel=0.05)
     for name, tensor in adapters[0].items():
         assert torch.equal(tensor, adapters[1][name]), name
 
