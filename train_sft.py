@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,10 +87,8 @@ class SFTConfig:
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
                 f"{self.micro_batch}"
             )
-        for field in fields(self) if self.adapter else ():
-            if field.name.startswith("lora_") and getattr(self, field.name) != field.default:
-                option = f"--{field.name.replace('_', '-')}"
-                raise ValueError(f"{option} is of a new adapter; that of --adapter has its own")
+        if self.adapter and self.lora_dropout:
+            raise ValueError("--lora-dropout is of a new adapter; that of --adapter has its own")
         if self.lora_dropout == 1:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         if self.adapter and self.output.resolve() == self.adapter.resolve():

@@ -149,7 +149,8 @@ def cells(config: ServingConfig, servers: dict[str, Server]) -> list[dict[str, A
         def arm(server: Server, at_once: bool = at_once):
             def run(repetition: int) -> Timed:
                 start = repetition * config.requests
-                chosen = [problems[(start + i) % 200].question for i in range(config.requests)]
+                numbers = (i % len(problems) for i in range(start, start + config.requests))
+                chosen = [problems[number].question for number in numbers]
                 return server.work(chosen, config.max_tokens, at_once=at_once)
 
             return run

@@ -41,7 +41,10 @@ class RecordConfig:
 
 
 def main(config: RecordConfig) -> int:
-    book = json.loads(config.file.read_text(encoding="utf-8"))
+    try:
+        book = json.loads(config.file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--file {config.file} cannot be read: {error}") from error
     key = os.environ.get("RLM_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx2.Client(base_url=config.url, headers=headers, timeout=300) as client:

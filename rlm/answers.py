@@ -38,11 +38,12 @@ _MAX_TEXT = 4000  # characters searched for an answer, counted from the end
 
 @dataclass(frozen=True)
 class Verdict:
-    """`parse_number(answer)` is the value compared wherever the reason is correct or wrong."""
+    """`value` is what was compared wherever the reason is correct or wrong."""
 
     correct: bool
     reason: str  # one of REASONS
     answer: str | None  # the candidate text as found (trimmed), None where there is none
+    value: Hashable | None = None  # its number, letter or words
 
     @property
     def is_answer(self) -> bool:
@@ -204,7 +205,7 @@ def grade(
             claim = _find_other(text, answer_tag, kind)
     correct = claim.value == target
     reason = claim.reason or ("correct" if correct else "wrong")
-    return Verdict(correct, reason, claim.text[:MAX_NUMBER].strip() or None)
+    return Verdict(correct, reason, claim.text[:MAX_NUMBER].strip() or None, claim.value)
 
 
 def gold_from_gsm8k(answer_field: str) -> tuple[str, str]:

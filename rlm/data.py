@@ -20,7 +20,7 @@ import codecs
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,19 @@ def is_file(dataset: str) -> bool:
     """Whether that is a JSONL file of the user's own, all of which is its test split."""
     named = dataset.partition(":")[0] in SPLITS
     return not named and dataset.lower().endswith(JSONL_SUFFIXES)
+
+
+def only_numbers(dataset: str, problems: Iterable[Problem]) -> None:
+    """
+    Raises:
+        UsageError: a problem whose answer is a choice or a text, where only numbers are verified.
+    """
+    kinds = {problem.answer_type for problem in problems} - {"number"}
+    if kinds:
+        raise UsageError(
+            f"--dataset {dataset} has answers of the type {', '.join(sorted(kinds))}; here only "
+            "numbers can be verified (train_grpo.py takes all)"
+        )
 
 
 def load_gsm8k(

@@ -80,7 +80,7 @@ def diagnose(trainer: Any, problems: Sequence[Problem]) -> Diagnosis:
     findings = [
         *_template(trainer.tokenizer, trainer.format),
         *_parsing(drawn, trainer.format, figures),
-        *_reward(trainer, problems[0], figures),
+        *_reward(trainer, problems[0], figures, rewards),
         *_signal(figures, config),
         *_options(figures, config),
     ]
@@ -180,7 +180,12 @@ def _parsing(drawn: Evaluation, format: Format, figures: dict[str, float]) -> li
     return []
 
 
-def _reward(trainer: Any, problem: Problem, figures: dict[str, float]) -> list[Finding]:
+def _reward(
+    trainer: Any,
+    problem: Problem,
+    figures: dict[str, float],
+    rewards: Sequence[Sequence[float | None]],
+) -> list[Finding]:
     """A reward that does not prefer what is right: asked about texts whose worth is known."""
     tags = trainer.format
     right = tags.completion("It follows.", problem.answer)
@@ -204,12 +209,12 @@ def _reward(trainer: Any, problem: Problem, figures: dict[str, float]) -> list[F
                 fault=False,
             )
         ]
-    key = next(name for name in figures if name.startswith("pass@") and name.endswith("strict"))
-    if figures["reward, mean"] <= 0 < figures[key]:
+    given, share = {r for row in rewards for r in row}, figures["pass@1, strict"]
+    if len(given) == 1 and 0 < share < 1:
         return [
             Finding(
                 "reward sees nothing",
-                f"{figures[key]:.0%} of the completions are right, and none is rewarded",
+                f"{share:.0%} of the completions are right, and all are rewarded alike",
                 "look at the reward function",
             )
         ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlm.answers import Verdict, ballot, grade
+from rlm.answers import Verdict, grade
 from rlm.prompts import Format, render_problem
 
 if TYPE_CHECKING:
@@ -227,8 +227,8 @@ def _mean(scores: Sequence[float]) -> dict[str, float]:
 
 
 def majority_score(verdicts: Sequence[Verdict]) -> float:
-    """Chance that the most frequent answer of some completions is right; equal numbers are one."""
-    votes = [ballot(v.answer or "") if v.is_answer else None for v in verdicts]
+    """Chance that the most frequent answer of some completions is right; equal values are one."""
+    votes = [v.value if v.is_answer else None for v in verdicts]
     right = {vote for vote, v in zip(votes, verdicts, strict=True) if v.correct}
     winners = majority(votes)
     return mean_at_k([winner in right for winner in winners]) if winners else 0.0

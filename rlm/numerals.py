@@ -109,7 +109,9 @@ _KINDS = {
     ",": r"[,;]",
     ":": r":",
     ".": r"[.?]",
-    "v": r"[xyzXYZkKMB](?!\w)",  # a variable or a factor: 18x and 18k are refused, x = 18 is not
+    # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are refused, x = 18 is not.
+    "v": r"(?:[xyzXYZkKMB]|(?i:lakhs?|crores?|[bmt]n|thirds|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths))(?!\w)",
     "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
     "w": r"[^\x00-\x7f]+",  # W in any other script, or i

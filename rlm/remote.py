@@ -95,11 +95,11 @@ class Spending:
             yield charge
         finally:
             with self._changed:
+                self._changed.notify_all()  # who waits goes on when this block ends, however
                 self._reserved.remove(most)
                 self.cost += charge.cost
                 self.prompt_tokens += charge.tokens[0]
                 self.completion_tokens += charge.tokens[1]
-                self._changed.notify_all()
 
     def _fits(self, most: float) -> bool:
         return self.cost + math.fsum(self._reserved) + most <= self.max_cost
@@ -210,9 +210,9 @@ class RemoteClient:
         reply = self.post("chat/completions", body, most=most, tokens=about)
         try:
             choice, tokens = reply["choices"][0], _usage(reply)
-            text = choice["message"]["content"] or ""
-            reasoning = choice["message"].get("reasoning_content") or ""
-        except (KeyError, IndexError, TypeError) as error:
+            text = _text(choice["message"]["content"])
+            reasoning = _text(choice["message"].get("reasoning_content"))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise RemoteError(f"{self.url}: a reply without message or usage", 200) from error
         cost = self.price.of(*tokens)
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
@@ -289,9 +289,9 @@ class RemoteClient:
     def _refusal(self, response: httpx2.Response) -> UsageError:
         """The exception for an answer that is not 2xx."""
         status, message = response.status_code, _message(response)
-        text = f"{response.url}: {status} {response.reason_phrase}: {message}"
-        if self._key:
-            text = text.replace(self._key, "***")  # some servers quote it
+        if self._key:  # some servers quote it; before the text is cut, or a part of it would stay
+            message = message.replace(self._key, "***")
+        text = f"{response.url}: {status} {response.reason_phrase}: {message[:300]}"
         if status in (401, 403):
             return UsageError(f"{text} (wrong or missing API key)")
         if status == 404:  # a model that is not there is named; a path that is not there is not
@@ -301,7 +301,18 @@ class RemoteClient:
 
 
 def _usage(reply: dict[str, Any]) -> tuple[int, int]:
-    return reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]
+    counts = reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]
+    if not all(isinstance(count, int) for count in counts):
+        raise TypeError("a number of tokens that is none")
+    return counts
+
+
+def _text(content: Any) -> str:
+    """What a message holds: nothing, a text, or a list of parts of which some are text."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    # A lone surrogate (a server that cut an emoji) could be neither stored nor sent on.
+    return (content or "").encode(errors="replace").decode()
 
 
 def _message(response: httpx2.Response) -> str:
@@ -313,7 +324,7 @@ def _message(response: httpx2.Response) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(said, dict) and key in said:
             said = said[key]
-    return " ".join(str(said).split())[:300]
+    return " ".join(str(said).split())
 
 
 def _pause(response: httpx2.Response) -> float:

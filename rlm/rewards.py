@@ -223,11 +223,11 @@ class CombinedReward(RewardFunction):
         )
 
     def _combine(self, found: Mapping[str, Reward]) -> Reward:
-        values = {name: value for name, value in found.items() if value is not None}
+        values = {n: v for n, v in found.items() if v is not None and not math.isnan(v)}
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weights = [self.parts[name].weight for name in values]
-        if not sum(weights):
+        if sum(weights) <= 0:  # the parts that count for something gave no verdict
             return None
         total = sum(w * v for w, v in zip(weights, values.values(), strict=True))
         return total / sum(weights) if self.normalize else total

@@ -274,7 +274,7 @@ def _number(value: Any) -> Reward | Failed:
         return value
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return Failed(f"returned {value!r:.60}, which is no number")
     if math.isinf(number):
         return Failed("returned an infinite reward")

@@ -12,8 +12,8 @@ _LETTER = re.compile(
     r"([A-Za-z])(?P<end>[)\].:,\"'*_$\s]*)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# A further letter that reads as a choice: "or C", "C)", "C." or a letter alone at the end.
-_ANOTHER = re.compile(r"\b(?:or|and)\s+\(?[A-J]\b|(?<!\w)\(?[A-J](?:[).:]|\s*$)", re.MULTILINE)
+# A further letter that reads as a choice: "or C", "C)", "C." or a letter alone on its line.
+_ANOTHER = re.compile(r"\b(?:or|and)\s+\(?[A-J]\b|(?<!\w)\(?[A-J][).:]|^\W*[A-J]\s*$", re.MULTILINE)
 _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 
 

@@ -79,6 +79,15 @@ def test_battery(name: str, gold: str, text: str, correct: int) -> None:
 
 # text, the number it is; None: not exactly one number
 NUMBERS: list[tuple[str, str | None]] = [
+    ("5 hundredths", None),
+    ("3 tenths of it", None),
+    ("2 thirds", None),
+    ("5 lakh", None),
+    ("5 bn", None),
+    ("5bn dollars", None),
+    ("3 dozen", "3"),  # as a unit, like the quarters that are coins
+    ("2 tens", "2"),
+    ("7 hundred", "700"),
     ("18", "18"),
     (" 18\n", "18"),
     ("0", "0"),

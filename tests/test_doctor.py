@@ -1,17 +1,20 @@
 """`train_grpo.py --doctor` names what was broken on purpose, and leaves a sound set-up alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
-from rlm.doctor import diagnose, examine
+from rlm.doctor import _reward, diagnose, examine
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.rewards import FormatReward
 from rlm.sampling import Completion
+from rlm.scoring import Scores
 from rlm.script import run_main
 
 CPU = Device("cpu", torch.float32, "test")
@@ -154,6 +157,20 @@ def test_rewards_that_cannot_teach_are_named(model_dir, tmp_path):
 
     _, diagnosis = look(model_dir, tmp_path, reward=blind)
     assert "no signal" in names(diagnosis)
+
+
+def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
+    """A third of the completions is right: a mean of -1/3 where the others cost a point."""
+    figures = {"pass@1, strict": 1 / 3}
+    problem = Problem("a", "1 + 1?", "2")
+
+    def found(scores, rewards):
+        trainer = SimpleNamespace(format=FORMATS["deepseek"], scorer=lambda *_: Scores([scores]))
+        return [finding.name for finding in _reward(trainer, problem, figures, rewards)]
+
+    better = [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    assert found(better, [[1.0, -1.0, -1.0]]) == []
+    assert found(better, [[-1.0, -1.0], [-1.0]]) == ["reward sees nothing"]
 
 
 def test_from_the_command_line(model_dir, tmp_path, monkeypatch, capsys):

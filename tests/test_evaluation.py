@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 
 import evaluate as script
-from rlm.answers import Verdict
+from rlm.answers import Verdict, grade
 from rlm.evaluation import (
     Evaluation,
     Graded,
     bootstrap_interval,
     evaluate,
     majority,
+    majority_score,
     mcnemar,
     mean_at_k,
     paired_bootstrap,
     pass_at_k,
     wilson_interval,
 )
+from rlm.numerals import parse_number
 from rlm.plots import accuracy_bars, learning_curves
 from rlm.problems import Problem
 from rlm.prompts import FORMATS
@@ -178,7 +180,7 @@ def test_paired_bootstrap_refuses_other_problems():
 
 
 def verdict(reason, answer=None):
-    return Verdict(reason == "correct", reason, answer)
+    return Verdict(reason == "correct", reason, answer, answer and parse_number(answer))
 
 
 def graded(strict, lenient=None, *, answer=None, tokens=10, truncated=False):
@@ -227,6 +229,14 @@ def test_evaluation_of_one_completion_each():
     ]
     assert list(result.by_column("level", strict=True)) == ["1", "2"]
     assert result.by_column("year", strict=True) == {}
+
+
+def test_choices_are_voted_for_by_their_letter():
+    texts = ["B", "B) Paris", "Option B", "C", "C"]
+    whole = [f"<think>x</think><answer>{text}</answer>" for text in texts]
+    verdicts = [grade(text, "B", strict=True, kind="choice") for text in whole]
+    assert majority_score(verdicts) == 1
+    assert majority_score(verdicts[2:]) == 0
 
 
 def test_evaluation_of_several_completions_each():

@@ -357,7 +357,7 @@ def test_maj_at_8_is_the_mean_over_groups_of_8():
     from rlm.evaluation import Graded
 
     def graded(answer):
-        verdict = Verdict(answer == "5", "correct" if answer == "5" else "wrong", answer)
+        verdict = Verdict(answer == "5", "correct" if answer == "5" else "wrong", answer, answer)
         return Graded("", verdict, verdict, 1, False)
 
     answers = ["5"] * 5 + ["6"] * 3 + ["5"] * 4 + ["6"] * 4  # won, then a tie

@@ -584,6 +584,14 @@ def test_a_file_that_is_no_library_is_refused(tmp_path, content):
         load_experiences(tmp_path / "nowhere.json")
 
 
+def test_a_lesson_of_ones_own_needs_what_the_prompts_show(tmp_path):
+    path = tmp_path / "generator_1_experiences.json"
+    for fields, missing in (({"category": "validation"}, "id"), ({"id": "G1-001"}, "category")):
+        path.write_text(json.dumps([{"content": "Check units."} | fields]))
+        with pytest.raises(UsageError, match=f"without a text as its {missing}"):
+            library_in(tmp_path)
+
+
 def test_lessons_in_front_of_a_question():
     assert with_experiences("2 + 2?", []) == "2 + 2?"
     asked = with_experiences("2 + 2?", ["Add.", "Check\nit."])

@@ -14,7 +14,7 @@ from scripted_model import Model, numbers, operations, plan, problems, stage_of,
 from scripted_server import ScriptedServer, chat_reply, refuse
 
 from recipes.experience import apprentice, prompting, train
-from recipes.experience.library import Library
+from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.roles import GENERATORS, RoleSettings, load_settings
 from recipes.experience.scaffold import parse_scaffold
 from rlm.config import UsageError, parse
@@ -329,6 +329,18 @@ def test_the_critic_sees_its_own_lessons(place):
     assert items[0]["id"] == "C-001"
 
 
+def test_a_lesson_that_no_prompt_held_is_not_credited(place, model):
+    """Without two proposals there is no fusion, and nobody reads the critic's lessons."""
+    place.libraries.mkdir()
+    lesson = {"id": "C-001", "content": "Compare the units.", "category": CRITIC_CATEGORIES[0]}
+    (place.libraries / "critic_experiences.json").write_text(json.dumps([lesson]))
+    model.scaffold = lambda prompt, seed: "no scaffold"
+    assert place.run("all", "--max-problems", 2) == 0
+    assert {row["fusion"] for row in place.rows("critic")} == {"none"}
+    (item,) = json.loads((place.libraries / "critic_experiences.json").read_text())
+    assert (item["usage_count"], item["success_count"]) == (0, 0)
+
+
 def cyclic(prompt: str, seed: int) -> str:
     loop = plan(*numbers(prompt))
     loop["causal_graph"].append({"cause": ["pens"], "effect": "held", "rule": "pens / boxes"})
@@ -509,6 +521,42 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
 def test_a_cap_without_prices_is_refused(place, capsys):
     assert place.run("generator", 1, "--max-cost", 1) == 2
     assert "--max-cost needs a price" in capsys.readouterr().err
+    assert place.asked() == []
+
+
+def test_a_role_elsewhere_needs_a_price_under_a_cap(place, capsys):
+    """What is not said to cost anything would be spent without being counted; the judge, too."""
+    place.configure("judge", price=PRICE)
+    roles = json.loads(place.config.read_text())
+    roles["judge"] |= {"base_url": "https://api.example/v1", "api_key": KEY}
+    del roles["judge"]["price"]
+    place.config.write_text(json.dumps(roles))
+    assert place.run("all", "--max-cost", 1) == 2
+    assert "--max-cost needs a price for judge in" in capsys.readouterr().err
+    assert place.asked() == []
+
+
+def test_a_settings_file_that_is_not_there_is_no_reason_to_take_another_model(place, capsys):
+    place.config.unlink()
+    assert place.run("generator", 1) == 2
+    assert f"--api-config {place.config} does not exist" in capsys.readouterr().err
+
+
+def test_a_run_that_began_with_a_judge_goes_on_with_it(place, capsys):
+    place.configure("judge")
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+    place.configure()
+    assert place.run("generator", 1, "--max-problems", 2) == 2
+    assert "judge model m (now None)" in capsys.readouterr().err
+    place.configure("judge")
+    assert place.run("generator", 1, "--max-problems", 2) == 0
+
+
+def test_what_cannot_be_verified_is_not_practised(place, capsys):
+    choice = {"question": "A or B?", "answer": "B", "answer_type": "choice"}
+    place.data.write_text(json.dumps(choice) + "\n")
+    assert place.run("generator", 1) == 2
+    assert "answers of the type choice" in capsys.readouterr().err
     assert place.asked() == []
 
 

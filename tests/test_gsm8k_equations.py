@@ -20,7 +20,7 @@ from examples.gsm8k_equations import (
     vary,
 )
 from rlm.config import UsageError
-from rlm.data import load_problems
+from rlm.data import load_jsonl
 
 QUESTION = "Ann has 8 bags of 30 nuts, twice as many as Bob's 2 bags hold. She eats 7. How many?"
 ANSWER = "She has 8*30=<<8*30=240>>240 nuts.\nShe keeps 240-7=<<240-7=233>>233.\n#### 233"
@@ -124,7 +124,7 @@ def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path)
     source, output = tmp_path / "gsm8k_train.jsonl", tmp_path / "new" / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(EquationsConfig(source=tmp_path, output=output, variants=2)) == 0
-    problems = load_problems(str(output), "test")
+    problems = load_jsonl(output)
     rows_of = [p.question.split(":")[0].removeprefix("row ") for p in problems]
     assert rows_of == ["200", "201", "200", "200", "201", "201"]
     assert problems[0].solution == "8*30=240\n240-7=233"

@@ -27,10 +27,11 @@ from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import Graph, Invalid, read_graph
 from recipes.orchestrator.orchestrator import OpenRun
 from recipes.orchestrator.prompts import orchestrator_prompt
-from recipes.orchestrator.reward import try_graphs
+from recipes.orchestrator.reward import Outcome, try_graphs
 from recipes.orchestrator.runner import Reply, Runner
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
 from rlm.adapters import new_adapter, save_adapter
+from rlm.answers import Verdict
 from rlm.config import UsageError, parse
 from rlm.evaluation import majority_score
 from rlm.machine import Device, Setup
@@ -263,6 +264,19 @@ def test_what_a_leak_earns_is_an_option(base, start, tmp_path, more, reward):
     _, log, _, written = watched(base, tmp_path, script, **more)
     assert [graph["reward"] for graph in written["20 + 400?"]] == [reward, 0.0]
     assert log["answer_leak_rate"] == 0.5
+
+
+@pytest.mark.parametrize("zero_leaks", [True, False])
+def test_the_best_adapter_is_not_the_one_that_leaks_most(
+    base, start, tmp_path, monkeypatch, zero_leaks
+):
+    """What is validated, and tested in the end, is what the reward asks for."""
+    config = options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks)
+    trainer = OrchestratorTrainer(config, Scripted(), device=CPU)
+    graph, right = Graph.chain("solve", "gold, 420"), Verdict(True, "correct", "420")
+    outcomes = [Outcome(graph, None, right, leak) for leak in (True, False, True)]
+    monkeypatch.setattr(trainer, "greedy_outcomes", lambda *_: outcomes)
+    assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
 
 
 def test_three_agents_are_an_option(base, tmp_path):
@@ -545,6 +559,9 @@ def test_the_published_flags():
         ("--agent-max-tokens 0", "at least 1"),
         ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),
+        ("--doctor", "--doctor is train_grpo.py's"),
+        ("--reward nope.py:f", "--reward is train_grpo.py's"),
+        ("--reasoning-format simple", "--reasoning-format is train_grpo.py's"),
     ],
 )
 def test_contradictions_are_one_line(typed, message):

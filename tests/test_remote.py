@@ -109,6 +109,9 @@ def test_passing_failures_are_tried_again(server, failure):
         (Reply({"choices": []}), RemoteError, "without message or usage"),
         (Reply({"choices": [{"message": {}}], "usage": {}}), RemoteError, "makes no sense"),
         (Reply("<html>", content_type="text/html"), RemoteError, "without message or usage"),
+        (chat_reply("4", written=None), RemoteError, "makes no sense"),
+        (chat_reply([{"type": "text"}]), RemoteError, "without message or usage"),
+        (chat_reply(7), RemoteError, "without message or usage"),
     ],
 )
 def test_other_failures_are_final_and_one_line(server, failure, kind, says):
@@ -118,6 +121,25 @@ def test_other_failures_are_final_and_one_line(server, failure, kind, says):
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
     assert len(server.requests) == 1
+
+
+def test_a_text_in_parts_is_joined_and_half_a_character_replaced(server):
+    parts = [{"type": "thinking", "thinking": "…"}, {"type": "text", "text": "4"}]
+    server.script(chat_reply([*parts, {"type": "text", "text": "2 \ud83d"}]), chat_reply(None))
+    client = client_of(server)
+    assert client.chat(HELLO, **ASK).text == "42 ?"
+    assert client.chat(HELLO, **ASK).text == ""
+
+
+def test_a_reply_without_a_count_keeps_nobody_waiting(server):
+    """Beside it others wait for the part of the budget that it holds."""
+    server.script(chat_reply("4", written=None, delay=0.2), *[chat_reply("4")] * 2)
+    price = Price(completion=1e6)
+    client = client_of(server, price=price, spending=Spending(12.0 + 2 * ASK["max_tokens"]))
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(client.chat, HELLO, **ASK) for _ in range(3)]
+        errors = [call.exception(timeout=10) for call in calls]
+    assert sum(isinstance(error, RemoteError) for error in errors) == 1
 
 
 def test_after_the_last_try_the_error_says_so(server):
@@ -337,6 +359,10 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(server, monkeypat
     with pytest.raises(UsageError, match=r"provided: \*\*\*\.") as caught:
         client.chat(HELLO, **ASK)
     assert "sk-secret" not in repr(client) + str(caught.value) + caplog.text
+    server.script(refuse(401, "x" * 290 + " sk-secret."))  # where the text is cut
+    with pytest.raises(UsageError) as caught:
+        client.chat(HELLO, **ASK)
+    assert "sk-" not in str(caught.value) + caplog.text
     client_of(server).models()
     assert "authorization" not in server.requests[-1].headers
 

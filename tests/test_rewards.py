@@ -197,6 +197,7 @@ def test_parts_without_a_verdict_leave_the_mean():
 
     assert CombinedReward([Silent(), FormatReward()])(RIGHT, "2") == pytest.approx(0.2)
     assert CombinedReward([Silent()])(RIGHT, "2") is None
+
     combined = CombinedReward([longer, longer, FormatReward(weight=2)])
     assert combined(RIGHT, "2", question="1 + 1?") == pytest.approx((1 + 1 + 0.4) / 4)
     assert list(combined.parts) == ["longer", "longer_2", "FormatReward"]
@@ -204,6 +205,31 @@ def test_parts_without_a_verdict_leave_the_mean():
         CombinedReward([])
     with pytest.raises(ValueError, match="weights"):
         CombinedReward([FormatReward(weight=0)])
+
+
+def test_a_penalty_alone_never_becomes_a_reward():
+    """Divided by weights that add up to less than nothing it would change its sign."""
+
+    class Silent(RewardFunction):
+        weight = 2.0
+
+        def __call__(self, completion, reference_answer, **columns):
+            return None
+
+    class Unsure(Silent):
+        def __call__(self, completion, reference_answer, **columns):
+            return math.nan
+
+    class Penalty(RewardFunction):
+        weight = -1.0
+
+        def __call__(self, completion, reference_answer, **columns):
+            return 1.0
+
+    for other in (Silent(), Unsure()):
+        combined = CombinedReward([other, Penalty()])
+        assert combined(RIGHT, "2") is None
+        assert combined.figures() == {"reward/Penalty": 1.0}
 
 
 ANSWER_REWARDS = [CorrectnessReward, GSM8KReward, MathReward]
@@ -256,6 +282,11 @@ def test_the_right_answer_is_worth_the_most(reward):
         ("choice", "B", block("x", "(b)"), 1, 1),
         ("choice", "B", block("x", "B) Paris"), 1, 1),
         ("choice", "B", block("x", "**Option B**"), 1, 1),
+        ("choice", "B", block("x", "B) Hepatitis B"), 1, 1),
+        ("choice", "B", block("x", "B. Plan A"), 1, 1),
+        ("choice", "B", block("x", "B, C"), 0, 0),
+        ("choice", "B", block("x", "B. C"), 0, 0),
+        ("choice", "B", block("x", "B) Paris\nC"), 0, 0),
         ("choice", "B", block("x", "B or C"), 0, 0),
         ("choice", "B", block("x", "B) or C)"), 0, 0),
         ("choice", "B", block("x", "A, B, C, D"), 0, 0),
@@ -307,11 +338,12 @@ def hang():
         (divide, "ZeroDivisionError"),
         (hang, "no answer in 0.2 seconds"),
         (lambda: math.inf, "infinite"),
+        (lambda: 10**400, "no number"),
         (lambda: "1.x", "no number"),
         (lambda: math.nan, ""),
         (lambda: None, ""),
     ],
-    ids=["raises", "hangs", "infinite", "text", "nan", "none"],
+    ids=["raises", "hangs", "infinite", "large", "text", "nan", "none"],
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):

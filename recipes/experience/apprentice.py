@@ -79,9 +79,10 @@ class Apprentice:
         """
         if self.rows and self._options.exists():
             before = json.loads(self._options.read_text(encoding="utf-8"))
-            changed = [name for name in options if before.get(name) != options[name]]
+            names = dict.fromkeys([*before, *options])
+            changed = [name for name in names if before.get(name) != options.get(name)]
             if changed:
-                was = ", ".join(f"{n} {before.get(n)} (now {options[n]})" for n in changed)
+                was = ", ".join(f"{n} {before.get(n)} (now {options.get(n)})" for n in changed)
                 raise UsageError(
                     f"{self._options.parent} holds a run of {self.name} with {was}; go on with "
                     "that, or name another --run-dir (and --library-dir)"
@@ -121,7 +122,9 @@ class Apprentice:
         if all(row["error"] for row in attempts):
             raise UsageError(f"{self.name}: no reply for {problem.id}: {attempts[0]['error']}")
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
-        self.library.count_use(len(attempts), sum(row["is_correct"] for row in attempts))
+        # With fewer than two proposals there was nothing to fuse: no prompt had a lesson.
+        used = [row for row in attempts if row["rewards"].get("r_fusion", 0) is not None]
+        self.library.count_use(len(used), sum(row["is_correct"] for row in used))
         mean, std = group_statistics([row["rewards"] for row in attempts])
         teaches, said = differs(std, self._tau), "–" if mean is None else f"{mean:.3f}"
         verdict = "Extract (σ>τ)" if teaches else "Skip (σ≤τ)"

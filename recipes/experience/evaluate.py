@@ -24,7 +24,15 @@ from recipes.experience.attempts import Actor, Row, find_operations, show_attemp
 from recipes.experience.judge import Judge, grade_answer
 from recipes.experience.library import DIRECTORY, Library
 from recipes.experience.prompting import Prompts
-from recipes.experience.roles import CONFIG, GENERATORS, Role, client_of, load_settings
+from recipes.experience.roles import (
+    CONFIG,
+    GENERATORS,
+    Role,
+    check_prices,
+    client_of,
+    load_settings,
+    named,
+)
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm import terminal
@@ -218,7 +226,10 @@ def table(rows: Sequence[Row], samples: int) -> str:
 
 
 def main(config: EvaluateConfig) -> int:
-    settings, prompts = load_settings([config.role], config.api_config), Prompts()
+    settings, prompts = load_settings([config.role], named(config.api_config)), Prompts()
+    settings = {config.role: settings[config.role]}  # nothing is judged here
+    if config.max_cost is not None:
+        check_prices(settings, config.api_config)
     practised = read_lines(cache_path(config.run_dir, config.role), repair=False)
     if config.ablations and not practised:
         raise UsageError(

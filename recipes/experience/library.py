@@ -84,8 +84,9 @@ class Library:
         if self.path.exists():
             load_experiences(self.path)  # refuses what is none
             self.items = json.loads(self.path.read_text(encoding="utf-8"))
-        if not all(isinstance(item.get("id"), str) for item in self.items):
-            raise UsageError(f"{self.path}: a lesson without an id")
+        for name in ("id", "category"):
+            if not all(isinstance(item.get(name), str) for item in self.items):
+                raise UsageError(f"{self.path}: a lesson without a text as its {name}")
         self._last = 0  # the highest number of an id so far: none is given twice
         for line in read_lines(self._audit):
             self._notice(done for done in line["operations"] if done["kept"])

@@ -59,6 +59,17 @@ class RoleSettings(BaseModel):
     backoff: float = Field(0.5, ge=0)
 
 
+def named(path: Path) -> Path:
+    """The settings' file; only the default one may be missing.
+
+    Raises:
+        UsageError: another one is. Our own server would take the place of what it names.
+    """
+    if path != CONFIG and not path.exists():
+        raise UsageError(f"--api-config {path} does not exist")
+    return path
+
+
 def load_settings(
     names: Sequence[str], path: Path = CONFIG, environment: Mapping[str, str] = os.environ
 ) -> dict[str, RoleSettings]:
@@ -85,6 +96,24 @@ def load_settings(
             entry = OWN_SERVER
         found[name] = _checked(name, entry, path)
     return found
+
+
+def check_prices(settings: Mapping[str, RoleSettings], path: Path) -> None:
+    """Whether a cost can be capped: what is not said to cost anything would count as free.
+
+    Raises:
+        UsageError: a role elsewhere than on this machine is without a price, or all are.
+    """
+    unsaid = [
+        name
+        for name, one in settings.items()
+        if not is_loopback(urlsplit(one.base_url).hostname or "")
+        and "price" not in one.model_fields_set
+    ]
+    if not any(one.price != FREE for one in settings.values()):
+        unsaid = list(settings)
+    if unsaid:
+        raise UsageError(f"--max-cost needs a price for {', '.join(unsaid)} in {path}")
 
 
 def _checked(name: str, entry: dict[str, Any], path: Path) -> RoleSettings:
@@ -155,13 +184,9 @@ class Role:
         if row := self._journal.rows.get(key):
             return ChatReply(**row["reply"])
         reply = self._told(self.client.chat, (RemoteError, BudgetExceeded), **asked)
-        # A lone surrogate could be neither stored nor sent on.
-        clean = {k: getattr(reply, k).encode(errors="replace").decode() for k in _TEXTS}
-        row = vars(reply) | clean
-        self._journal.add(
-            key, {"role": self.name, "stage": stage, "cost": reply.cost, "reply": row}
-        )
-        return ChatReply(**row)
+        row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
+        self._journal.add(key, row)
+        return reply
 
     def _told(self, call: Any, but: tuple[type[Exception], ...], **arguments: Any) -> Any:
         """The call; what goes wrong, but for these, is told with the role's name."""
@@ -171,6 +196,3 @@ class Role:
             raise
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
-
-
-_TEXTS = ("text", "reasoning")

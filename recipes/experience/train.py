@@ -32,13 +32,15 @@ from recipes.experience.roles import (
     GENERATORS,
     Role,
     RoleSettings,
+    check_prices,
     client_of,
     load_settings,
+    named,
 )
 from recipes.experience.summary import summarise
 from rlm import terminal
 from rlm.config import UsageError, check_values, flag
-from rlm.data import load_problems
+from rlm.data import is_file, load_jsonl, load_problems, only_numbers
 from rlm.problems import Problem
 from rlm.records import read_lines, replace_json
 from rlm.remote import RemoteClient, Spending
@@ -100,7 +102,11 @@ def load(dataset: str, split: str, max_problems: int | None, seed: int = 0) -> l
     name = dataset.partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems") else "test"
-    problems = load_problems(source, split, max_samples=max_problems, seed=seed)
+    if is_file(source):  # all of it, in its order
+        problems = load_jsonl(source)[:max_problems]
+    else:
+        problems = load_problems(source, split, max_samples=max_problems, seed=seed)
+    only_numbers(dataset, problems)
     if name in ("aime2024", "aime2025"):
         return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
     return problems
@@ -162,9 +168,9 @@ def read_rollouts(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
 def main(config: TrainConfig) -> int:
     single = f"generator_{config.number}" if config.target == "generator" else config.target
     names = (*GENERATORS, "critic") if config.target == "all" else (single,)
-    settings, prompts = load_settings(names, config.api_config), Prompts()
-    if config.max_cost is not None and not any(s.price.completion for s in settings.values()):
-        raise UsageError(f"--max-cost needs a price for the roles in {config.api_config}")
+    settings, prompts = load_settings(names, named(config.api_config)), Prompts()
+    if config.max_cost is not None:
+        check_prices(settings, config.api_config)
     limits = (config.library_dir, config.library_items, config.library_tokens)
     with ExitStack() as locks:
         apprentices = []

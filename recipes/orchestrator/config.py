@@ -76,6 +76,9 @@ class Config(GRPOConfig):
             for name, most in {"steps": 5, "batch_size": 2, "group_size": 2}.items():
                 setattr(self, name, min(getattr(self, name), most))
             self.eval_every = self.sample_every = 1
+        for name in ("doctor", "reward", "reasoning_format"):  # of stage 2, and nothing to a graph
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
         super().__post_init__()
         if self.agent_url and not self.agent_model:
             raise ValueError("--agent-url needs --agent-model: the name that the server knows")

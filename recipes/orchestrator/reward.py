@@ -70,6 +70,10 @@ class Outcome:
     def correct(self) -> bool:
         return self.verdict.correct
 
+    def earns(self, zero_leaks: bool) -> bool:
+        """Whether it counts as solved: not, if asked so, where a prompt gave the answer away."""
+        return self.correct and not (self.leak and zero_leaks)
+
     @property
     def judged(self) -> bool:
         """False where an agent's server failed: then there is no verdict, and no reward."""
@@ -162,7 +166,7 @@ class GraphReward:
     def _reward(self, outcome: Outcome) -> float | None:
         if not outcome.judged:
             return None
-        earned = outcome.correct and not (outcome.leak and self._zero_leaks)
+        earned = outcome.earns(self._zero_leaks)
         return float(earned) + self._format_reward * isinstance(outcome.graph, Graph)
 
 

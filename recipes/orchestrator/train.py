@@ -33,7 +33,7 @@ from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
 from recipes.orchestrator.runner import Agents, Runner
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, explicit
-from rlm.data import load_problems
+from rlm.data import is_file, load_problems, only_numbers
 from rlm.grpo import Group
 from rlm.problems import Problem
 from rlm.runs import check_writable
@@ -100,7 +100,8 @@ class OrchestratorTrainer(GRPOTrainer):
         return render(self.tokenizer, problem.question, self.config.max_agents)
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
-        return sum(outcome.correct for outcome in self.greedy_outcomes(problems, advance))
+        outcomes = self.greedy_outcomes(problems, advance)
+        return sum(outcome.earns(self.config.zero_leaks) for outcome in outcomes)
 
     def greedy_outcomes(
         self, problems: Sequence[Problem], advance: Callable[[], None] = lambda: None
@@ -164,7 +165,7 @@ def fit(
     summary = trainer.train(train, validation)
     logs = [as_log(row) for row in trainer.team.agree(trainer.run.metrics())]
     mine = trainer.team.share(test)
-    correct = sum(outcome.correct for outcome in trainer.greedy_outcomes(mine)) if mine else 0
+    correct = trainer.count_correct(mine, lambda: None) if mine else 0
     found = {"correct": sum(trainer.team.gather([correct])), "total": len(test)}
     summary["test"] = found | {"accuracy": found["correct"] / len(test) if test else None}
     if trainer.team.leads:
@@ -258,8 +259,10 @@ def main(config: Config) -> int:
     load = partial(load_problems, config.dataset, seed=config.seed)
     train = load("train", max_samples=config.max_samples)
     validation = load("validation", max_samples=config.eval_samples)
-    test = load("test", max_samples=config.test_samples) if config.test_samples else []
-    check_writable("--output", config.output.parent)
+    test = []
+    if config.test_samples and not is_file(config.dataset):  # of which the test split is all
+        test = load("test", max_samples=config.test_samples)
+    only_numbers(config.dataset, [*train, *validation, *test])
     if missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(f"{start} is not there: make it in one process first (--steps 1)")
