@@ -103,7 +103,8 @@ class Checkpoints:
                     raise ValueError(f"it is of step {state['step']}")
                 return load_file(folder / TENSORS), state
             except DAMAGE as error:
-                terminal.line(f"checkpoint {folder.name} is damaged and set aside: {error}")
+                done = "damaged and set aside" if set_aside else "damaged"
+                terminal.line(f"checkpoint {folder.name} is {done}: {error}")
             if set_aside:
                 folder.rename(_unused(folder.with_name(f"{folder.name}.damaged")))
         return None

@@ -212,12 +212,12 @@ def base_hash(name: str) -> str:
 
 def _weight_files(name: str) -> list[Path]:
     """Those of a directory; of the hub the ones that transformers loads, fetched if need be."""
+    pattern = "model*.safetensors"  # some repositories hold the same weights under other names too
     directory = Path(model_directory(name))
     if directory.is_dir():
-        return sorted(directory.glob("*.safetensors"))
+        return sorted(directory.glob(pattern)) or sorted(directory.glob("*.safetensors"))
     from huggingface_hub import snapshot_download
 
-    pattern = "model*.safetensors"  # some repositories hold the same weights under other names too
     folder = snapshot_download(name, allow_patterns=pattern, local_files_only=not hub_reachable())
     return sorted(Path(folder).glob(pattern))
 

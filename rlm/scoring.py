@@ -174,7 +174,7 @@ class _Scorer:
                 return await asyncio.wait_for(self.one(row), self.time_limit)
             except UsageError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return self._failure(error)
 
         return await asyncio.gather(*map(one, rows))
@@ -184,10 +184,10 @@ class _Scorer:
             return call_with_limit(call, limit)
         except UsageError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # one that calls exit() ends nothing but itself
             return self._failure(error)
 
-    def _failure(self, error: Exception) -> Failed:
+    def _failure(self, error: BaseException) -> Failed:
         if isinstance(error, TimeoutError):
             return Failed(f"no answer in {self.time_limit:g} seconds", hung=True)
         return Failed(f"{type(error).__name__}: {error}".strip().rstrip(":"))

@@ -40,6 +40,16 @@ def test_a_model_of_the_hub_and_a_copy_of_it_are_the_same(hub_cache, model_dir):
     assert models.base_hash("org/tiny") == models.base_hash(str(model_dir))
 
 
+def test_the_same_weights_under_another_name_do_not_count(model_dir, tmp_path):
+    """A whole copy of a repository may hold them twice; other directories have only the other."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model_dir, copy)
+    shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
+    assert models.base_hash(str(copy)) == models.base_hash(str(model_dir))
+    (copy / "model.safetensors").unlink()
+    assert models.base_hash(str(copy)) == models.base_hash(str(model_dir))
+
+
 def test_what_the_hub_says_is_passed_on(hub_cache, monkeypatch):
     with pytest.raises(UsageError, match="no such directory, and the hub is out of reach"):
         models.base_hash("org/other")

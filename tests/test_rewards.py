@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 import threading
 import time
 
@@ -339,11 +340,12 @@ def hang():
         (hang, "no answer in 0.2 seconds"),
         (lambda: math.inf, "infinite"),
         (lambda: 10**400, "no number"),
+        (lambda: sys.exit("bye"), "SystemExit: bye"),
         (lambda: "1.x", "no number"),
         (lambda: math.nan, ""),
         (lambda: None, ""),
     ],
-    ids=["raises", "hangs", "infinite", "large", "text", "nan", "none"],
+    ids=["raises", "hangs", "infinite", "large", "exits", "text", "nan", "none"],
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
