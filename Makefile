@@ -1,4 +1,4 @@
-# make demo    train a 135M model on this machine and see it learn (8 to 20 minutes on two cores)
+# make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make test    everything but the slow tests (3 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-load      the server under load for a minute

@@ -6,7 +6,7 @@
     python server.py --adapters weights     # every adapter in the folder, chosen per request
 
     curl -s http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \\
-         -d '{"prompt": "Tom has 12 apples and buys 7 more. How many apples does Tom have now?"}'
+         -d '{"prompt": "Each box holds 6 eggs. How many eggs do 4 boxes hold?"}'
 
 Ctrl-C (or SIGTERM) lets what is running finish; a second one does not wait.
 """

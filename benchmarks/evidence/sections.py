@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -85,6 +86,8 @@ def _machines(cells: Sequence[Mapping[str, Any]]) -> str:
 def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
     """The table of all arms on the pooled sets."""
     rows = []
+    names = Counter(machine_name(cell) for cells in results.values() for cell in cells)
+    usual = names.most_common(1)[0][0]
     for arm, cells in results.items():
         figures = [
             per_cent(accuracy(results, arm, sets, metric, grading))
@@ -92,7 +95,8 @@ def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
             for grading in GRADINGS
         ]
         trained = [c["training"] for c in cells if "seconds" in c["training"]]
-        seconds = f"{mean(t['seconds'] for t in trained):.0f}" if trained else "–"
+        timed = [c["training"]["seconds"] for c in cells if machine_name(c) == usual and trained]
+        seconds = f"{mean(timed):.0f}" if timed else "–"
         samples = f"{mean(t['samples'] for t in trained):.0f}" if trained else "–"
         rows.append([ARMS[arm].title, len(cells), *figures, seconds, samples])
     heads = [f"{NAMES[metric]}, {grading}" for metric in METRICS for grading in GRADINGS]

@@ -30,7 +30,10 @@ from rlm.config import UsageError
 from rlm.data import load_problems
 from rlm.evaluation import Evaluation, wilson_interval
 
-KEPT = ("stage", "base_model", "base_hash", "dataset", "step", "accuracy", "validated_on", "commit")
+KEPT = (
+    *("stage", "base_model", "base_hash", "dataset", "step", "commit"),
+    *("start_accuracy", "accuracy", "validated_on"),
+)
 LEARNED, UNSEEN = "families it learned, other numbers", "families nobody saw"
 
 
@@ -90,7 +93,7 @@ def _card(
         f"{sft['examples']} worked solutions, then {history['step']} steps of "
         f"{steps['batch_size']} problems × {steps['group_size']} completions, "
         f"{summary['seconds']['total'] / 60:.0f} minutes in all on {summary['machine']}; then "
-        "`python -m benchmarks.evidence ship`, which writes it in bf16.",
+        "`python -m benchmarks.evidence ship RUN`, which writes it in bf16.",
         judged=judged,
         before_rounding=[
             f"What the run itself measured, before that, on {total} test problems of the families "
@@ -101,10 +104,18 @@ def _card(
             *_rows(summary),
             "",
             f"GRPO over SFT, sampled, paired by problem: {gain['points']:+.1f} points "
-            f"({gain['low']:+.1f} to {gain['high']:+.1f}).",
+            f"({gain['low']:+.1f} to {gain['high']:+.1f}). On its {history['validated_on']} "
+            f"validation problems, greedily, {_before_and_after(history)}.",
         ],
         limits=["One run, one seed."],
     )
+
+
+def _before_and_after(history: dict[str, Any]) -> str:
+    before, after = history.get("start_accuracy"), history["accuracy"]
+    if before is None or after is None:
+        return "nothing was measured"
+    return f"GRPO went from {100 * before:.0f} to {100 * after:.0f} %"
 
 
 def _rows(summary: dict[str, Any]) -> list[str]:

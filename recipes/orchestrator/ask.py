@@ -1,6 +1,6 @@
 """Ask a trained orchestrator: the graph that it designs, what both agents write, the answer.
 
-python -m recipes.orchestrator.ask "Tom has 12 apples and buys 7 more. How many has he now?"
+python -m recipes.orchestrator.ask "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
 """
 
 from __future__ import annotations
