@@ -19,9 +19,10 @@ import operator
 import random
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ from rlm.script import run_main  # noqa: E402
 TRIES = 30  # draws of numbers before a problem is left without a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_FACTOR = re.compile(rf"(?<=[*/(])(?:{_NUMBER.pattern})|(?:{_NUMBER.pattern})(?=[*/)])")
 # A whole number that stands alone: no part of 1,000, 2.5, 1/2, 3:30, 1st or a word.
 _WHOLE = re.compile(r"(?<![\w.,/:])\d+(?![\w/:]|[.,]\d)")
 
@@ -47,22 +49,25 @@ _OPERATORS = {
     ast.Div: operator.truediv,
 }
 
-# Numbers that questions say in words: as a number, a share, a multiple or a unit.
-_IN_WORDS = {
+# Numbers that questions say in words, and what units stand for.
+_COUNTS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty"
+)
+_SHARES = {
     "0.5": "half halves halved halfway",
-    "1": "one first single once a an",
-    "2": "two second twice double doubled doubles half halves halved pair pairs couple both",
-    "3": "three third thirds thrice triple tripled triples triplets yard yards",
-    "4": "four fourth fourths quarter quarters quadruple quadrupled quadruplets gallon gallons",
-    "5": "five fifth fifths quintuple weekday weekdays workweek nickel nickels",
-    "6": "six sixth sixths",
-    "7": "seven seventh sevenths week weeks weekly daily",
-    "8": "eight eighth eighths",
-    "9": "nine ninth ninths",
-    "10": "ten tenth tenths dime dimes decade decades",
-    "12": "twelve dozen dozens month months monthly year years yearly annual annually foot feet",
+    "1": "first single once a an",
+    "2": "second twice double doubled doubles half halves halved pair pairs couple both",
+    "3": "third thirds thrice triple tripled triples triplets yard yards",
+    "4": "fourth fourths quarter quarters quadruple quadrupled quadruplets gallon gallons",
+    "5": "fifth fifths quintuple weekday weekdays workweek nickel nickels",
+    "6": "sixth sixths",
+    "7": "seventh sevenths week weeks weekly daily",
+    "8": "eighth eighths",
+    "9": "ninth ninths",
+    "10": "tenth tenths dime dimes decade decades",
+    "12": "dozen dozens month months monthly year years yearly annual annually foot feet",
     "16": "pound pounds",
-    "20": "twenty score",
     "24": "day days daily hour hours",
     "25": "quarter quarters",
     "28": "february",
@@ -74,11 +79,11 @@ _IN_WORDS = {
     "365": "year years yearly annual annually",
     "1000": "thousand kilometer kilometers kilogram kilograms liter liters",
 }
-_SAID = {
-    word: [Fraction(value) for value, words in _IN_WORDS.items() if word in words.split()]
-    for word in " ".join(_IN_WORDS.values()).split()
-}
-SMALL = 12  # up to here a number used twice may once be one that nobody had to say: legs, wheels
+# What makes the answer depend on which of several numbers is larger: other equations, perhaps.
+_CHOOSES = re.compile(
+    r"(?i)\b(?:most|least|best|max\w*|minim\w*|cheaper|either|(?:high|low|larg|small|great|few|short|long"
+    r"|tall|heavi|light|cheap|old|young|fast|slow|big|quick|clos|near|far)est|farthest|furthest)\b"
+)
 
 Equation = tuple[str, str]  # what is computed, and what comes out, as written
 
@@ -166,46 +171,74 @@ def vary(
     A number of an equation is one that the question writes, an earlier result, or a constant that
     the question says in words ("a week"). Only what must be the first of them is drawn anew. There
     is no variant if a number could be both of the first two, if one comes from nowhere (computed
-    without the calculator, it may depend on what is drawn anew), or if an equation is not exact.
+    without the calculator, it may depend on what is drawn anew), if the question writes one that no
+    equation uses (a total that would not fit any more), if an equation is not exact, or if the
+    largest of something is asked for.
     """
-    written = _WHOLE.findall(question)
-    used = [number for left, _ in equations for number in _NUMBER.findall(left)]
-    said = said_in_words(question)
-    free = [
-        number
-        for number in {*written} & {*used}
-        if written.count(number) == 1
-        and Fraction(number) not in {1, *said}
-        and (int(number) > SMALL or used.count(number) == 1)
-    ]
-    free.sort(key=written.index)
-    given = {*map(Fraction, _NUMBER.findall(question.replace(",", "")))} | said
-    results = [parse_number(right) for _, right in equations]
-    if not free or {*map(Fraction, used)} - given - {*results}:
-        return None
-    if given & {*results[:-1]} or len({*results}) < len(results):
-        return None
-    if any(compute(left) != parse_number(right) for left, right in equations):
+    written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]  # all, 5:8 too
+    used = [Fraction(n) for left, _ in equations for n in _NUMBER.findall(left)]
+    counted, shares = said_in_words(question)
+    # Used twice, it may once be another that happens to be equal, as of legs and wheels.
+    fixed = {1} | counted | shares | _bound(written)
+    whole = [number for number in map(Fraction, _WHOLE.findall(question)) if number not in fixed]
+    free = [n for n in whole if written.count(n) == used.count(n) == 1]
+    follows = _follow(equations, {*written, *counted}, shares)
+    if not free or not follows or not {*written} <= {*used} or _CHOOSES.search(question):
         return None
     for _ in range(TRIES):
         values = {number: str(draw_near(int(number), rng)) for number in free}
         changed = recompute(equations, values)
-        if changed and any(number != drawn for number, drawn in values.items()):
+        if changed and any(number != Fraction(drawn) for number, drawn in values.items()):
             return _put_in(values, _WHOLE, question), changed
     return None
 
 
-def said_in_words(question: str) -> set[Fraction]:
-    """
-    >>> sorted(map(str, said_in_words("Twice a week she works 9-hour days, at 20%.")))
-    ['1', '100', '2', '24', '60', '7']
-    """
-    words = re.findall("[a-z]+", question.lower().replace("%", " percent "))
-    return {value for word in words for value in _SAID.get(word, ())}
+def _bound(numbers: Sequence[Fraction]) -> set[Fraction]:
+    """Those of which one is the sum or the product of others: a total, perhaps, and its parts."""
+    bound = set()
+    for a, b in combinations(numbers, 2):
+        for total in {a + b, a * b} & {*numbers}:
+            bound |= {a, b, total}
+    return bound
 
 
-def _put_in(values: Mapping[str, str], numbers: re.Pattern[str], text: str) -> str:
-    return numbers.sub(lambda match: values.get(match[0], match[0]), text)
+def _follow(
+    equations: Sequence[Equation], given: Collection[Fraction], shares: Collection[Fraction]
+) -> bool:
+    """Whether each is exact, takes only what is given, came out before, or is a share that it
+    multiplies with, and is needed by a later one; and no result equals another number, or it could
+    not be told which of the two is meant."""
+    known, needed = {*given}, set()
+    for number, (left, right) in enumerate(equations, 1):
+        numbers = [Fraction(n) for n in _NUMBER.findall(left)]
+        result, taken = parse_number(right), {*numbers}
+        factors = {Fraction(n) for n in _FACTOR.findall(left)} & {*shares}
+        if compute(left) != result or not taken <= known | factors:
+            return False
+        if any(numbers.count(n) > 1 for n in needed):  # 1.2/1.2, once of 20 %
+            return False
+        if number < len(equations) and result in known | {*shares}:
+            return False
+        known.add(result)
+        needed = needed - taken | {result}
+    return needed == {result}
+
+
+def said_in_words(question: str) -> tuple[set[Fraction], set[Fraction]]:
+    """Those that are counted with, and those that are multiplied with.
+
+    >>> counted, shares = said_in_words("Twice a week two of them work 9-hour days, at 20%.")
+    >>> sorted(map(str, counted)), sorted(map(str, shares))
+    (['2'], ['1', '100', '2', '24', '60', '7'])
+    """
+    words = {*re.findall("[a-z]+", question.lower().replace("%", " percent "))}
+    counted = {Fraction(number) for number, word in enumerate(_COUNTS.split()) if word in words}
+    return counted, {Fraction(n) for n, names in _SHARES.items() if words & {*names.split()}}
+
+
+def _put_in(values: Mapping[Fraction, str], numbers: re.Pattern[str], text: str) -> str:
+    """However a number is spelt: 125, 125.0."""
+    return numbers.sub(lambda match: values.get(Fraction(match[0]), match[0]), text)
 
 
 def draw_near(number: int, rng: random.Random) -> int:
@@ -218,7 +251,9 @@ def draw_near(number: int, rng: random.Random) -> int:
     return unit * rng.randint(max(2 if unit == 1 else 1, (count + 1) // 2), max(3, count * 3 // 2))
 
 
-def recompute(equations: Sequence[Equation], values: Mapping[str, str]) -> list[Equation] | None:
+def recompute(
+    equations: Sequence[Equation], values: Mapping[Fraction, str]
+) -> list[Equation] | None:
     """The equations with other numbers put in, or None if a result is not of the kind it was."""
     known, changed = dict(values), []
     for left, right in equations:
@@ -229,8 +264,8 @@ def recompute(equations: Sequence[Equation], values: Mapping[str, str]) -> list[
         whole = result.denominator == 1
         if 100 % result.denominator or (before.denominator == 1 and not whole):
             return None
-        known[right] = str(result) if whole else f"{float(result):.2f}".rstrip("0")
-        changed.append((left, known[right]))
+        known[before] = str(result) if whole else f"{float(result):.2f}".rstrip("0")
+        changed.append((left, known[before]))
     return changed
 
 

@@ -22,7 +22,7 @@ from examples.gsm8k_equations import (
 from rlm.config import UsageError
 from rlm.data import load_jsonl
 
-QUESTION = "Ann has 8 bags of 30 nuts, twice as many as Bob's 2 bags hold. She eats 7. How many?"
+QUESTION = "Ann has 8 bags of 30 nuts, twice what Bob's bags hold. She eats 7. How many?"
 ANSWER = "She has 8*30=<<8*30=240>>240 nuts.\nShe keeps 240-7=<<240-7=233>>233.\n#### 233"
 EQUATIONS = [("8*30", "240"), ("240-7", "233")]
 
@@ -64,7 +64,7 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
         bags, nuts = equations[0][0].split("*")
         eaten = equations[1][0].split("-")[1]
         expected = QUESTION.replace("8", bags).replace("30", nuts)
-        assert question == expected.replace("eats 7", f"eats {eaten}")  # "2 bags" stays
+        assert question == expected.replace("eats 7", f"eats {eaten}")
         assert int(nuts) % 10 == 0
         total = int(bags) * int(nuts)
         assert equations[0][1] == str(total)
@@ -80,6 +80,15 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
         ("She reads 7 pages a day. In a week?", [("7*7", "49")]),  # a week stays
         ("He is 2 more than twice Bo's 1.", [("1*2", "2"), ("2+2", "4")]),
         ("Half of 50% of 100.", [("100*50/100", "50"), ("50/2", "25")]),  # which 100, and 50?
+        ("20 flats for two and 5 for 4.", [("20*2", "40"), ("40+20", "60")]),  # the other 20 is 5*4
+        ("She paints 8 hours, thrice as long she cooks.", [("24+8", "32")]),  # 24 of no day
+        ("They ran 24 feet: 20 and 4.", [("24-6", "18")]),  # a total; 6 comes from nowhere
+        ("They ran 24 feet: 20 and 4. In two days?", [("24*2", "48")]),
+        ("She has 15. She sells 10 and keeps.", [("10*2", "20")]),  # 15, of which 30 were sold
+        ("Sold at 60, made of 50 and 20 %.", [("60/50", "1.2"), ("1.2/1.2", "1"), ("20*1", "20")]),
+        ("He has 3 of 70. How many?", [("3*70", "210"), ("40", "40")]),  # 40 comes from nowhere
+        ("Two throws of 30 and 17. Which is highest?", [("30+2", "32"), ("17+2", "19")]),
+        ("They share it 5:8, and hers is 8.", [("5+8", "13")]),  # which 8?
         ("How many legs have 4 dogs?", [("4*4", "16")]),  # nobody says the other 4
         ("She has 5 hats. He has 10 more.", [("5+15", "20")]),  # 15 comes from nowhere
         ("She has 9 hats.", [("9*19.5", "175.5")]),  # 19.5 may come from the 9
@@ -88,7 +97,7 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
     ],
 )
 def test_no_variant_where_one_cannot_be_sure(question, equations):
-    assert {*draws(question, equations)} == {None}
+    assert all(variant is None for variant in draws(question, equations))
 
 
 def test_what_a_question_says_in_words_stays_and_the_rest_is_drawn():
@@ -102,12 +111,14 @@ def test_what_a_question_says_in_words_stays_and_the_rest_is_drawn():
 
 
 def test_results_stay_of_their_kind():
-    assert recompute([("9/3", "3")], {"9": "10"}) is None  # was whole
-    assert recompute([("9-3", "6")], {"3": "11"}) is None  # was positive
-    assert recompute([("5/2", "2.5"), ("2.5*4", "10")], {"5": "7"}) == [
-        ("7/2", "3.5"),
-        ("3.5*4", "14"),
-    ]
+    assert recompute([("9/3", "3")], {9: "10"}) is None  # was whole
+    assert recompute([("9-3", "6")], {3: "11"}) is None  # was positive
+    for again in ("2.5", "2.50", "02.5"):  # however it is spelt
+        assert recompute([("5/2", "2.5"), (f"{again}*4", "10")], {5: "7"}) == [
+            ("7/2", "3.5"),
+            ("3.5*4", "14"),
+        ]
+    assert recompute([("5*25", "125.00"), ("125+1.0", "126")], {5: "6"})[-1] == ("150+1.0", "151")
 
 
 def test_numbers_keep_their_size_and_roundness():
