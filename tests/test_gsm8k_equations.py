@@ -130,14 +130,16 @@ def test_numbers_keep_their_size_and_roundness():
 
 
 def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path):
-    rows = [{"question": f"row {i}: {QUESTION}", "answer": ANSWER} for i in range(HELD_OUT + 3)]
+    letters = str.maketrans("0123456789", "abcdefghij")  # a number that no equation uses forbids all
+    names = [str(i).translate(letters) for i in range(HELD_OUT + 3)]
+    rows = [{"question": f"row {name}: {QUESTION}", "answer": ANSWER} for name in names]
     rows[-1]["answer"] = "#### 3"  # no equations
     source, output = tmp_path / "gsm8k_train.jsonl", tmp_path / "new" / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(EquationsConfig(source=tmp_path, output=output, variants=2)) == 0
     problems = load_jsonl(output)
     rows_of = [p.question.split(":")[0].removeprefix("row ") for p in problems]
-    assert rows_of == ["200", "201", "200", "200", "201", "201"]
+    assert rows_of == ["caa", "cab", "caa", "caa", "cab", "cab"]  # 200 and 201
     assert problems[0].solution == "8*30=240\n240-7=233"
     assert problems[0].answer == "233"
     assert len({p.question for p in problems}) == 6
