@@ -93,12 +93,13 @@ def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
     return found
 
 
-def fill_in(config: EvaluateConfig, run: dict) -> EvaluateConfig:
-    """What no flag named, from the run that made the adapter.
+def fill_in(config: EvaluateConfig, runs: Sequence[dict]) -> EvaluateConfig:
+    """What no flag named, from the runs that made the adapters, of which the last one counts.
 
     Raises:
         UsageError: nothing says which model.
     """
+    run = runs[-1] if runs else {}
     model = config.model or run.get("base_model")
     if model is None:
         raise UsageError("which base model? No adapter's run.json says so: give --model")
@@ -106,7 +107,8 @@ def fill_in(config: EvaluateConfig, run: dict) -> EvaluateConfig:
     dataset, split = config.dataset or run.get("dataset") or "word-problems", config.split
     if split is None:
         split = "test"
-        if is_file(dataset) and dataset == run.get("dataset"):
+        practised = {Path(other["dataset"]).resolve() for other in runs if other.get("dataset")}
+        if is_file(dataset) and Path(dataset).resolve() in practised:
             split = "validation"
             terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
     return replace(
@@ -296,8 +298,7 @@ def main(config: EvaluateConfig) -> int:
 
     prepare_process()
     adapters = find_adapters(config)
-    run = read_run([*adapters.values()][-1]) if adapters else {}
-    config = fill_in(config, run)
+    config = fill_in(config, [read_run(path) for path in adapters.values()])
     device = pick_device()
     weights = base_hash(config.model)
     for path in adapters.values():

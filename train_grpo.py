@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from rlm import doctor, machine, models, report, start, terminal
-from rlm.adapters import save_adapter, use_checkpointing, use_reference
+from rlm.adapters import check_output, save_adapter, use_checkpointing, use_reference
 from rlm.evaluation import evaluate
 from rlm.grpo import (
     Group,
@@ -124,10 +124,12 @@ class GRPOTrainer:
         """Run the loop, export the best adapter, and return the run's summary.
 
         Raises:
-            UsageError: another process trains there, or --resume finds nothing that it could
-                resume as it was.
+            UsageError: another process trains there, no adapter can be written, or --resume finds
+                nothing that it could resume as it was.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
+        if self.team.leads:
+            check_output(self.config.output)  # first: a run directory puts an old run away
         self.run = RunDirectory(
             self.config.run_dir, resume=self.config.resume, writes=self.team.leads
         )

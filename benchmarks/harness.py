@@ -203,14 +203,24 @@ def report(
 
 def provenance(benchmark: str) -> dict[str, Any]:
     """Command, machine, commit and date: what it takes to run a benchmark again."""
-    from rlm.runs import git_commit
-
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "machine": describe_machine(),
-        "commit": git_commit(),
+        "commit": code_commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def code_commit() -> str | None:
+    """The commit of this code, with -dirty behind it where tracked files were changed since."""
+    from rlm.runs import git_commit
+
+    commit = git_commit()
+    if commit is None:
+        return None
+    command = ["git", "--no-optional-locks", "-C", str(ROOT), "status", "--porcelain"]
+    changed = subprocess.check_output([*command, "--untracked-files=no"], text=True).strip()
+    return f"{commit}-dirty" if changed else commit
 
 
 def describe_machine() -> dict[str, Any]:

@@ -244,16 +244,19 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
         yield
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, option: str = "--output") -> None:
     """Whether an adapter can be written here, before hours of work depend on it.
 
     Raises:
         UsageError: it can not, or something else than an adapter is there, which would be replaced.
     """
     here = path.resolve()
-    check_writable("--output", here.parent)
-    if Path.cwd().is_relative_to(here):
-        raise UsageError(f"--output {path} is where this was started: name a new directory")
+    check_writable(option, here.parent)
+    if Path.cwd().is_relative_to(here) or here.is_mount():
+        raise UsageError(f"{option} {path} cannot be moved away later: name a new directory")
+    previous = here.with_name(f"{here.name}.prev")
+    if previous.exists() and not previous.is_dir():
+        raise UsageError(f"{option} {path}: {previous} is in the way of the adapter that is there")
     if here.is_dir():
         others = any(not file.name.startswith(".") for file in here.iterdir())
         replaced = others and not (here / ADAPTER_FILES[0]).is_file()
@@ -261,7 +264,7 @@ def check_output(path: Path) -> None:
         replaced = here.exists()
     if replaced:
         raise UsageError(
-            f"--output {path} holds something else than an adapter, which would be replaced: name "
+            f"{option} {path} holds something else than an adapter, which would be replaced: name "
             "an empty or a new directory"
         )
 

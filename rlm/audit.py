@@ -61,13 +61,14 @@ class MathVerify:
         return importlib.util.find_spec("math_verify") is not None
 
     def __call__(self, gold: str, text: str) -> bool | None:
-        if self._process is None:
+        ready = self._process is not None
+        if not ready:
             self._process = self._start()
-            self._line(START_LIMIT)
+            ready = bool(self._line(START_LIMIT))
         with suppress(BrokenPipeError):  # it died: no line comes
             self._process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
             self._process.stdin.flush()
-        line = self._line(self.time_limit)
+        line = self._line(self.time_limit) if ready else ""
         if not line:
             self.timeouts += 1
             self.close()

@@ -101,7 +101,7 @@ def fill_in(
         names = (str(model or setup.model), str(dataset or setup.dataset))
         setup = Setup(*names, trained_on(start_run), "the start adapter's are taken")
     chosen = {"model": setup.model, "dataset": setup.dataset, "quantize": setup.quantize}
-    if setup.model == GPU_MODEL:
+    if GPU_MODEL == setup.model == (config.model or GPU_MODEL):
         chosen |= gpu_defaults
     typed = set(explicit(config))
     if "use_4bit" in typed or ("model" in typed and not start_run):

@@ -110,8 +110,8 @@ _KINDS = {
     ":": r":",
     ".": r"[.?]",
     # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are refused, x = 18 is not.
-    "v": r"(?:[xyzXYZkKMB]|(?i:lakhs?|crores?|[bmt]n|thirds|"
-    r"(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths))(?!\w)",
+    "v": r"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|halves|thirds?|(?:four|fif|six|seven|eigh|nin|"
+    r"ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?))(?!\w)",
     "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
     "w": r"[^\x00-\x7f]+",  # W in any other script, or i

@@ -227,7 +227,7 @@ class CombinedReward(RewardFunction):
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weights = [self.parts[name].weight for name in values]
-        if sum(weights) <= 0:  # the parts that count for something gave no verdict
+        if not weights or (self.normalize and sum(weights) <= 0):  # a penalty is left, alone
             return None
         total = sum(w * v for w, v in zip(weights, values.values(), strict=True))
         return total / sum(weights) if self.normalize else total

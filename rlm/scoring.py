@@ -171,7 +171,8 @@ class _Scorer:
 
         async def one(row: Row) -> Any:
             try:
-                return await asyncio.wait_for(self.one(row), self.time_limit)
+                async with asyncio.timeout(self.time_limit):  # in this task: wait_for's own one
+                    return await self.one(row)  # would hand an exit() to the loop
             except UsageError:
                 raise
             except (Exception, SystemExit) as error:

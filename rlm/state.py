@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlm import terminal
-from rlm.adapters import ADAPTER_FILES, adapter_tensors, check_output
+from rlm.adapters import ADAPTER_FILES, adapter_tensors
 from rlm.checkpoints import check_space, file_hash
 from rlm.config import UsageError, to_dict
 from rlm.grpo_config import GRPOConfig
@@ -125,16 +125,14 @@ class TrainingState:
             The step to go on with.
 
         Raises:
-            UsageError: too little room on the disk, or no place for the adapter; nothing to
-                resume; or what would be resumed had other data, other options, another base or
-                adapter.
+            UsageError: too little room on the disk; nothing to resume; or what would be resumed
+                had other data, other options, another base or adapter.
         """
         if team.leads:
             # Adapter, best adapter and two moments; beside those kept, one that is protected and
             # the one that is being written.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
-            check_output(config.output)
             check_space("--output", config.output.parent, size)
         start = config.sft_adapter
         self.origin = {

@@ -13,7 +13,11 @@ _LETTER = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # A further letter that reads as a choice: "or C", "C)", "C." or a letter alone on its line.
-_ANOTHER = re.compile(r"\b(?:or|and)\s+\(?[A-J]\b|(?<!\w)\(?[A-J][).:]|^\W*[A-J]\s*$", re.MULTILINE)
+_ANOTHER = re.compile(
+    r"\b(?:or|and|unless|maybe|possibly|also|not|be|else|option|choice|answer)\s+\(?[A-J]\b"
+    r"|(?<!\w)\(?[A-J][).:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
+    re.MULTILINE,
+)
 _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 
 

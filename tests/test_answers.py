@@ -85,6 +85,13 @@ NUMBERS: list[tuple[str, str | None]] = [
     ("5 lakh", None),
     ("5 bn", None),
     ("5bn dollars", None),
+    ("1 third", None),
+    ("3 halves", None),
+    ("7 twelfths", None),
+    ("7 sixteenths of it", None),
+    ("7 twentieths", None),
+    ("7 billionths", None),
+    ("37 TN residents", "37"),
     ("3 dozen", "3"),  # as a unit, like the quarters that are coins
     ("2 tens", "2"),
     ("7 hundred", "700"),

@@ -99,6 +99,17 @@ def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
     second.close()
 
 
+def test_a_grader_that_starts_too_slowly_gives_no_verdict(monkeypatch):
+    """And its late greeting is nobody's answer."""
+    late = "import time\ntime.sleep(1)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    monkeypatch.setattr(module, "WORKER", late)
+    monkeypatch.setattr(module, "START_LIMIT", 0.2)
+    second = MathVerify(time_limit=2.0)
+    assert second("1", "1") is None
+    assert second.timeouts == 1
+    second.close()
+
+
 def test_math_verify_itself():
     pytest.importorskip("math_verify", reason="an extra: pip install -e '.[verify]'")
     second = MathVerify(time_limit=3.0)

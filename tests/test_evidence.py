@@ -767,12 +767,12 @@ def test_the_commit_of_training_is_marked_where_files_were_changed(tmp_path, mon
     git("commit", "-q", "-m", "x")
     (tmp_path / "notes").write_text("untracked")
     monkeypatch.setattr(training.harness, "ROOT", tmp_path)
-    monkeypatch.setattr(training, "git_commit", lambda: 40 * "a")
-    assert training.trained_commit() == 40 * "a"
+    monkeypatch.setattr("rlm.runs.git_commit", lambda: 40 * "a")
+    assert training.harness.code_commit() == 40 * "a"
     (tmp_path / "code.py").write_text("2\n")
-    assert training.trained_commit() == 40 * "a" + "-dirty"
-    monkeypatch.setattr(training, "git_commit", lambda: None)  # no checkout
-    assert training.trained_commit() is None
+    assert training.harness.code_commit() == 40 * "a" + "-dirty"
+    monkeypatch.setattr("rlm.runs.git_commit", lambda: None)  # no checkout
+    assert training.harness.code_commit() is None
 
 
 def test_a_coin_falls_the_same_again():

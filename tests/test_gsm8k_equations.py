@@ -130,7 +130,7 @@ def test_numbers_keep_their_size_and_roundness():
 
 
 def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path):
-    letters = str.maketrans("0123456789", "abcdefghij")  # a number that no equation uses forbids all
+    letters = str.maketrans("0123456789", "abcdefghij")  # no number that no equation uses
     names = [str(i).translate(letters) for i in range(HELD_OUT + 3)]
     rows = [{"question": f"row {name}: {QUESTION}", "answer": ANSWER} for name in names]
     rows[-1]["answer"] = "#### 3"  # no equations

@@ -69,6 +69,9 @@ def test_what_is_good_for_the_7b_model_is_for_no_other(having, capsys):
     run = {"base_model": "smollm2-135m", "dataset": "word-problems:1", "quantize": "4bit"}
     config = machine.fill_in(GRPOConfig(), GPU_DEFAULTS, run)
     assert (config.quantize, config.steps) == ("4bit", GRPOConfig().steps)
+    having(gpu=True, hub=True)
+    config = machine.fill_in(parse(GRPOConfig, ["--model=a/small-one"]), GPU_DEFAULTS)
+    assert (config.dataset, config.steps) == ("gsm8k", GRPOConfig().steps)
     run = {"base_model": machine.GPU_MODEL, "dataset": "gsm8k", "quantize": "4bit"}
     assert machine.fill_in(GRPOConfig(), GPU_DEFAULTS, run).steps == GPU_DEFAULTS["steps"]
 

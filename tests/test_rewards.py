@@ -231,6 +231,7 @@ def test_a_penalty_alone_never_becomes_a_reward():
         combined = CombinedReward([other, Penalty()])
         assert combined(RIGHT, "2") is None
         assert combined.figures() == {"reward/Penalty": 1.0}
+        assert CombinedReward([other, Penalty()], normalize=False)(RIGHT, "2") == -1
 
 
 ANSWER_REWARDS = [CorrectnessReward, GSM8KReward, MathReward]
@@ -287,6 +288,12 @@ def test_the_right_answer_is_worth_the_most(reward):
         ("choice", "B", block("x", "B. Plan A"), 1, 1),
         ("choice", "B", block("x", "B, C"), 0, 0),
         ("choice", "B", block("x", "B. C"), 0, 0),
+        ("choice", "B", block("x", "B. or option C"), 0, 0),
+        ("choice", "B", block("x", "B) or else C"), 0, 0),
+        ("choice", "B", block("x", "B) unless C"), 0, 0),
+        ("choice", "B", block("x", "B. or maybe C"), 0, 0),
+        ("choice", "B", block("x", "B. It could also be C"), 0, 0),
+        ("choice", "B", block("x", "B) x, C"), 0, 0),
         ("choice", "B", block("x", "B) Paris\nC"), 0, 0),
         ("choice", "B", block("x", "B or C"), 0, 0),
         ("choice", "B", block("x", "B) or C)"), 0, 0),
@@ -357,6 +364,16 @@ def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
     assert scores.rewards == [[1.0, None], [1.0, 1.0]]
     assert scores.metrics.get("reward/failed", 0) == (0.25 if message else 0)
     assert message in capsys.readouterr().out
+
+
+def test_an_async_call_that_exits_costs_its_own_rollout_too():
+    class Leaving(RewardFunction):
+        async def __call__(self, completion, reference_answer, **columns):
+            await asyncio.sleep(0)
+            return sys.exit("bye") if completion == "bad" else 1.0
+
+    scores = as_scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
+    assert scores.rewards == [[1.0, None], [1.0, 1.0]]
 
 
 def test_calls_that_all_hang_do_not_add_up(capsys):

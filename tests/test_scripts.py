@@ -109,13 +109,17 @@ def test_sft_learns_its_examples(model_dir, tmp_path):
         ({"split": "test"}, "mine.jsonl", "test"),
         ({"dataset": "other.jsonl"}, "mine.jsonl", "test"),
         ({}, "word-problems:1", "test"),
+        ({"dataset": "./mine.jsonl"}, "mine.jsonl", "validation"),
+        ({"dataset": "sft.jsonl"}, "mine.jsonl", "validation"),  # the SFT row's
         ({}, None, "test"),
     ],
 )
 def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split):
     config = evaluate.EvaluateConfig(**options)
-    filled = evaluate.fill_in(config, {"base_model": "a", "dataset": trained_on})
-    assert filled.split == split
+    runs = [{"base_model": "a", "dataset": name} for name in ("sft.jsonl", trained_on)]
+    assert evaluate.fill_in(config, runs).split == split
+    dataset = options.get("dataset") or trained_on or "word-problems"
+    assert evaluate.fill_in(config, runs).dataset == dataset
 
 
 def test_evaluate_writes_its_files(trained, capsys):

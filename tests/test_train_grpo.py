@@ -693,6 +693,19 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
         assert torch.equal(tensor, adapters[1][name]), name
 
 
+def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
+    train(model_dir, a_config(tmp_path, steps=1))
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").write_text("years of work")
+    (tmp_path / "run_adapter.prev").write_text("a file")
+    for output in (full, tmp_path / "run_adapter"):
+        with pytest.raises(UsageError, match="--output"):
+            train(model_dir, a_config(tmp_path, steps=1, output=output))
+    assert (full / "thesis.tex").read_text() == "years of work"
+    assert not (tmp_path / "run.prev").exists()
+
+
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
     assert trainer.plan.train_batch_tokens == 512

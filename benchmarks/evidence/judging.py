@@ -208,7 +208,9 @@ def _curve(
     """Validation after some of the steps and at the end, against seconds and samples."""
     rows = []
     final = {name: tensor.clone() for name, tensor in _lora(model).items()}
-    on_the_way = {} if ARMS[cell.arm].role else points(config, cell)
+    on_the_way = {}  # SFT's checkpoints are by the clock, and of no curve
+    if not ARMS[cell.arm].role and "seconds_until" in training:
+        on_the_way = points(config, cell)
     for step, folder in on_the_way.items():
         file = config.folder(cell) / "judged" / f"step_{step}.json"
         if not file.exists():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -33,7 +32,6 @@ from rlm.answers import grade, split_completion
 from rlm.grpo import problems_for_step
 from rlm.problems import Problem
 from rlm.records import read_log
-from rlm.runs import git_commit
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
@@ -49,21 +47,11 @@ def train(config: EvidenceConfig, cell: Cell) -> Record:
         "grpo": _grpo,
         "trl": _trl,
     }
-    started, commit = time.monotonic(), trained_commit()  # the tree may change while this runs
+    started, commit = time.monotonic(), harness.code_commit()  # the tree may change while this runs
     record = kinds[ARMS[cell.arm].kind](config, cell)
     # Of this process: less than `seconds` after a kill, and with what is not training.
     wall, peak = time.monotonic() - started, harness.peak_memory_gb()
     return record | {"wall": wall, "peak_memory_gb": peak, "commit": commit}
-
-
-def trained_commit() -> str | None:
-    """The commit of this code, with -dirty behind it where tracked files were changed since."""
-    commit = git_commit()
-    if commit is None:
-        return None
-    command = ["git", "--no-optional-locks", "-C", str(harness.ROOT), "status", "--porcelain"]
-    changed = subprocess.check_output([*command, "--untracked-files=no"], text=True).strip()
-    return f"{commit}-dirty" if changed else commit
 
 
 # --- supervised ---------------------------------------------------------------------------------

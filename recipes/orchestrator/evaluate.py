@@ -26,7 +26,7 @@ from recipes.orchestrator.runner import Runner
 from rlm import machine, terminal
 from rlm.adapters import wearing
 from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.data import load_problems
+from rlm.data import is_file, load_problems
 from rlm.evaluation import (
     bootstrap_interval,
     majority_score,
@@ -49,7 +49,9 @@ SHARES = {
 @dataclass
 class EvaluateConfig:
     run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
-    split: str = flag("test", "which part of its data set")
+    split: str | None = flag(
+        None, "which part of its data set (none: test; of a file, all of which that is: validation)"
+    )
     max_samples: int = flag(200, "problems", min=1)
     read_price: float = flag(0.0, "of a million tokens read", min=0)
     written_price: float = flag(0.0, "of a million tokens written", min=0)
@@ -191,7 +193,9 @@ def _table(title: str) -> Table:
 def main(config: EvaluateConfig) -> int:
     machine.prepare_process()
     run = OpenRun.open(config.run)
-    problems = load_problems(run.config.dataset, config.split, max_samples=config.max_samples)
+    dataset = run.config.dataset
+    split = config.split or ("validation" if is_file(dataset) else "test")
+    problems = load_problems(dataset, split, max_samples=config.max_samples)
     rows = {"single agent": fixed_row(run, problems, SINGLE)}
     rows |= {name: fixed_row(run, problems, graph) for name, graph in FIXED.items()}
     writers = {"bare model": None, "untrained": "start", "trained": "default"}
@@ -210,7 +214,7 @@ def main(config: EvaluateConfig) -> int:
     figures = {name: row.figures(single, price) for name, row in paired.items()}
     for name, row in rows.items():  # which were to blame
         figures[name]["failed"] = sum(not outcome.judged for outcome in row.outcomes)
-    title = f"{run.config.dataset}, {config.split}, n = {len(single.groups)}; agents: {run.agents}"
+    title = f"{dataset}, {split}, n = {len(single.groups)}; agents: {run.agents}"
     show(figures, title)
     left_out = len(problems) - len(single.groups)
     if left_out:

@@ -293,8 +293,9 @@ class Engine:
             row, sent = job.thinking.rows[token.row], job.sent[token.row]
             now = (row.reasoning, row.answer)
             if job.streamed and job.replays:  # from a smaller batch, whose roundings may differ
-                for old, text in zip(sent, now, strict=True):
-                    if not (text.startswith(old) or old.startswith(text)):
+                ended = (bool(row.answer or token.finish_reason), bool(token.finish_reason))
+                for old, text, end in zip(sent, now, ended, strict=True):
+                    if not (text.startswith(old) or (old.startswith(text) and not end)):
                         raise RuntimeError("drawn again it is not the text that was sent")
             new = tuple(text[len(old) :] for text, old in zip(now, sent, strict=True))
             if any(new):
