@@ -164,6 +164,21 @@ def test_python_blocks(early_model, here, capsys):
     assert names["config"].group_size == 8
 
 
+def test_the_block_of_the_readme_that_trains(early_model, here):
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (block,) = [block for block in blocks if "GRPOTrainer(" in block]
+    for said, short in (
+        ("smollm2-135m", str(early_model)),
+        ("steps=20", "steps=1"),
+        ('"validation")', '"validation", max_samples=2)'),
+    ):
+        assert said in block
+        block = block.replace(said, short)
+    exec(block, {})
+    assert Path("weights/short/adapter_model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     "more",
     [pytest.param(SHORT, id="short"), pytest.param("", id="whole", marks=pytest.mark.slow)],
