@@ -4,11 +4,11 @@
     python train_sft.py --dataset runs/gsm8k/train.jsonl --max-samples 20000 --learning-rate 1e-3
 
 GSM8K's solutions carry what its annotators' calculator computed, `<<48/2=24>>`. A line of these
-each is the whole reasoning here. With `--variants` come the same problems with other numbers: each
-whole number that the question writes once and that the equations use is drawn anew, the equations
-are computed again, and the variant is kept if all their results are of the kind they were (whole
-stays whole, positive stays positive). The first 200 rows, which `--dataset gsm8k` validates with,
-are left out.
+each is the whole reasoning here. With `--variants` come the same problems with other numbers, where
+it is certain which number of the equations is which of the question (`vary`): these are drawn anew,
+the equations are computed again, and the variant is kept if all their results are of the kind they
+were (whole stays whole, positive stays positive). The first 200 rows, which `--dataset gsm8k`
+validates with, are left out.
 """
 
 from __future__ import annotations

@@ -95,7 +95,11 @@ def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
             for grading in GRADINGS
         ]
         trained = [c["training"] for c in cells if "seconds" in c["training"]]
-        timed = [c["training"]["seconds"] for c in cells if machine_name(c) == usual and trained]
+        timed = [
+            c["training"]["seconds"]
+            for c in cells
+            if "seconds" in c["training"] and machine_name(c) == usual
+        ]
         seconds = f"{mean(timed):.0f}" if timed else "–"
         samples = f"{mean(t['samples'] for t in trained):.0f}" if trained else "–"
         rows.append([ARMS[arm].title, len(cells), *figures, seconds, samples])
@@ -112,7 +116,8 @@ def summary(results: Results, sets: Sequence[str]) -> list[str]:
         *summary_rows(results, sets),
         "",
         f"Per cent right on {sizes} problems (greedy; the first of each set are sampled). "
-        "Training seconds come on top of the start's; judging and checkpoints are not in them.",
+        "Training seconds, of the machine that most cells ran on, come on top of the start's; "
+        "judging and checkpoints are not in them.",
     ]
 
 
