@@ -180,8 +180,9 @@ class TruncationPenalty(RewardFunction):
 class CombinedReward(RewardFunction):
     """The weighted mean of its parts (`normalize=False`: the weighted sum). Parts are logged.
 
-    A part that gives no verdict (None) leaves the mean; if none gives one, there is none. A part
-    may be a plain function with TRL's contract too; its weight is 1.
+    A part that gives no verdict (None or NaN) leaves the mean; if none gives one, or what is left
+    weighs nothing (a penalty alone), there is none. A part may be a plain function with TRL's
+    contract too; its weight is 1.
     """
 
     def __init__(
