@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from rlm import terminal
 from rlm.config import UsageError, check_values, flag
 from rlm.experiences import load_experiences, with_experiences
-from rlm.prompts import FORMATS, Format, render_prompt
+from rlm.prompts import FORMATS, render_prompt, trained_format
 from rlm.quantize import QUANTIZATIONS, trained_on
 from rlm.script import run_main
 
@@ -109,14 +109,9 @@ def load_rlm_model(
         check_base(adapter, model, base_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
-    loaded.rlm_format = adapter_format(run)
+    loaded.rlm_format = trained_format(run)
     loaded.rlm_sampler = Sampler(loaded, tokenizer, seats=SEATS)
     return loaded, tokenizer
-
-
-def adapter_format(run: dict) -> Format:
-    """The tags that an adapter was trained to write."""
-    return FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
 
 
 def generate_reasoning(
@@ -169,7 +164,7 @@ def _complete(
             text = thinking.rows[0].text
             show(text[shown:])
             shown = len(text)
-    samples = answering.finished_samples(thinking, tokenizer, format)
+    samples = answering.finished_samples(thinking)
     votes = answering.count_votes(samples)
     best = answering.shown_sample(samples, votes)
     return {
@@ -238,7 +233,7 @@ def _print(result: dict, config: InferenceConfig) -> None:
     """What stands below the streamed text: the votes, the answer, what it took."""
     terminal.line("")
     if vote := result["vote"]:
-        if result["final_answer"] is not None:
+        if vote["winner"] is not None:
             terminal.line(f"\nthe likeliest of the winners:\n{result['response']}")
         terminal.bars(vote["counts"], vote["n"])
     rate = result["completion_tokens"] / result["seconds"]

@@ -118,8 +118,9 @@ def _service(config: ServerConfig) -> Service:
     from rlm.serving.metrics import Metrics
     from rlm.serving.service import Limits, Service
 
-    adapter = None if config.base else config.adapter
-    catalog = find_adapters(adapter, config.adapters, config.model, config.quantize)
+    catalog = find_adapters(
+        config.adapter, config.adapters, config.model, config.quantize, base=config.base
+    )
     tokenizer = load_tokenizer(catalog.model)
     engine = Engine(
         partial(load_lanes, catalog, tokenizer, config.seats),
@@ -226,10 +227,10 @@ def _url_here(listening: socket.socket) -> str:
 
 async def _open_tunnel(config: ServerConfig, hosts: AllowedHosts, upstream: str) -> Tunnel | None:
     """The tunnel, or a line that says why there is none: the local server goes on."""
-    from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings
+    from rlm.serving.tunnel import Tunnel, TunnelError
 
     try:
-        return await Tunnel.open(upstream, TunnelSettings(url=config.ngrok_url), hosts)
+        return await Tunnel.open(upstream, hosts, url=config.ngrok_url)
     except TunnelError as error:
         terminal.line(f"{error}\nno public URL; the local server goes on")
         return None

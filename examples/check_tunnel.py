@@ -29,9 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when it is no
 from rlm import terminal
 from rlm.config import UsageError, flag
 from rlm.script import run_main
+from rlm.serving.access import AllowedHosts, Keys, new_key
 from rlm.serving.http_guard import UVICORN
-from rlm.serving.security import AllowedHosts, Keys, SecuritySettings, new_key, secure
-from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings
+from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.tunnel import Tunnel, TunnelError
 
 RATE = 40  # requests a minute that the edge shall let through; more than the other checks need
 PAUSE, EVENTS = 0.3, 5  # seconds between the events of the stream, and their number
@@ -164,9 +165,10 @@ async def check(config: CheckConfig) -> int:
     server = uvicorn.Server(uvicorn.Config(app, **UVICORN, lifespan="off"))
     serving = asyncio.create_task(server.serve([listener]))
     port = listener.getsockname()[1]
-    settings = TunnelSettings(url=config.url, requests_per_minute=RATE)
     try:
-        tunnel = await Tunnel.open(f"http://127.0.0.1:{port}", settings, hosts)
+        tunnel = await Tunnel.open(
+            f"http://127.0.0.1:{port}", hosts, url=config.url, requests_per_minute=RATE
+        )
         try:
             async with httpx2.AsyncClient(base_url=tunnel.public_url, timeout=30) as client:
                 return await run_all(Checks(tunnel, key, client))

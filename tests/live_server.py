@@ -89,7 +89,7 @@ def live(
     service: Service, keys: Keys | None = None, drain_seconds: float = 5.0, **security: object
 ):
     """The service behind its walls, on a free port."""
-    keys = keys or Keys.none()
+    keys = keys or Keys([])
     hosts = AllowedHosts({"127.0.0.1"})
     settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
     app = secure(create_app(service, needs_key=keys.required), settings)

@@ -20,7 +20,7 @@ SCRIPT = {
 
 @pytest.fixture
 def keys() -> Keys:
-    return Keys.none()
+    return Keys([])
 
 
 @pytest.fixture

@@ -15,17 +15,9 @@ from walled_server import KEY, OTHER_KEY, Wall, read, request, small_app
 
 from rlm.config import UsageError
 from rlm.serving import logs
-from rlm.serving.access import Bucket
+from rlm.serving.access import AllowedHosts, Bucket, Keys, load_keys, new_key
 from rlm.serving.errors import CODES, Problem, invalid
-from rlm.serving.security import (
-    PUBLIC,
-    AllowedHosts,
-    Keys,
-    SecuritySettings,
-    load_keys,
-    new_key,
-    secure,
-)
+from rlm.serving.security import PUBLIC, SecuritySettings, secure
 
 AUTH = f"Authorization: Bearer {KEY}"
 
@@ -255,7 +247,7 @@ def test_the_app_is_told_who_asks():
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert states[0] == {"request_id": "the-id", "key_id": "key-2"}
     assert states[1]["key_id"] == "public"
-    with Wall(app, keys=Keys.none()) as wall:
+    with Wall(app, keys=Keys([])) as wall:
         wall.ask("POST", "/a")
     assert states[2]["key_id"] == "open"
 
@@ -415,7 +407,7 @@ def test_who_sends_no_key_is_asked_for_one_however_often():
 
 
 def test_an_open_server_limits_nobody():
-    with Wall(keys=Keys.none(), requests_per_minute=1, failures_per_minute=1) as wall:
+    with Wall(keys=Keys([]), requests_per_minute=1, failures_per_minute=1) as wall:
         for _ in range(5):
             answer = wall.ask(
                 "POST", "/phase1/reasoning", "Content-Type: application/json", body=b"1"

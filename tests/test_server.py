@@ -69,13 +69,30 @@ def test_the_catalog_holds_the_default_and_its_neighbours(weights, model_dir):
     assert (catalog.model, catalog.default) == (str(model_dir), "final_rlm_lora")
     assert list(catalog.offered) == ["base", "final_rlm_lora", "sft.v2"]
     assert len(catalog.offered["sft.v2"].sha256) == 64
-    assert find_adapters(None, None, str(model_dir)).default == "base"
+
+
+def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_path):
+    shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
+    run = json.loads((tmp_path / "a" / "run.json").read_text())
+    run |= {"quantize": "8bit", "config": {"reasoning_format": "simple"}}
+    (tmp_path / "a" / "run.json").write_text(json.dumps(run))
+    for base, offered in ((True, ["base"]), (False, ["base", "a"])):
+        catalog = find_adapters(tmp_path / "a", None, None, base=base)
+        assert (catalog.model, catalog.quantize) == (str(model_dir), "8bit")
+        assert (list(catalog.offered), catalog.default) == (offered, offered[-1])
+        assert catalog.offered["base"].format == FORMATS["simple"]  # as inference.py --base asks
+    nowhere = tmp_path / "none"
+    assert find_adapters(nowhere, None, str(model_dir), base=True).default == "base"
+    assert find_adapters(nowhere, weights, None, base=True).model == str(model_dir)
 
 
 def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
     for name in ("tuned", "tuned.prev", ".tuned.new"):
         shutil.copytree(weights / "sft.v2", tmp_path / name)
-    assert list(find_adapters(None, tmp_path, None).offered) == ["base", "tuned"]
+    assert list(find_adapters(tmp_path / "no", tmp_path, None, base=True).offered) == [
+        "base",
+        "tuned",
+    ]
 
 
 def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer, in_fp32):
@@ -161,7 +178,7 @@ def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a").symlink_to(weights / "final_rlm_lora")
     with pytest.raises(UsageError, match="leads out"):
-        find_adapters(None, tmp_path / "folder", None)
+        find_adapters(tmp_path / "folder" / "a", tmp_path / "folder", None)
 
 
 # --- refusing to start ----------------------------------------------------------------------------
@@ -327,7 +344,7 @@ def test_an_engine_that_dies_twice_ends_the_server_with_code_1(tokenizer, monkey
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_twice)
-        serving = server._serve(server.ServerConfig(), service, Keys.none(), listening)
+        serving = server._serve(server.ServerConfig(), service, Keys([]), listening)
         assert asyncio.run(serving) == 1
     assert asked.result() == ["engine_down"] * 2
     assert "died twice" in capsys.readouterr().out

@@ -203,7 +203,14 @@ def test_an_unknown_model(client):
         client.chat.completions.create(
             model="gpt-9", messages=[{"role": "user", "content": "two and three"}]
         )
-    assert refused.value.code == "adapter_not_found"
+    assert (refused.value.code, refused.value.param) == ("adapter_not_found", "model")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_is_told_by_the_name_that_was_sent(client, name):
+    with pytest.raises(openai.UnprocessableEntityError, match=f"{name}: 301") as refused:
+        ask(client, **{name: 301})
+    assert refused.value.param == name
 
 
 def test_a_wrong_key(server):

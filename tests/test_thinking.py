@@ -15,7 +15,6 @@ from rlm.sampling.params import Request, SamplingParams, Token
 from rlm.serving import answering
 from rlm.serving.schema import Sample, ThinkingReport
 from rlm.serving.thinking import Splitter, Thinking
-from rlm.serving.votes import vote
 
 FORMAT = FORMATS["deepseek"]
 PIECES = [
@@ -136,6 +135,8 @@ def test_the_end_of_a_sentence_closes_in_the_last_quarter(tokenizer):
     assert row.reasoning == "x" * 50 + ". " + "y" * 20 + "."
     row = run(tokenizer, f"<think>{text}", budget=60)  # 45 to 60
     assert row.reasoning == "x" * 50 + "."
+    price = "x" * 63 + "3.50? " + "z" * 200
+    assert run(tokenizer, f"<think>{price}", budget=80).reasoning == "x" * 63 + "3.50?"
 
 
 def test_room_for_the_answer_is_kept_without_a_budget(tokenizer):
@@ -193,13 +194,13 @@ def test_text_streams_like_the_tokenizer_decodes(tokenizer):
 
 
 def test_equal_numbers_are_one_answer():
-    result = vote(["0.5", "1/2", "3", None, "1,000", "1000"])
+    result = answering.vote(["0.5", "1/2", "3", None, "1,000", "1000"])
     assert (result.winner, result.counts) == ("0.5", {"0.5": 2, "1,000": 2, "3": 1})
     assert (result.tie, result.valid, result.agreement) == (True, 5, pytest.approx(1 / 3))
 
 
 def test_nobody_votes():
-    result = vote([None, None])
+    result = answering.vote([None, None])
     assert (result.winner, result.agreement, result.tie, result.members) == (None, 0.0, False, ())
 
 
@@ -242,7 +243,7 @@ def test_one_answer_is_as_sure_as_its_drawn_tokens_are_likely_on_average(tokeniz
     drawn = [-1.0, -3.0] + [math.nan] * (len(ids) - 1)  # those of the forced tokens are NaN
     for id, logprob in zip([*ids, 257], drawn, strict=True):
         thinking.take(Token(0, 0, id, logprob, "stop" if id == 257 else None))
-    samples = answering.finished_samples(thinking, tokenizer, FORMAT)
+    samples = answering.finished_samples(thinking)
     confidence = answering.confidence(samples, answering.count_votes(samples))
     assert (confidence.value, confidence.method) == (math.exp(-2), "mean_token_probability")
-    assert answering.confidence([sample("5", None)], vote(["5"])) is None
+    assert answering.confidence([sample("5", None)], answering.vote(["5"])) is None

@@ -20,8 +20,8 @@ import pytest
 from walled_server import KEY, Wall, request
 
 from rlm.serving import logs
-from rlm.serving.security import AllowedHosts
-from rlm.serving.tunnel import Tunnel, TunnelError, TunnelSettings, find_agent, policy
+from rlm.serving.access import AllowedHosts
+from rlm.serving.tunnel import Tunnel, TunnelError, find_agent, policy
 
 TOKEN = "the-token-of-the-tests"
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
     to_public_host = request("GET", "/health", host="127.0.0.1")
 
     async def scenario(wall: Wall) -> None:
-        tunnel = await Tunnel.open(f"http://127.0.0.1:{wall.port}", TunnelSettings(), hosts)
+        tunnel = await Tunnel.open(f"http://127.0.0.1:{wall.port}", hosts)
         url = tunnel.public_url
         for process in psutil.Process().children(recursive=True):
             assert TOKEN not in " ".join(process.cmdline())
@@ -126,9 +126,11 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
 
 def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
     async def scenario(wall: Wall) -> list[int]:
-        settings = TunnelSettings(url="https://mine.example", requests_per_minute=3)
         tunnel = await Tunnel.open(
-            f"http://127.0.0.1:{wall.port}", settings, wall.settings.allowed_hosts
+            f"http://127.0.0.1:{wall.port}",
+            wall.settings.allowed_hosts,
+            url="https://mine.example",
+            requests_per_minute=3,
         )
         urls = [tunnel.public_url] * 5
         statuses = [(await asyncio.to_thread(ask, url, "GET", "/health"))[0] for url in urls]
@@ -156,7 +158,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, caps
     seconds = 1.0 if mode in ("silent", "deaf") else 20.0
 
     async def open_and_close() -> None:
-        tunnel = await Tunnel.open(UNUSED, TunnelSettings(open_seconds=seconds), hosts)
+        tunnel = await Tunnel.open(UNUSED, hosts, open_seconds=seconds)
         await tunnel.close()
 
     monkeypatch.setenv("STAND_IN_MODE", mode)
@@ -180,7 +182,7 @@ def test_an_agent_that_dies_is_noticed(agent, log, monkeypatch):
     hosts = AllowedHosts(["localhost"])
 
     async def scenario() -> None:
-        tunnel = await Tunnel.open(UNUSED, TunnelSettings(), hosts)
+        tunnel = await Tunnel.open(UNUSED, hosts)
         assert tunnel.public_url
         assert hosts == {"localhost", "127.0.0.1"}
         deadline = time.monotonic() + 10
@@ -203,7 +205,7 @@ def test_giving_up_while_it_opens_ends_the_agent(agent, monkeypatch):
     monkeypatch.setenv("STAND_IN_MODE", "silent")
 
     async def scenario() -> None:
-        opening = asyncio.create_task(Tunnel.open(UNUSED, TunnelSettings(), AllowedHosts()))
+        opening = asyncio.create_task(Tunnel.open(UNUSED, AllowedHosts()))
         while not agent.record.exists():
             await asyncio.sleep(0.02)
         opening.cancel()
@@ -220,7 +222,7 @@ def test_without_a_token_the_line_says_where_to_get_one(agent, monkeypatch, toke
     if token is not None:
         monkeypatch.setenv("NGROK_AUTHTOKEN", token)
     with pytest.raises(TunnelError, match=r"NGROK_AUTHTOKEN.*https://dashboard\.ngrok\.com"):
-        asyncio.run(Tunnel.open(UNUSED, TunnelSettings(), AllowedHosts()))
+        asyncio.run(Tunnel.open(UNUSED, AllowedHosts()))
     assert not agent.record.exists()
 
 

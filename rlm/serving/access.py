@@ -45,10 +45,6 @@ class Keys:
                 )
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    @classmethod
-    def none(cls) -> Keys:
-        return cls([])
-
     @property
     def required(self) -> bool:
         return bool(self._hashes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlm.answers import grade
+from rlm.answers import ballot, grade
 from rlm.prompts import Format
 from rlm.serving.schema import (
     Confidence,
@@ -19,7 +20,6 @@ from rlm.serving.schema import (
     VoteReport,
 )
 from rlm.serving.thinking import Row, Thinking
-from rlm.serving.votes import Vote, vote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,15 +28,10 @@ if TYPE_CHECKING:
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
-def finished_samples(
-    thinking: Thinking,
-    tokenizer: PreTrainedTokenizerBase,
-    format: Format,
-    only: Sequence[int] | None = None,
-) -> list[Sample]:
+def finished_samples(thinking: Thinking, only: Sequence[int] | None = None) -> list[Sample]:
     """The completions of a request, read and graded for format (there is no gold here)."""
     rows = thinking.rows if only is None else [thinking.rows[i] for i in only]
-    return [_sample(row, thinking.budget, tokenizer, format) for row in rows]
+    return [_sample(row, thinking.budget, thinking.tokenizer, thinking.format) for row in rows]
 
 
 def _sample(
@@ -62,19 +57,58 @@ def _sample(
     )
 
 
+@dataclass(frozen=True)
+class Vote:
+    """n samples, of which `valid` had an answer.
+
+    agreement: the winner's votes over n (not over the valid ones: abstaining lowers it).
+    members: which samples voted for the winner.
+    """
+
+    n: int
+    valid: int
+    winner: str | None
+    agreement: float
+    counts: dict[str, int]
+    tie: bool
+    members: tuple[int, ...]
+
+
+def vote(answers: Sequence[str | None]) -> Vote:
+    """The answer given most often; on a tie the one that came first (None abstains).
+
+    0.5 and 1/2 are one answer, shown as it was first written.
+
+    >>> result = vote(["8", "7", "8.0", None])
+    >>> result.winner, result.counts, result.agreement, result.members
+    ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
+    """
+    voters: dict[object, list[int]] = {}
+    for i, answer in enumerate(answers):
+        if answer is not None:
+            voters.setdefault(ballot(answer), []).append(i)
+    ranked = sorted(voters.values(), key=lambda members: (-len(members), members[0]))
+    counts = {str(answers[members[0]]): len(members) for members in ranked}
+    winner = ranked[0] if ranked else []
+    tie = len(ranked) > 1 and len(ranked[1]) == len(winner)
+    return Vote(
+        n=len(answers),
+        valid=sum(map(len, ranked)),
+        winner=answers[winner[0]] if winner else None,
+        agreement=len(winner) / len(answers),
+        counts=counts,
+        tie=tie,
+        members=tuple(winner),
+    )
+
+
 def count_votes(samples: Sequence[Sample]) -> Vote:
     """Only answers in the strict format vote."""
     return vote([s.final_answer if s.format == "strict" else None for s in samples])
 
 
 def vote_report(result: Vote) -> VoteReport:
-    return VoteReport(
-        n=result.n,
-        valid=result.valid,
-        winner=result.winner,
-        agreement=result.agreement,
-        counts=result.counts,
-    )
+    return VoteReport.model_validate(result, from_attributes=True)
 
 
 def shown_sample(samples: Sequence[Sample], result: Vote) -> Sample:

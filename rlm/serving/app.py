@@ -52,8 +52,8 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
+        responses={"default": docs.REFUSED},
     )
-    app.state.service = service
     app.include_router(_state_routes(service))
     app.include_router(_phase1_routes(service, needs_key))
     app.include_router(_openai_routes(service))
@@ -140,12 +140,15 @@ def _openai_routes(service: Service) -> APIRouter:
         responses={200: {"content": docs.event_stream()}},
     )
     async def chat(body: openai.ChatRequest, request: Request) -> Response:
-        running = await service.accept(openai.to_ask(body))
+        try:
+            running = await service.accept(openai.to_ask(body))
+        except Problem as problem:
+            raise openai.in_own_words(problem, body) from None
         if body.stream:
-            chunks = openai.chunks(service, running, body, _id(request))
+            chunks = openai.chunks(running, body, _id(request))
             return EventStream(service, "openai", running, chunks)
         await until_done(service, "openai", running, request)
-        return JSONResponse(openai.completion(service, running))
+        return JSONResponse(openai.completion(running))
 
     @router.get("/models", summary="Adapters, as OpenAI lists models")
     async def models() -> dict[str, Any]:

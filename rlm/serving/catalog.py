@@ -14,7 +14,7 @@ from rlm.checkpoints import file_hash
 from rlm.config import UsageError
 from rlm.machine import EMBEDDED_MODEL
 from rlm.models import base_hash
-from rlm.prompts import FORMATS, Format
+from rlm.prompts import Format, trained_format
 from rlm.quantize import trained_on
 
 BASE = "base"  # the name of no adapter
@@ -45,17 +45,23 @@ class Catalog:
 
 
 def find_adapters(
-    adapter: Path | None, folder: Path | None, model: str | None, quantize: str = "auto"
+    adapter: Path,
+    folder: Path | None,
+    model: str | None,
+    quantize: str = "auto",
+    *,
+    base: bool = False,
 ) -> Catalog:
-    """The adapter served by default (None: the base alone), and its neighbours in a folder.
+    """The adapter served by default, and its neighbours in a folder.
 
     Args:
-        quantize: how the base is packed; auto: as it was when the first adapter was trained.
+        quantize: how the base is packed; auto: as it was when the adapter was trained.
+        base: leave the adapter out; its run still says which base it was, and with which tags.
 
     Raises:
         UsageError: one of them is missing, could execute code, or belongs to another base.
     """
-    paths = [] if adapter is None else [adapter]
+    paths = [] if base else [adapter]
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(f"--adapters {folder}: no such directory")
@@ -67,27 +73,29 @@ def find_adapters(
             and not path.name.startswith(".")
             and path.suffix != ".prev"
         )
-        paths += [path for path in here if adapter is None or path.resolve() != adapter.resolve()]
+        paths += [path for path in here if base or path.resolve() != adapter.resolve()]
     for path in paths:
         check_adapter(path, "run: python train_sft.py && python train_grpo.py")
         _check_files(path, folder)
     runs = [read_run(path) for path in paths]
-    model = model or next((run["base_model"] for run in runs if "base_model" in run), None)
-    if model is None and paths:
-        raise UsageError(f"{paths[0]} does not say what it was trained on; name it with --model")
+    own = read_run(adapter) or next(iter(runs), {})
+    named = (run["base_model"] for run in (own, *runs) if "base_model" in run)
+    model = model or next(named, None)
+    if model is None and (paths or adapter.exists()):
+        raise UsageError(f"{adapter} does not say what it was trained on; name it with --model")
     model = model or EMBEDDED_MODEL
     model_hash = base_hash(model)
-    offered = {BASE: Offered(BASE, None, None, "base", FORMATS["deepseek"])}
+    offered = {BASE: Offered(BASE, None, None, "base", trained_format(own))}
     for path, run in zip(paths, runs, strict=True):
         check_base(path, model, model_hash)
         if path.name in offered:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
-        format = FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
-        offered[path.name] = Offered(path.name, path, digest, run.get("stage", "unknown"), format)
+        stage = run.get("stage", "unknown")
+        offered[path.name] = Offered(path.name, path, digest, stage, trained_format(run))
     if quantize == "auto":
-        quantize = trained_on(runs[0]) if runs else "none"
-    return Catalog(model, model_hash, quantize, offered, paths[0].name if adapter else BASE)
+        quantize = trained_on(own)
+    return Catalog(model, model_hash, quantize, offered, BASE if base else adapter.name)
 
 
 def _check_files(path: Path, folder: Path | None) -> None:

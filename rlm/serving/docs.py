@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
 from typing import Any
 
@@ -36,9 +37,6 @@ KEYS = {
 }
 
 
-BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-
-
 def event_stream(*names: str) -> dict[str, Any]:
     """The content of a response in server-sent events; each has one of the names, if any."""
     data = {"type": "string", "description": "JSON"}
@@ -56,19 +54,16 @@ def complete_schema(app: FastAPI, service: Service, needs_key: bool) -> None:
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
-            for unused in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(unused, None)
             schemas["Problem"] = PROBLEM
             _narrow(schemas, service)
             made["components"]["securitySchemes"] = KEYS
             made["security"] = [{"bearer": []}, {"header": []}] if needs_key else [{}]
             for path, operations in made["paths"].items():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)
-                    operation["responses"]["default"] = REFUSED
                     if path in PUBLIC:
                         operation["security"] = []
-            app.openapi_schema = _whole_bounds(made)
+            # Of an integer's bound FastAPI makes a float: 16.0.
+            app.openapi_schema = json.loads(json.dumps(made), parse_float=_number)
         return app.openapi_schema
 
     app.openapi = schema
@@ -90,22 +85,9 @@ def _narrow(schemas: dict[str, Any], service: Service) -> None:
         fields[name]["anyOf"][0]["maximum"] = service.limits.new_tokens
 
 
-def _whole_bounds(schema: Any) -> Any:
-    """The schema with bounds like 16.0 as whole numbers: of an integer FastAPI makes a float.
-
-    >>> _whole_bounds({"n": [{"type": "integer", "maximum": 16.0}], "maximum": 0.5})
-    {'n': [{'type': 'integer', 'maximum': 16}], 'maximum': 0.5}
-    """
-    if isinstance(schema, list):
-        return [_whole_bounds(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: int(value)
-        if name in BOUNDS and isinstance(value, float) and value.is_integer()
-        else _whole_bounds(value)
-        for name, value in schema.items()
-    }
+def _number(text: str) -> float | int:
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 STYLE = """

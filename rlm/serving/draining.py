@@ -17,24 +17,14 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
         super().__init__(config)
         self._service, self._seconds = service, seconds
-        self._draining: asyncio.Task | None = None
-        self._asked = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._asked:
-            self.should_exit = self.force_exit = True
-        self._asked = True
-        self._loop.call_soon_threadsafe(self.leave)
+        # uvicorn's own would raise the signal again at the end: the exit code would not be 0.
+        self.should_exit, self.force_exit = True, self.should_exit
 
-    def leave(self) -> None:
-        """Drain, then exit."""
-        if self._draining is None:
-            self._draining = self._loop.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        await self._service.drain(self._seconds)
-        self.should_exit = True
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._service.drain(self._seconds))
+        while not (draining.done() or self.force_exit):
+            await asyncio.sleep(0.05)
+        draining.cancel()
+        await super().shutdown(sockets)

@@ -127,10 +127,18 @@ def to_ask(request: ChatRequest) -> Ask:
     )
 
 
-def completion(service: Service, running: Running) -> dict[str, Any]:
-    samples = answering.finished_samples(
-        running.job.thinking, service.tokenizer, running.offered.format
-    )
+def in_own_words(problem: Problem, request: ChatRequest) -> Problem:
+    """A refusal, by the names that the fields have in this protocol."""
+    length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
+    names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
+    if name := names.get(problem.param):
+        problem.detail = problem.detail.replace(problem.param, name, 1)
+        problem.param = name
+    return problem
+
+
+def completion(running: Running) -> dict[str, Any]:
+    samples = answering.finished_samples(running.job.thinking)
     choices = [
         {
             "index": i,
@@ -150,9 +158,7 @@ def completion(service: Service, running: Running) -> dict[str, Any]:
     return _head(running, "chat.completion") | {"choices": choices, "usage": usage}
 
 
-async def chunks(
-    service: Service, running: Running, request: ChatRequest, request_id: str
-) -> AsyncIterator[bytes]:
+async def chunks(running: Running, request: ChatRequest, request_id: str) -> AsyncIterator[bytes]:
     """The same in pieces, `[DONE]` last."""
     with_usage = request.stream_options is not None and request.stream_options.include_usage
 
@@ -177,9 +183,7 @@ async def chunks(
     except Problem as problem:
         yield _data(problem.body(request_id))
         return
-    samples = answering.finished_samples(
-        running.job.thinking, service.tokenizer, running.offered.format
-    )
+    samples = answering.finished_samples(running.job.thinking)
     for row, sample in enumerate(samples):
         yield chunk(row, {}, sample.finish_reason)
     if with_usage:

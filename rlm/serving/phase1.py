@@ -9,24 +9,14 @@ from collections.abc import AsyncIterator
 from rlm.serving import answering
 from rlm.serving.errors import Problem
 from rlm.serving.schema import ModelReport, ReasoningRequest, ReasoningResponse, Timings
-from rlm.serving.service import Ask, Running, Service, elapsed_ms
+from rlm.serving.service import Ask, Running, Service
 
 EVENTS = ("start", "reasoning", "answer", "sample", "done", "error")
 
 
 def to_ask(request: ReasoningRequest) -> Ask:
-    return Ask(
-        question=request.prompt,
-        n=request.n,
-        max_new_tokens=request.max_new_tokens,
-        thinking_budget=request.thinking_budget,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        stop=request.stop,
-        stream=request.stream,
-        adapter=request.adapter,
-    )
+    of_the_report = {"prompt", "return_samples", "expected_answer"}
+    return Ask(request.prompt, **request.model_dump(exclude=of_the_report))
 
 
 def report(
@@ -34,7 +24,7 @@ def report(
 ) -> ReasoningResponse:
     """What a finished request is answered with."""
     job, offered = running.job, running.offered
-    samples = answering.finished_samples(job.thinking, service.tokenizer, offered.format)
+    samples = answering.finished_samples(job.thinking)
     votes = answering.count_votes(samples)
     shown = answering.shown_sample(samples, votes)
     used = answering.usage(len(job.prompt), samples)
@@ -64,8 +54,8 @@ def report(
         samples=samples if request.return_samples else None,
         usage=used,
         timings=Timings(
-            first_token_ms=elapsed_ms(job.created, job.first_token),
-            total_ms=elapsed_ms(job.created),
+            first_token_ms=round(1000 * (job.first_token - job.created), 1),
+            total_ms=round(1000 * seconds, 1),
             tokens_per_second=round(used.completion_tokens / seconds, 1),
         ),
         seed=request.seed,
@@ -103,24 +93,22 @@ async def events(
                 if row == 0 and answer:
                     yield event("answer", {"sample": 0, "delta": answer})
             if request.n > 1:
-                for sample in _just_finished(service, running, told):
+                for sample in _just_finished(running, told):
                     yield event("sample", sample)
-        for sample in _just_finished(service, running, told) if request.n > 1 else ():
+        for sample in _just_finished(running, told) if request.n > 1 else ():
             yield event("sample", sample)
         yield event("done", report(service, running, request, request_id).model_dump())
     except Problem as problem:
         yield event("error", problem.body(request_id))
 
 
-def _just_finished(service: Service, running: Running, told: set[int]) -> list[dict]:
+def _just_finished(running: Running, told: set[int]) -> list[dict]:
     rows = running.job.thinking.rows
     new = [i for i, row in enumerate(rows) if row.finish_reason and i not in told]
     if not new:
         return []
     told.update(new)
-    samples = answering.finished_samples(
-        running.job.thinking, service.tokenizer, running.offered.format, only=new
-    )
+    samples = answering.finished_samples(running.job.thinking, only=new)
     return [
         {
             "sample": i,

@@ -20,10 +20,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlm.serving import logs
-from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys, load_keys, new_key
+from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys
 from rlm.serving.errors import Problem
-
-__all__ = ["AllowedHosts", "Keys", "SecuritySettings", "load_keys", "new_key", "secure"]
 
 PUBLIC = frozenset({"/", "/health", "/ready"})  # for GET and HEAD
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -28,11 +28,11 @@ TEMPERATURE_OF_SEVERAL = 0.7
 class Limits:
     """What one request and all together may ask for."""
 
-    prompt_tokens: int = 512
-    new_tokens: int = 512
-    requests: int = 64  # accepted and not finished
-    tokens: int = 131_072  # which these may take up at most
-    seconds: float = 120.0  # from acceptance to the last token
+    prompt_tokens: int
+    new_tokens: int
+    requests: int  # accepted and not finished
+    tokens: int  # which these may take up at most
+    seconds: float  # from acceptance to the last token
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ class Running:
 
     id: str
     offered: Offered
-    ask: Ask
     created: int  # seconds since 1970
-    job: Job | None = None
-    news: asyncio.Queue = field(default_factory=asyncio.Queue)
+    job: Job
+    news: asyncio.Queue
     outcome: str = "cancelled"  # until it is finished, or has failed with a problem's code
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, str, str]]]:
@@ -135,35 +134,34 @@ class Service:
         temperature = several if ask.temperature is None else ask.temperature
         if ask.n > 1 and temperature == 0:
             raise Problem(422, "validation", "n above 1 needs a temperature above 0", param="n")
-        running = Running(f"rsn_{secrets.token_hex(12)}", offered, ask, int(time.time()))
-        loop = asyncio.get_running_loop()
+        queue, loop = asyncio.Queue(), asyncio.get_running_loop()
 
         def notify(news: object) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(running.news.put_nowait, news)
+                loop.call_soon_threadsafe(queue.put_nowait, news)
 
-        def thinking() -> Thinking:
-            return Thinking(
-                self.tokenizer,
-                offered.format,
-                self.engine.stop_ids,
-                n=ask.n,
-                max_new_tokens=new_tokens,
-                budget=ask.thinking_budget,
-                stop=ask.stop,
-            )
-
-        running.job = Job(
+        new_thinking = partial(
+            Thinking,
+            self.tokenizer,
+            offered.format,
+            self.engine.stop_ids,
+            n=ask.n,
+            max_new_tokens=new_tokens,
+            budget=ask.thinking_budget,
+            stop=ask.stop,
+        )
+        job = Job(
             lane=offered.name,
             prompt=prompt,
             params=SamplingParams(new_tokens, temperature, ask.top_p),
             seed=prompt_seed(ask.seed),
-            new_thinking=thinking,
+            new_thinking=new_thinking,
             notify=notify,
             n=ask.n,
             streamed=ask.stream,
         )
-        self.engine.submit(running.job)
+        running = Running(f"rsn_{secrets.token_hex(12)}", offered, int(time.time()), job, queue)
+        self.engine.submit(job)
         self._running[running.id] = running
         return running
 
@@ -235,7 +233,3 @@ class Service:
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> Problem:
     unit = f" {unit}" if unit else ""
     return Problem(422, "validation", f"{name}: {got}{unit}, the limit is {limit}", param=name)
-
-
-def elapsed_ms(since: float, until: float | None = None) -> float:
-    return round(1000 * ((time.monotonic() if until is None else until) - since), 1)

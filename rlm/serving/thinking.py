@@ -96,8 +96,10 @@ class Splitter:
         for end, letter in enumerate(text, 1):
             again.feed(letter)
             if again.phase == "done":
-                ends = (self._drop.sub("", text[at:end]) in self._stop for at in range(end))
-                return text[: max(at for at, is_stop in enumerate(ends) if is_stop)]
+                starts = range(end - 1, -1, -1)
+                return text[
+                    : next(s for s in starts if self._drop.sub("", text[s:end]) in self._stop)
+                ]
         return text
 
     @property
@@ -177,6 +179,7 @@ class Thinking:
         budget: int | None = None,
         stop: Sequence[str] = (),
     ) -> None:
+        self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = tokenizer.backend_tokenizer, stop_ids
         after = f"</{format.reasoning_tag}>\n<{format.answer_tag}>"
         self._close_line = encode_text(tokenizer, after)
@@ -212,7 +215,9 @@ class Thinking:
             return True
         if self.budget is None or used < (1 - SOFT_SHARE) * self.budget:
             return False
-        return used >= self.budget or self._last_piece(state).rstrip(" ").endswith(("\n", ".", "!"))
+        ends = self._last_piece(state).rstrip(" ").endswith(("\n", ".", "!", "?"))
+        inside = self._decoder.decode([token])[:1].isdigit()  # 3.50: its point ends nothing
+        return used >= self.budget or (ends and not inside)
 
     def _last_piece(self, state: Row) -> str:
         return self._decoder.decode(state.ids[-2:], skip_special_tokens=True)

@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -37,13 +36,6 @@ class TunnelError(Exception):
     """Why there is no public URL, and what to do: one line."""
 
 
-@dataclass(frozen=True)
-class TunnelSettings:
-    url: str | None = None  # a domain reserved at ngrok; None: ngrok picks one
-    requests_per_minute: int = 60  # per client address, counted where the address is true
-    open_seconds: float = 20.0
-
-
 class Tunnel:
     """An open tunnel. `public_url` becomes None when the agent dies or the tunnel is closed."""
 
@@ -61,11 +53,23 @@ class Tunnel:
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
-    async def open(cls, upstream: str, settings: TunnelSettings, hosts: AllowedHosts) -> Tunnel:
+    async def open(
+        cls,
+        upstream: str,
+        hosts: AllowedHosts,
+        *,
+        url: str | None = None,
+        requests_per_minute: int = 60,
+        open_seconds: float = 20.0,
+    ) -> Tunnel:
         """A tunnel to a URL of this machine, its public host in `hosts` while it is up.
 
         The token is NGROK_AUTHTOKEN of the environment, which the agent reads for itself: on a
         command line every user of the machine could read it.
+
+        Args:
+            url: a domain reserved at ngrok; None: ngrok picks one.
+            requests_per_minute: per client address, counted where the address is true.
 
         Raises:
             TunnelError: why there is none.
@@ -78,10 +82,10 @@ class Tunnel:
             raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
         options = {
             "upstream": {"url": upstream},
-            "traffic_policy": policy(settings.requests_per_minute),
+            "traffic_policy": policy(requests_per_minute),
         }
-        if settings.url:
-            options["url"] = settings.url
+        if url:
+            options["url"] = url
         with tempfile.TemporaryDirectory() as folder:  # the agent reads the file when it starts
             path = Path(folder, "ngrok.yml")
             path.write_text(_AGENT_CONFIG)
@@ -91,9 +95,9 @@ class Tunnel:
                 start_new_session=True,  # Ctrl-C is for the server, which drains before it closes
             )
             config.auth_token = None  # pyngrok would put it on the command line
-            url = await _connect(config, options, settings.open_seconds)
-            tunnel = cls(url, config, hosts)
-        logs.log("tunnel_opened", url=url)
+            public_url = await _connect(config, options, open_seconds)
+            tunnel = cls(public_url, config, hosts)
+        logs.log("tunnel_opened", url=public_url)
         return tunnel
 
     async def close(self) -> None:
