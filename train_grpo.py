@@ -191,7 +191,7 @@ class GRPOTrainer:
             if last:
                 break
             run.leave_if(interrupted)
-        return self._finish(len(eval_problems), time.monotonic() - started)
+        return self._finish(len(eval_problems))
 
     def _roll_out(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
@@ -322,16 +322,14 @@ class GRPOTrainer:
         """Write down and show a step; advantages are (P, G)."""
         report.log_step(self.run, self.config, metrics, groups, advantages)
 
-    def _finish(self, validated_on: int, seconds: float) -> dict:
+    def _finish(self, validated_on: int) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.use_best()
         rows, config = self.team.agree(self.run.metrics()), self.config
-        summary = report.run_summary(
-            config, self.model_name, self.state, rows, validated_on, seconds
-        )
+        summary = report.run_summary(config, self.model_name, self.state, rows, validated_on)
         if self.team.leads:
             save_adapter(self.policy, self.tokenizer, config.output, summary)
-            self.run.write_csv()
+            self.run.write_csv(rows)
             learning_curves(rows, self.run.path / "curves.png")
         return summary
 

@@ -210,7 +210,7 @@ def train(
     with run:
         trainer.train_from(progress.step)
         run.leave_if(run.interrupted and trainer.state.global_step < steps)
-        run.write_csv()
+        run.write_csv(run.metrics())
         history = {
             "stage": "sft",
             "base_model": config.model,

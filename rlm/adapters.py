@@ -31,7 +31,7 @@ from rlm.checkpoints import writing
 from rlm.config import UsageError
 from rlm.models import model_directory
 from rlm.quantize import unpacked
-from rlm.records import replace_file, sync
+from rlm.records import replace_json, sync
 from rlm.runs import check_writable
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -99,7 +99,8 @@ def _chat_template(directory: Path) -> str | None:
 def load_adapter(
     model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
 ) -> PeftModel:
-    """The base with the adapter of a directory on it (beside those it has), in eval mode.
+    """The base with the adapter of a directory on it, in eval mode; or beside those it has, whose
+    layers go on as they were (those that are checkpointed count as training).
 
     Raises:
         UsageError: the files cannot be read, it is no LoRA or more than the layers' own, the
@@ -107,9 +108,10 @@ def load_adapter(
     """
     _check_kind(path)
     options = {"is_trainable": trainable, "use_safetensors": True}
+    training: dict[torch.nn.Module, bool] = {}
     try:
         if isinstance(model, PeftModel):
-            policy = model
+            policy, training = model, {module: module.training for module in model.modules()}
             policy.load_adapter(path, name, **options)
         else:
             policy = PeftModel.from_pretrained(model, path, name, **options)
@@ -121,7 +123,10 @@ def load_adapter(
             raise UsageError(f"adapter {path} also changes the token embeddings: unsupported")
         if name in key.split(".") and not tensor.isfinite().all():
             raise UsageError(f"adapter {path}: {key} holds values that are not finite")
-    return policy.eval()
+    policy.eval()
+    for module, was in training.items():
+        module.training = was
+    return policy
 
 
 def _check_kind(path: Path) -> None:
@@ -165,6 +170,10 @@ def is_plain_lora(layer: LoraLayer) -> bool:
     """Whether its adapters are W + s B A and no more: DoRA and its like, and bias terms, are left
     to PEFT."""
     return not layer.lora_variant and not any(layer.lora_bias.values())
+
+
+def wears_plain_lora(model: torch.nn.Module) -> bool:
+    return all(map(is_plain_lora, lora_layers(model)))
 
 
 @torch.no_grad()
@@ -236,10 +245,7 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
     training started from none.
     """
     if start_adapter is not None and "reference" not in policy.peft_config:
-        training = {module: module.training for module in policy.modules()}
-        policy.load_adapter(str(start_adapter), adapter_name="reference", is_trainable=False)
-        for module, was in training.items():  # PEFT ends it for all, checkpointed layers too
-            module.training = was
+        load_adapter(policy, start_adapter, trainable=False, name="reference")
     with wearing(policy, None if start_adapter is None else "reference"):
         yield
 
@@ -331,7 +337,7 @@ def _check_export(policy: PeftModel, folder: Path) -> None:
 
 def write_run(adapter: Path, run: dict[str, object]) -> None:
     """What is known of the training, beside the adapter's files."""
-    replace_file(adapter / "run.json", json.dumps(run, indent=2) + "\n")
+    replace_json(adapter / "run.json", run)
 
 
 def read_run(adapter: Path) -> dict[str, object]:

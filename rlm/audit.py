@@ -23,7 +23,7 @@ from rlm.answers import grade
 from rlm.config import UsageError
 from rlm.evaluation import wilson_interval
 from rlm.prompts import FORMATS, Format
-from rlm.records import read_log
+from rlm.records import read_lines, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
 START_LIMIT = 60.0  # for importing sympy
@@ -155,7 +155,7 @@ def read_samples(run_dir: Path) -> list[dict]:
     file = run_dir / "samples.jsonl"
     if not file.is_file():
         raise UsageError(f"{file} does not exist; name a run with --run-dir")
-    return read_log(file)
+    return read_lines(file, repair=False)
 
 
 def audit(
@@ -215,9 +215,7 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     if not result.completions:
         raise UsageError(f"{run_dir}/samples.jsonl holds no completions")
     _show(run_dir, result)
-    output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
-    (output / "audit.json").write_text(text + "\n", encoding="utf-8")
+    replace_json(output / "audit.json", result.to_dict())
     terminal.line(f"written: {output}/audit.json")
     return 0
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlm import terminal
 from rlm.config import UsageError
-from rlm.records import replace_file, sync
+from rlm.records import replace_json, sync
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 # What reading a damaged or hostile checkpoint raises.
@@ -34,9 +34,6 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def __str__(self) -> str:
-        return str(self.folder)
 
     def clean(self) -> None:
         """Remove what a process that was killed left half-written or half-deleted."""
@@ -68,9 +65,9 @@ class Checkpoints:
                 scratch.mkdir(parents=True)
                 save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
                 sync(scratch / TENSORS)
-                replace_file(scratch / STATE, _json({**state, "step": step}))
+                replace_json(scratch / STATE, {**state, "step": step})
                 manifest = {name: file_hash(scratch / name) for name in (TENSORS, STATE)}
-                replace_file(scratch / MANIFEST, _json(manifest))
+                replace_json(scratch / MANIFEST, manifest)
                 if target.exists():
                     self._delete(target)
                 scratch.rename(target)
@@ -173,10 +170,6 @@ def writing(path: Path) -> Iterator[None]:
 def file_hash(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _json(content: object) -> str:
-    return json.dumps(content, indent=2) + "\n"
 
 
 def _unused(path: Path) -> Path:

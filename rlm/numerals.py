@@ -229,3 +229,23 @@ def last_number(text: str) -> Claim:
         if "\n" not in before[-1] or opening[-1:] in ("", "\n"):  # a line is an entry on its own
             return Claim(None, last.text, "several_numbers")
     return last if last.value is not None else Claim(None, last.text, "not_a_number")
+
+
+# A number on its own: 17, 1,080, .5, 1.6e-19, 3/4 and 3.5 km, but not the 2 of step2 or 2nd.
+_NAMED = re.compile(
+    r"(?<![\w.])(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
+    r"(?:/\d+|[eE][-+]?\d+)?(?!(?:st|nd|rd|th)\b)",
+    re.ASCII,
+)
+
+
+def numbers_in(text: str) -> set[Fraction]:
+    """The numbers that a text names, without their signs; of a fraction its parts, too.
+
+    >>> sorted(map(float, numbers_in("Step2 needs 1,080 g, -3.5 km, 3/4 of it and the 2nd.")))
+    [0.75, 3.0, 3.5, 4.0, 1080.0]
+    """
+    words = [match[0] for match in _NAMED.finditer(text)]
+    parts = [part for word in words if "/" in word for part in word.split("/")]
+    found = map(parse_number, [*words, *parts])
+    return {number for number in found if number is not None}

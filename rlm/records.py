@@ -44,37 +44,26 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
     return rows
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log up to the first line that a kill tore; [] if it is not there."""
-    rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
-        for line in stream:  # not splitlines: a model may write U+2028
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
-
-
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Add rows; when this returns, they are on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        # Half a surrogate pair cannot be encoded; its JSON escape reads back as it was.
-        stream.write(text.encode("utf-8", "backslashreplace"))
+        stream.write(text.encode("utf-8", "backslashreplace"))  # as below
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file: the old one stays until the new one is complete and on the disk."""
+    """Write a whole file: the old one stays until the new one is complete and on the disk.
+
+    Half a surrogate pair (of a file's name, say) cannot be encoded: it becomes its escape, which in
+    JSON reads back as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.new")  # one name: no litter
     try:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
         sync(scratch)
         scratch.replace(path)
     except BaseException:

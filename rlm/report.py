@@ -81,7 +81,6 @@ def run_summary(
     state: TrainingState,
     rows: Sequence[Mapping[str, float]],
     validated_on: int,
-    seconds: float,
 ) -> dict[str, object]:
     """What stands in the run.json beside the adapter: where it comes from and how it did.
 
@@ -101,7 +100,7 @@ def run_summary(
         "validated_on": validated_on,
         "steps_run": len(rows),
         "commit": git_commit(),
-        "seconds": seconds,
+        "seconds": state.seconds,
         "peak_memory_gb": peak_memory_gb(),
         "config": to_dict(config),
     }

@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -24,7 +24,7 @@ from rlm import terminal
 from rlm.checkpoints import Checkpoints, writing
 from rlm.config import Interrupted, UsageError
 from rlm.interrupts import Interrupts
-from rlm.records import read_log, replace_file, sync
+from rlm.records import read_lines, replace_file, replace_json, sync
 from rlm.tracking import Tracker, open_tracker
 
 LOCK = ".lock"
@@ -144,7 +144,7 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, object]) -> None:
         if self.writes:
             with writing(self.path / "config.json"):
-                replace_file(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+                replace_json(self.path / "config.json", config)
 
     def track(self, name: str, config: Mapping[str, object]) -> None:
         """Show elsewhere, too, what is logged from here on."""
@@ -155,30 +155,34 @@ class RunDirectory:
         """Append one step's figures; a figure that is not finite is written as null."""
         if not self.writes:
             return
-        row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        with writing(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        self.append(
+            self.metrics_file, [{k: v if math.isfinite(v) else None for k, v in metrics.items()}]
+        )
         if self.tracker:
             self.tracker.log(metrics)
 
     def log_samples(self, rows: list[dict[str, object]]) -> None:
         if not self.writes:
             return
-        with writing(self.samples_file), self.samples_file.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.append(self.samples_file, rows)
         if self.tracker:
             self.tracker.log_samples(rows)
+
+    def append(self, file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add lines to a log; a checkpoint has them on the disk."""
+        with writing(file), file.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def metrics(self) -> list[dict[str, float]]:
         """All steps logged so far; a torn last line (a kill while writing) is left out."""
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
-            for row in read_log(self.metrics_file)
+            for row in read_lines(self.metrics_file, repair=False)
         ]
 
-    def write_csv(self) -> None:
-        """train_logs.csv: the same figures, for a spreadsheet."""
-        rows, file = self.metrics(), self.path / "train_logs.csv"
+    def write_csv(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """train_logs.csv: figures of each step, for a spreadsheet."""
+        file = self.path / "train_logs.csv"
         columns = list(dict.fromkeys(name for row in rows for name in row))
         with writing(file), file.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, columns)
@@ -190,7 +194,7 @@ class RunDirectory:
         if not self.writes:
             return
         for file in self._logs():
-            kept = [row for row in read_log(file) if row["step"] < step]
+            kept = [row for row in read_lines(file, repair=False) if row["step"] < step]
             with writing(file):
                 lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
                 replace_file(file, "".join(lines))

@@ -329,7 +329,7 @@ def load_reward(spec: str | None) -> RewardFunction | Callable[..., Any] | None:
         found = getattr(module, name, None)
         if isinstance(found, type):
             found = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit would end the training, without a word
         raise UsageError(f"--reward {spec}: {type(error).__name__}: {error}") from error
     if not callable(found):
         own = vars(module).items()

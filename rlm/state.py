@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -105,11 +106,18 @@ class TrainingState:
     updated: bool = False  # whether the step that runs has changed the weights
     rate_scale: float = 1.0  # of the learning rate; halved by `go_back`
     origin: dict[str, object] = field(default_factory=dict)  # config and data of the run
+    _began: float = field(default_factory=time.monotonic)
+    _seconds_before: float = 0.0  # of earlier processes, up to the checkpoint
 
     @property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
         """Name → fp32 master."""
         return self.trained.masters
+
+    @property
+    def seconds(self) -> float:
+        """Of the run, whatever processes it took."""
+        return self._seconds_before + time.monotonic() - self._began
 
     def begin(
         self,
@@ -128,6 +136,7 @@ class TrainingState:
             UsageError: too little room on the disk; nothing to resume; or what would be resumed
                 had other data, other options, another base or adapter.
         """
+        self._began = time.monotonic()
         if team.leads:
             # Adapter, best adapter and two moments; beside those kept, one that is protected and
             # the one that is being written.
@@ -225,7 +234,7 @@ class TrainingState:
         run.checkpoints.save(
             next_step,
             tensors,
-            {name: getattr(self, name) for name in (*IDENTITY, *PROGRESS)},
+            {name: getattr(self, name) for name in (*IDENTITY, *PROGRESS, "seconds")},
             keep=keep,
             protect=self.last_finite,
         )
@@ -251,6 +260,7 @@ class TrainingState:
             )
         for name in PROGRESS:
             setattr(self, name, state[name])
+        self._seconds_before = state.get("seconds", 0.0)  # older checkpoints have none
         chosen = self.origin.get("config")
         if chosen and chosen["kl_weight"] != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = chosen["kl_weight"]  # changed, and accepted

@@ -30,7 +30,8 @@ class _Console(Console):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-console = _Console(highlight=False, soft_wrap=True)
+# No markup: paths, data and a model's text may hold brackets.
+console = _Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def facts(title: str, rows: Mapping[str, object]) -> None:
@@ -38,7 +39,7 @@ def facts(title: str, rows: Mapping[str, object]) -> None:
     if not console.is_terminal:
         console.print(title)
         for name, value in rows.items():
-            console.print(f"  {name}: {value}", markup=False)
+            console.print(f"  {name}: {value}")
         return
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows.items():
@@ -47,8 +48,8 @@ def facts(title: str, rows: Mapping[str, object]) -> None:
 
 
 def line(text: str) -> None:
-    """One line, as it is: a model's text may hold brackets that look like markup."""
-    console.print(text, markup=False)
+    """One line, as it is."""
+    console.print(text)
 
 
 def sample(question: str, completion: str, verdict: str) -> None:
@@ -58,7 +59,7 @@ def sample(question: str, completion: str, verdict: str) -> None:
         line(f"  sample ({verdict})\n{indented}")
         return
     body = Text.assemble((question, "bold"), "\n", completion)
-    console.print(Panel(body, title=f"sample: {verdict}", title_align="left", width=88))
+    console.print(Panel(body, title=Text(f"sample: {verdict}"), title_align="left", width=88))
 
 
 def bars(counts: Mapping[str, int], total: int) -> None:

@@ -6,6 +6,7 @@ import re
 import unicodedata
 
 ANSWER_TYPES = ("number", "choice", "text")
+MAX_CHOICE = 1000  # characters of an answer that chooses; the search below is quadratic
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
@@ -29,8 +30,9 @@ def read_choice(text: str) -> str | None:
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
     """
-    match = _LETTER.fullmatch(text.strip())
-    if match is None or len(text) > 1000:
+    text = text.strip()
+    match = _LETTER.fullmatch(text) if len(text) <= MAX_CHOICE else None
+    if match is None:
         return None
     end, rest = match["end"], match["rest"]
     if rest and (not re.match(r"[)\].:]", end.lstrip("*_\"'")) or _ANOTHER.search(rest)):

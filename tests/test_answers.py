@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -623,24 +624,23 @@ def test_hostile_text_is_cheap(piece: str) -> None:
         f"\\boxed{{{flood}}}",
         flood + "}" * 9999,
     ]
-    slowest = [0.0]
+    golds, slowest = {"number": "18", "choice": "B", "text": "paris"}, [0.0]
 
     def work() -> None:
-        for text in texts:
-            for strict in (True, False):
-                best = 1.0
-                for _ in range(3):
-                    start = time.thread_time()  # others may want the machine too
-                    grade(text, "18", strict=strict)
-                    best = min(best, time.thread_time() - start)
-                    if best < LIMIT:
-                        break
-                slowest.append(best)
+        for text, strict, (kind, gold) in product(texts, (True, False), golds.items()):
+            best = 1.0
+            for _ in range(3):
+                start = time.thread_time()  # others may want the machine too
+                grade(text, gold, strict=strict, kind=kind)
+                best = min(best, time.thread_time() - start)
+                if best < LIMIT:
+                    break
+            slowest.append(best)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert len(slowest) == 1 + 2 * len(texts)  # an exception in the thread would end it early
+    assert len(slowest) == 1 + 2 * len(golds) * len(texts)  # or one has raised
     assert max(slowest) < LIMIT
 
 

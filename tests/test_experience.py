@@ -520,6 +520,8 @@ def test_no_stored_lesson_has_more_than_32_words(text):
         ("The total is 1,080 pens", "1080", True),
         ("It gives 1080.0, or -1080", "1080", True),
         ("Expect 0.75 here", "3/4", True),
+        ("Expect 3/4 here", "3/4", True),
+        ("Use 1.602e-19 C", "1.602e-19", True),
         ("Multiply by 12 for a dozen", "12", False),  # the problem names it
         ("Try 3 cases", "3", False),  # too common
         ("Use 10800 or 108", "1080", False),
@@ -680,6 +682,8 @@ def test_the_journal_remembers(tmp_path):
     assert Journal(journal.path).rows == {"k": {"key": "k", "reply": 1}}
     replace_json(tmp_path / "x.json", [1])
     assert json.loads((tmp_path / "x.json").read_text()) == [1]
+    replace_json(tmp_path / "x.json", ["é", "a name that is not UTF-8: \udcff"])
+    assert json.loads((tmp_path / "x.json").read_text())[1][-1] == "\udcff"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from recipes.orchestrator.cold_start import written_graph
 from recipes.orchestrator.graph import REASONS, Agent, Graph, Invalid, agent_id, read_graph
 from recipes.orchestrator.prompts import HAND_WRITTEN, agent_input, orchestrator_prompt
-from recipes.orchestrator.reward import leaks_answer, numbers, similarity
+from recipes.orchestrator.reward import leaks_answer, similarity
+from rlm.numerals import numbers_in
 from rlm.problems import Problem
 
 A, B, C = (
@@ -175,11 +176,13 @@ def test_an_agent_sees_the_problem_and_the_drafts():
         ("step2, agent3, v1", []),
         ("the 2nd and 33rd", []),
         ("17kg", [17]),
+        ("3/4 or .5", [0.5, 0.75, 3, 4]),
+        ("1.5e3 of 2e", [2, 1500]),
         ("", []),
     ],
 )
 def test_numbers_that_stand_alone(text, found):
-    assert sorted(map(float, numbers(text))) == found
+    assert sorted(map(float, numbers_in(text))) == found
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,9 @@ def test_numbers_that_stand_alone(text, found):
         (("solve", "It is 117"), "5 + 12?", "17", False),
         (("solve", "Use 12"), "5 + 7 or 12?", "12", False),  # the problem says it itself
         (("solve", "owe 3"), "2 - 5?", "-3", True),
+        (("solve", "It is 3/4"), "6 of 8?", "3/4", True),
+        (("solve", "Say 1.602e-19"), "of an electron?", "1.602e-19", True),
+        (("solve", "Take 4 parts"), "3/4 of 20 in parts?", "4", False),
     ],
 )
 def test_the_gold_in_a_prompt_is_a_leak(prompts, question, answer, leak):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from scripted_sampler import ScriptedSampler
 from scripted_server import ScriptedServer
@@ -499,6 +500,32 @@ def test_an_adapter_of_another_base_is_refused(base, start, tmp_path):
         )
 
 
+def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
+    solver = a_solver(base, tmp_path / "solver")
+    for wanted in (False, True):
+        config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
+        policy = OrchestratorTrainer(config, AgentModel(str(base), solver), device=CPU).policy
+        layers = policy.get_base_model().get_decoder().layers
+        assert {layer.training for layer in layers} == {wanted}
+        assert not any(m.training for m in policy.modules() if m not in set(layers))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "dora"])
+def test_an_agents_adapter_that_cannot_be_worn_is_one_line(base, start, tmp_path, damage):
+    solver = a_solver(base, tmp_path / "solver")
+    if damage == "truncated":
+        file = solver / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        config = LoraConfig(r=2, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+        get_peft_model(load_base(str(base), CPU), config).save_pretrained(solver)
+    said = "does not fit" if damage == "truncated" else "more than plain LoRA"
+    with pytest.raises(UsageError, match=said):
+        OrchestratorTrainer(
+            options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver), device=CPU
+        )
+
+
 # --- options ------------------------------------------------------------------------------------
 
 
@@ -741,6 +768,14 @@ def test_a_finished_run_is_opened_in_three_states(finished):
     opened = OpenRun.open(finished / "run")
     assert set(opened.policy.peft_config) == {"default", "start", "agent"}
     assert isinstance(opened.runner.agents, LocalAgents)
+    start = finished / "start"
+    assert opened.config.sft_adapter == start
+    start.rename(finished / "away")
+    try:
+        with pytest.raises(UsageError, match="what the run began with"):
+            OpenRun.open(finished / "run")
+    finally:
+        (finished / "away").rename(start)
     (written,) = opened.write(["1 + 2?"])
     assert isinstance(written.graph, Graph)
     assert len(written.completion.logprobs) == len(written.completion.token_ids) > 0

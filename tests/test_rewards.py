@@ -496,12 +496,14 @@ def test_a_reward_from_a_file(tmp_path):
         )
     assert load_reward(None) is None
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)")
     for spec, message in {
         f"{file}:number": "it has Mine, short",
         f"{file}:other": "no function or class 'other'",
         str(file): "expected FILE.py:NAME",
         f"{tmp_path}/none.py:f": "must exist",
         f"{tmp_path}/broken.py:f": "ModuleNotFoundError",
+        f"{tmp_path}/script.py:f": "SystemExit",
     }.items():
         with pytest.raises(UsageError, match=message):
             load_reward(spec)

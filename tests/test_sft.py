@@ -23,7 +23,7 @@ from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.models import load_base
 from rlm.prompts import FORMATS, IGNORED
-from rlm.records import read_log
+from rlm.records import read_lines
 from train_grpo import GRPOTrainer
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
@@ -153,7 +153,7 @@ def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypa
         seen.clear()
         saved = load_file(tmp_path / "sft" / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
-        losses.append([row["loss/sft"] for row in read_log(tmp_path / "run" / "metrics.jsonl")])
+        losses.append([row["loss/sft"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")])
     assert losses[0][-1] < 0.8 * losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
@@ -245,7 +245,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     more = (*THREE_EPOCHS, "--lora-dropout", dropout)
     assert sft(*more) == 0
     whole, told = weights(tmp_path), history(tmp_path / "sft")
-    losses = [row["loss/sft"] for row in read_log(tmp_path / "run" / "metrics.jsonl")]
+    losses = [row["loss/sft"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")]
 
     at_batch(batch, interrupt())
     assert sft(*more) == 143
@@ -253,7 +253,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     assert history(tmp_path / "sft")["step"] == step + 1
     assert sft(*more, "--resume") == 0
     assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
-    rows = list(read_log(tmp_path / "run" / "metrics.jsonl"))
+    rows = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(9))
     assert [row["loss/sft"] for row in rows] == losses
     after = history(tmp_path / "sft")
@@ -289,11 +289,11 @@ def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_p
     whole = ("--epochs", 20)  # 40 steps: a report every other one
     assert sft(*whole) == 0
     log = tmp_path / "run" / "metrics.jsonl"
-    assert [row["step"] for row in read_log(log)] == list(range(1, 40, 2))
+    assert [row["step"] for row in read_lines(log)] == list(range(1, 40, 2))
     mean = history(tmp_path / "sft")["loss"]
     monkeypatch.setattr("rlm.sft.SAVE_SECONDS", 0.0)
     assert sft(*whole) == 0
-    assert [row["step"] for row in read_log(log)] == list(range(40))
+    assert [row["step"] for row in read_lines(log)] == list(range(40))
     assert history(tmp_path / "sft")["loss"] == pytest.approx(mean)
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == ["step_000038", "step_000039"]

@@ -333,13 +333,15 @@ def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "count_correct", lambda self, problems, advance: next(right))
     options = {"eval_every": 1, "keep_checkpoints": 1}
     config = a_config(tmp_path, steps=3, **options)
-    train(model_dir, config, evaluate_on=PROBLEMS[:4])
+    _, before = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert not (config.run_dir / "checkpoints" / "step_000001").exists()
     best = load_file(config.output / "adapter_model.safetensors")
     resumed = a_config(tmp_path, steps=4, resume=True, **options)
     trainer, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:4])
     assert not list(right)
     assert (summary["step"], summary["accuracy"], summary["steps_run"]) == (1, 0.75, 4)
+    saved = json.loads((config.run_dir / "checkpoints/step_000003/state.json").read_text())
+    assert 0 < saved["seconds"] <= before["seconds"]
     again = load_file(config.output / "adapter_model.safetensors")
     assert all(torch.equal(tensor, again[name]) for name, tensor in best.items())
     last = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")

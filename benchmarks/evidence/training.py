@@ -31,7 +31,7 @@ from rlm import machine
 from rlm.answers import grade, split_completion
 from rlm.grpo import problems_for_step
 from rlm.problems import Problem
-from rlm.records import read_log
+from rlm.records import read_lines
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
@@ -186,8 +186,8 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
         practice = without_golds(practice, cell.seed)
     reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
     GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
-    rows = read_log(options.run_dir / "metrics.jsonl")
-    drawn = _by_step(read_log(options.run_dir / "samples.jsonl"))
+    rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
+    drawn = _by_step(read_lines(options.run_dir / "samples.jsonl", repair=False))
     steps = [
         {
             "samples": len(drawn[row["step"]]),  # DAPO draws more for some of its groups

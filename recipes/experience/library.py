@@ -18,7 +18,7 @@ from typing import Any
 
 from rlm.config import UsageError
 from rlm.experiences import load_experiences
-from rlm.numerals import parse_number
+from rlm.numerals import numbers_in, parse_number
 from rlm.problems import Problem
 from rlm.records import append_lines, read_lines, replace_json
 
@@ -31,7 +31,6 @@ MAX_OPERATIONS = 4  # of one group, of which one may add
 SIMILAR = 0.8  # share of common words from which two lessons are one
 
 Item = dict[str, Any]
-_NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+|[eE][-+]?\d+)?")
 
 
 def shorten(text: str) -> str | None:
@@ -50,11 +49,7 @@ def gives_away(lesson: str, problem: Problem) -> bool:
     gold = parse_number(problem.answer)
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):
         return False
-    named, said = (
-        {abs(value) for word in _NUMBER.findall(text) if (value := parse_number(word)) is not None}
-        for text in (problem.question, lesson)
-    )
-    return abs(gold) in said - named
+    return abs(gold) in numbers_in(lesson) - numbers_in(problem.question)
 
 
 def _similar(a: str, b: str) -> bool:

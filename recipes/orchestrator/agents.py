@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.prompts import PLAIN
-from recipes.orchestrator.runner import Agents, Call, Reply
+from recipes.orchestrator.runner import Agents, Call, Reply, Runner
 from rlm import adapters, machine, models
+from rlm.config import UsageError
 from rlm.prompts import render_prompt
 from rlm.remote import RemoteClient, RemoteError
 from rlm.sampling import Request, Sampler
@@ -116,31 +117,49 @@ def choose_agents(config: Config) -> AgentModel | RemoteAgents:
     return AgentModel(config.agent_model or config.model, adapter, config.quantize)
 
 
-def open_agents(
+def open_runner(
+    config: Config,
     agents: Agents | AgentModel,
-    own: AgentModel,
     policy: PeftModel,
     sampler: Sampler | object,
     tokenizer: PreTrainedTokenizerBase,
     agent_tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Agents:
+) -> Runner:
     """The agents, ready to speak. On the orchestrator's base they share it, sampler included.
 
     Args:
-        own: what the orchestrator stands on.
-        sampler: the orchestrator's; another is made where it is no `Sampler` but a server.
+        policy, sampler, tokenizer: the orchestrator's; another sampler is made where it is no
+            `Sampler` but a server.
 
     Raises:
-        UsageError: the agents' adapter belongs to another base.
+        UsageError: the agents' adapter is not there, or belongs to another base; or it cannot be
+            worn on the orchestrator's.
     """
-    if not isinstance(agents, AgentModel):
-        return agents
+    if isinstance(agents, AgentModel):
+        agents = _open(config, agents, policy, sampler, tokenizer, agent_tokenizer)
+    return Runner(agents, config.agent_max_tokens, config.agent_temperature)
+
+
+def _open(
+    config: Config,
+    agents: AgentModel,
+    policy: PeftModel,
+    sampler: Sampler | object,
+    tokenizer: PreTrainedTokenizerBase,
+    agent_tokenizer: PreTrainedTokenizerBase | None,
+) -> LocalAgents:
     if agents.adapter:
         adapters.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
-    if (agents.name, agents.quantize) == (own.name, own.quantize):
+    if (agents.name, agents.quantize) == (config.model, config.quantize):
         name = "agent" if agents.adapter else None
         if agents.adapter:
-            policy.load_adapter(str(agents.adapter), adapter_name=name, is_trainable=False)
+            was_plain = adapters.wears_plain_lora(policy)
+            adapters.load_adapter(policy, agents.adapter, trainable=False, name=name)
+            if was_plain and not adapters.wears_plain_lora(policy):  # its layers take no other
+                raise UsageError(
+                    f"adapter {agents.adapter} is more than plain LoRA: agents with it need a base "
+                    "of their own (--agent-model with another copy's path)"
+                )
         if not isinstance(sampler, Sampler):
             sampler = Sampler(policy, tokenizer)
         return LocalAgents(sampler, tokenizer, partial(adapters.wearing, policy, name))

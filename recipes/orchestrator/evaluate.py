@@ -34,6 +34,7 @@ from rlm.evaluation import (
     wilson_interval,
 )
 from rlm.problems import Problem
+from rlm.records import replace_json
 from rlm.remote import Price
 from rlm.script import run_main
 
@@ -225,8 +226,7 @@ def main(config: EvaluateConfig) -> int:
     config.output.mkdir(parents=True, exist_ok=True)
     about = {"title": title, "config": to_dict(config), "run": to_dict(run.config)}
     about["left_out"] = left_out
-    text = json.dumps(about | {"rows": figures}, indent=2, ensure_ascii=False)
-    (config.output / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    replace_json(config.output / "evaluation.json", about | {"rows": figures})
     with (config.output / "traces.jsonl").open("w", encoding="utf-8") as stream:
         for name, row in rows.items():
             for outcome in row.outcomes:

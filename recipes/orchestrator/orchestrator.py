@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import AgentModel, RemoteAgents, choose_agents, open_agents
+from recipes.orchestrator.agents import AgentModel, RemoteAgents, choose_agents, open_runner
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import AGENTS, Graph, Invalid, read_graph
 from recipes.orchestrator.prompts import PLAIN, orchestrator_prompt
@@ -92,12 +92,11 @@ class OpenRun:
         base = models.load_base(config.model, device, quantize=config.quantize)
         policy = adapters.load_adapter(base, config.output, trainable=False)
         if config.sft_adapter:
-            policy.load_adapter(str(config.sft_adapter), adapter_name="start")
+            adapters.check_adapter(config.sft_adapter, "it is what the run began with")
+            adapters.load_adapter(policy, config.sft_adapter, trainable=False, name="start")
         sampler = Sampler(policy, tokenizer, seats=config.seats)
         agents = choose_agents(config)
-        own = AgentModel(config.model, quantize=config.quantize)
-        ready = open_agents(agents, own, policy, sampler, tokenizer)
-        runner = Runner(ready, config.agent_max_tokens, config.agent_temperature)
+        runner = open_runner(config, agents, policy, sampler, tokenizer)
         return cls(config, policy, sampler, tokenizer, agents, runner)
 
     def write(

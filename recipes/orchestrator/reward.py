@@ -7,44 +7,27 @@ verifier sees; such leaks are counted, and earn nothing unless asked otherwise.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
 from recipes.orchestrator.graph import AGENTS, REASONS, Graph, Invalid, read_graph
 from recipes.orchestrator.runner import Run, Runner
 from rlm.answers import Verdict, grade
-from rlm.numerals import parse_number
+from rlm.numerals import numbers_in, parse_number
 from rlm.problems import Problem
 from rlm.rewards import Scores
 from rlm.sampling import prompt_seed
-
-# A number on its own: 17, 1,080 and 3.5 km, but not the 2 of step2 or 2nd.
-_NUMBER = re.compile(
-    r"(?<![\w.])(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?(?!(?:st|nd|rd|th)\b)", re.ASCII
-)
-
-
-def numbers(text: str) -> set[Fraction]:
-    """The numbers that stand in a text, without their signs.
-
-    >>> sorted(map(float, numbers("Step2 needs 1,080 g, -3.5 km and the 2nd.")))
-    [3.5, 1080.0]
-    """
-    found = (parse_number(match[0]) for match in _NUMBER.finditer(text))
-    return {number for number in found if number is not None}
 
 
 def leaks_answer(graph: Graph, problem: Problem) -> bool:
     """Whether a prompt holds the gold, and the problem itself does not."""
     gold = parse_number(problem.answer)
-    if gold is None or abs(gold) in numbers(problem.question):
+    if gold is None or abs(gold) in numbers_in(problem.question):
         return False
-    return any(abs(gold) in numbers(prompt) for prompt in graph.prompts)
+    return any(abs(gold) in numbers_in(prompt) for prompt in graph.prompts)
 
 
 def similarity(graphs: Sequence[Graph]) -> float:

@@ -11,8 +11,6 @@ compares the graphs of a problem and updates the orchestrator's LoRA alone.
 
 from __future__ import annotations
 
-import csv
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +23,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import AgentModel, choose_agents, open_agents
+from recipes.orchestrator.agents import AgentModel, choose_agents, open_runner
 from recipes.orchestrator.cold_start import make_start_adapter
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.orchestrator import render, write_graphs
 from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
-from recipes.orchestrator.runner import Agents, Runner
+from recipes.orchestrator.runner import Agents
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, explicit
 from rlm.data import is_file, load_problems, only_numbers
 from rlm.grpo import Group
 from rlm.problems import Problem
+from rlm.records import replace_json
 from rlm.script import run_main
 from train_grpo import GRPOTrainer
 
@@ -78,11 +77,8 @@ class OrchestratorTrainer(GRPOTrainer):
         """
         self._given = given
         super().__init__(config.model, config, device=device)
-        own = AgentModel(config.model, quantize=config.quantize)
         shared = (self.policy, self.sampler, self.tokenizer, agent_tokenizer)
-        self.runner = Runner(
-            open_agents(agents, own, *shared), config.agent_max_tokens, config.agent_temperature
-        )
+        self.runner = open_runner(config, agents, *shared)
         self.scorer = GraphReward(
             self.runner,
             max_agents=config.max_agents,
@@ -133,20 +129,21 @@ class OrchestratorTrainer(GRPOTrainer):
         graphs: list[list[dict[str, Any]]] = []  # in the order of the groups
         for outcomes in self.scorer.take_outcomes():
             graphs += self.team.gather([[o.record() for o in row] for row in outcomes])
-        if not self.team.leads:
-            return
-        with (self.run.path / "rollouts.jsonl").open("a", encoding="utf-8") as stream:
-            for group, records in zip(groups, graphs, strict=True):
-                for record, reward in zip(records, group.rewards, strict=True):
-                    record["reward"] = reward
-                row = {
+        if self.team.leads:
+            rows = [
+                {
                     "step": metrics["step"],
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "answer": group.problem.answer,
-                    "graphs": records,
+                    "graphs": [
+                        record | {"reward": reward}
+                        for record, reward in zip(records, group.rewards, strict=True)
+                    ],
                 }
-                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+                for group, records in zip(groups, graphs, strict=True)
+            ]
+            self.run.append(self.run.path / "rollouts.jsonl", rows)
 
 
 def as_log(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -168,12 +165,8 @@ def fit(
     found = {"correct": sum(trainer.team.gather([correct])), "total": len(test)}
     summary["test"] = found | {"accuracy": found["correct"] / len(test) if test else None}
     if trainer.team.leads:
-        with (trainer.run.path / "train_logs.csv").open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, list(LOGS))
-            writer.writeheader()
-            writer.writerows(logs)
-        text = json.dumps(summary, indent=2)
-        (trainer.run.path / "summary.json").write_text(text + "\n", encoding="utf-8")
+        trainer.run.write_csv(logs)
+        replace_json(trainer.run.path / "summary.json", summary)
     return logs, summary
 
 
