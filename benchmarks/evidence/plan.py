@@ -173,12 +173,12 @@ class EvidenceConfig(TRLFlags):
     def named_cell(self) -> Cell:
         """
         Raises:
-            UsageError: no cell, or one that is not of this grid.
+            UsageError: no cell, or no name of one.
         """
-        found = [cell for cell in self.all_cells() if cell.name == self.cell]
-        if not found:
+        arm, _, seed = (self.cell or "").rpartition("-s")
+        if arm not in ARMS or not seed.isdecimal():
             raise UsageError(f"{self.command}: {self.cell or 'which cell'}? --list shows them")
-        return found[0]
+        return Cell(arm, int(seed))
 
     def folder(self, cell: Cell) -> Path:
         return self.grid / "cells" / cell.name

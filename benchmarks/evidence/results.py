@@ -32,10 +32,8 @@ def collect(config: EvidenceConfig) -> None:
     """Copy the results of the grid's finished cells to where they are committed."""
     target = config.docs / "evidence"
     target.mkdir(parents=True, exist_ok=True)
-    for cell in config.all_cells():
-        file = config.folder(cell) / "result.json"
-        if file.exists():
-            shutil.copy(file, target / f"{cell.name}.json")
+    for file in (config.grid / "cells").glob("*/result.json"):  # whatever seeds are asked for now
+        shutil.copy(file, target / f"{file.parent.name}.json")
 
 
 def load_results(folder: Path) -> Results:

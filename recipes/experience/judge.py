@@ -19,6 +19,7 @@ from recipes.experience.roles import Role
 from recipes.experience.rules import Value, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, find_object
 from rlm.answers import grade, split_completion
+from rlm.config import UsageError
 from rlm.numerals import parse_number
 from rlm.problems import Problem
 from rlm.remote import RemoteError
@@ -49,13 +50,25 @@ def weighted(scores: Mapping[str, float | None], weights: Sequence[float]) -> fl
 # --- r_ans ----------------------------------------------------------------------------------------
 
 
+def tolerance_of(problem: Problem) -> float:
+    """How far from its gold an answer may be, as a share of it.
+
+    Raises:
+        UsageError: the problem's rel_tol is no such share.
+    """
+    told = problem.columns.get("rel_tol", 0)
+    if not isinstance(told, int | float) or not 0 <= told < 1:
+        raise UsageError(f"problem {problem.id}: rel_tol is a share such as 0.01, not {told!r}")
+    return float(told)
+
+
 def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     """(correct, the answer as found, the grader's reason); exact, or within the problem's rel_tol.
 
     >>> grade_answer("Final answer: 4.9 m", Problem("p", "?", "4.905", columns={"rel_tol": 0.01}))
     (True, '4.9 m', 'correct')
     """
-    tolerance = float(problem.columns.get("rel_tol", 0))
+    tolerance = tolerance_of(problem)
     if tolerance:
         text = _POWER_OF_TEN.sub(lambda match: "e" + match[1].replace("−", "-"), text)
         unit = re.escape(str(problem.columns.get("unit", "")))  # 5 K is no 5000 then
@@ -212,8 +225,7 @@ class Judge:
         elif self.role:
             by["logic"], r_logic = "judge", judged(self._logic, scaffold, solution)
         else:
-            tolerance = float(problem.columns.get("rel_tol", 0))
-            checks = logic_checks(scaffold, answer, tolerance)
+            checks = logic_checks(scaffold, answer, tolerance_of(problem))
             r_logic = math.fsum(checks.values()) / len(checks)
         scores = {"r_ans": r_ans, "r_logic": r_logic, "r_graph": graph_score(scaffold)} | r_fusion
         return {

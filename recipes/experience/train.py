@@ -24,7 +24,7 @@ from typing import Any
 
 from recipes.experience.apprentice import Apprentice, cache_path, sole_writer
 from recipes.experience.attempts import Actor
-from recipes.experience.judge import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, Judge
+from recipes.experience.judge import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, Judge, tolerance_of
 from recipes.experience.library import DIRECTORY, Library
 from recipes.experience.prompting import Prompts
 from recipes.experience.roles import (
@@ -107,6 +107,8 @@ def load(dataset: str, split: str, max_problems: int | None, seed: int = 0) -> l
     else:
         problems = load_problems(source, split, max_samples=max_problems, seed=seed)
     only_numbers(dataset, problems)
+    for problem in problems:
+        tolerance_of(problem)  # said now, not when answers have been paid for
     if name in ("aime2024", "aime2025"):
         return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
     return problems
