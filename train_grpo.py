@@ -62,10 +62,11 @@ from rlm.plots import learning_curves
 from rlm.problems import Problem
 from rlm.prompts import FORMATS, render_problem
 from rlm.report import LearningTally, mean_metrics, step_metrics, timed
-from rlm.rewards import CorrectnessReward, RewardFunction, as_scorer, load_reward
+from rlm.rewards import CorrectnessReward, RewardFunction
 from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.sampling.remote import make_sampler
+from rlm.scoring import as_scorer, load_reward
 from rlm.state import TrainedAdapter, TrainingState
 
 if TYPE_CHECKING:

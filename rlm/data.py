@@ -137,19 +137,6 @@ def load_gsm8k(
     return load_problems(spec, split, max_samples=max_samples)
 
 
-def load_openmathinstruct(
-    path: str | Path | None = None, max_samples: int | None = None, keep_code: bool = False
-) -> list[Problem]:
-    """OpenMathInstruct-1, to train: correct solutions that end in a number, many to a question."""
-    spec = "openmathinstruct" if path is None else f"openmathinstruct:{path}"
-    return load_problems(spec, max_samples=max_samples, keep_code=keep_code)
-
-
-def load_aime(year: int, path: str | Path | None = None) -> list[Problem]:
-    """AIME, to test: the 30 problems of the two contests of 2024 or 2025."""
-    return load_problems(f"aime{year}" if path is None else f"aime{year}:{path}", "test")
-
-
 def load_jsonl(path: str | Path, *, max_bad_share: float = MAX_BAD_SHARE) -> list[Problem]:
     """All problems of a UTF-8 file with one JSON object a line, in the file's order.
 

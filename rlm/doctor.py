@@ -7,7 +7,7 @@ with the run's own reward, and names what stands in the way, with what to change
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def _figures(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
     }
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> list[Finding]:
+def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
     """A chat template that belongs to another tokenizer, or leaves out what we say."""
     text = tokenizer.decode(render_prompt(tokenizer, "QUESTION", format))
     foreign = sorted(
@@ -113,71 +113,57 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> list[Findin
         for marker in set(MARKER.findall(text))
         if len(tokenizer.encode(marker, add_special_tokens=False)) > 1
     )
-    findings = []
     if foreign:
-        findings.append(
-            Finding(
-                "wrong chat template",
-                f"it writes {', '.join(foreign)}, which this tokenizer does not know as tokens: "
-                "the model reads letters where it was taught a mark",
-                "use the tokenizer and template that came with the model",
-            )
+        yield Finding(
+            "wrong chat template",
+            f"it writes {', '.join(foreign)}, which this tokenizer does not know as tokens: "
+            "the model reads letters where it was taught a mark",
+            "use the tokenizer and template that came with the model",
         )
     if "".join(format.system_prompt.split()) not in "".join(text.split()):
-        findings.append(
-            Finding(
-                "wrong chat template",
-                "the system prompt, which asks for the tags, does not reach the model",
-                "use a template with a system role, or teach the format first: train_sft.py",
-            )
+        yield Finding(
+            "wrong chat template",
+            "the system prompt, which asks for the tags, does not reach the model",
+            "use a template with a system role, or teach the format first: train_sft.py",
         )
     if not foreign and end_of_turn_id(tokenizer) not in tokenizer.all_special_ids:
-        findings.append(
-            Finding(
-                "no end token",
-                "the template ends an answer with no special token: nothing can stop a completion",
-                "use an instruct model with its own template",
-            )
+        yield Finding(
+            "no end token",
+            "the template ends an answer with no special token: nothing can stop a completion",
+            "use an instruct model with its own template",
         )
-    return findings
 
 
-def _parsing(drawn: Evaluation, format: Format, figures: dict[str, float]) -> list[Finding]:
+def _parsing(drawn: Evaluation, format: Format, figures: dict[str, float]) -> Iterator[Finding]:
     """Answers that are there and that the strict reading does not find."""
     strict, lenient = (figures[f"one answer found, {name}"] for name in ("strict", "lenient"))
     ended = [g for g in drawn.completions if not g.truncated]
     for name, other in FORMATS.items():
         opened = sum(f"<{other.reasoning_tag}>" in g.text for g in drawn.completions)
         if other != format and opened > MANY * len(drawn.completions) and strict < MANY:
-            return [
-                Finding(
-                    "parser mismatch",
-                    f"{opened / len(drawn.completions):.0%} of the completions think inside "
-                    f"<{other.reasoning_tag}>, the reward looks for <{format.reasoning_tag}>",
-                    f"--reasoning-format {name}",
-                )
-            ]
+            yield Finding(
+                "parser mismatch",
+                f"{opened / len(drawn.completions):.0%} of the completions think inside "
+                f"<{other.reasoning_tag}>, the reward looks for <{format.reasoning_tag}>",
+                f"--reasoning-format {name}",
+            )
+            return
     if lenient - strict > MANY:
         reasons = drawn.reasons(True)
         why = next((r for r in reasons if r not in ("correct", "wrong")), "")
-        return [
-            Finding(
-                "parser mismatch",
-                f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
-                f"is rewarded (most often: {why})",
-                "teach the format first: python train_sft.py; or reward what it writes: --reward",
-                fault=strict < 1 - MOST,
-            )
-        ]
-    if ended and strict < MANY:
-        return [
-            Finding(
-                "no answers",
-                f"{strict:.0%} of the completions hold an answer that can be read",
-                "teach the format first: python train_sft.py",
-            )
-        ]
-    return []
+        yield Finding(
+            "parser mismatch",
+            f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
+            f"is rewarded (most often: {why})",
+            "teach the format first: python train_sft.py; or reward what it writes: --reward",
+            fault=strict < 1 - MOST,
+        )
+    elif ended and strict < MANY:
+        yield Finding(
+            "no answers",
+            f"{strict:.0%} of the completions hold an answer that can be read",
+            "teach the format first: python train_sft.py",
+        )
 
 
 def _reward(
@@ -185,7 +171,7 @@ def _reward(
     problem: Problem,
     figures: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """A reward that does not prefer what is right: asked about texts whose worth is known."""
     tags = trainer.format
     right = tags.completion("It follows.", problem.answer)
@@ -201,74 +187,60 @@ def _reward(
     best, *others = [-1e9 if r is None else r for r in found]
     paid = [name for name, r in zip(worthless, others, strict=True) if r >= best]
     if paid:
-        return [
-            Finding(
-                "reward can be had without being right",
-                f"{', '.join(paid)} scores as much as a right answer in the right format",
-                "fine if that is what you want to teach; else look at the reward function",
-                fault=False,
-            )
-        ]
+        yield Finding(
+            "reward can be had without being right",
+            f"{', '.join(paid)} scores as much as a right answer in the right format",
+            "fine if that is what you want to teach; else look at the reward function",
+            fault=False,
+        )
+        return
     given, share = {r for row in rewards for r in row}, figures["pass@1, strict"]
     if len(given) == 1 and 0 < share < 1:
-        return [
-            Finding(
-                "reward sees nothing",
-                f"{share:.0%} of the completions are right, and all are rewarded alike",
-                "look at the reward function",
-            )
-        ]
-    return []
+        yield Finding(
+            "reward sees nothing",
+            f"{share:.0%} of the completions are right, and all are rewarded alike",
+            "look at the reward function",
+        )
 
 
-def _signal(figures: dict[str, float], config: GRPOConfig) -> list[Finding]:
+def _signal(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
     """Groups that are all right or all wrong teach nothing."""
     share = figures["groups without signal"]
     if share <= MOST:
-        return []
+        return
     if figures["pass@1, strict"] > 0.5:
         advice = "harder problems, or a higher --temperature"
     else:
         advice = "easier problems, a larger --group-size, or more SFT first"
-    return [
-        Finding(
-            "no signal",
-            f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
-            f"problems a step about {config.batch_size * (1 - share):.0f} teach something",
-            advice,
-            fault=share > 0.97,
-        )
-    ]
+    yield Finding(
+        "no signal",
+        f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
+        f"problems a step about {config.batch_size * (1 - share):.0f} teach something",
+        advice,
+        fault=share > 0.97,
+    )
 
 
-def _options(figures: dict[str, float], config: GRPOConfig) -> list[Finding]:
-    findings = []
+def _options(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
     low, slow, high = LORA_RATES
     if config.learning_rate < slow:
-        findings.append(
-            Finding(
-                "learning rate too low",
-                f"{config.learning_rate:g} hardly moves a LoRA adapter in {config.steps} steps",
-                "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning",
-                fault=config.learning_rate < low,
-            )
+        yield Finding(
+            "learning rate too low",
+            f"{config.learning_rate:g} hardly moves a LoRA adapter in {config.steps} steps",
+            "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning",
+            fault=config.learning_rate < low,
         )
     elif config.learning_rate > high:
-        findings.append(
-            Finding(
-                "learning rate too high",
-                f"{config.learning_rate:g} breaks a policy within a few steps",
-                "--learning-rate 1e-5 to 2e-4",
-            )
+        yield Finding(
+            "learning rate too high",
+            f"{config.learning_rate:g} breaks a policy within a few steps",
+            "--learning-rate 1e-5 to 2e-4",
         )
     if figures["truncated"] > MANY:
-        findings.append(
-            Finding(
-                "truncation",
-                f"{figures['truncated']:.0%} of the completions do not end within "
-                f"{config.max_new_tokens} tokens, so they have no answer",
-                "raise --max-new-tokens, or teach shorter reasoning with train_sft.py",
-                fault=figures["truncated"] > MOST,
-            )
+        yield Finding(
+            "truncation",
+            f"{figures['truncated']:.0%} of the completions do not end within "
+            f"{config.max_new_tokens} tokens, so they have no answer",
+            "raise --max-new-tokens, or teach shorter reasoning with train_sft.py",
+            fault=figures["truncated"] > MOST,
         )
-    return findings

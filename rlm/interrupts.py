@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step (once more: at once)\n"
@@ -34,12 +34,7 @@ class Interrupts:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

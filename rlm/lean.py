@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlm import attention
 from rlm.adapters import is_plain_lora, lora_layers
 from rlm.models import decoder_and_head
-from rlm.sampling.native import Native, compiled_for
+from rlm.sampling.native import Native, native_for
 from rlm.sampling.weights import FUSED_FAMILIES
 
 
@@ -24,7 +24,7 @@ def use_lean_layers(policy: PreTrainedModel) -> None:
     for module in lora_layers(policy):
         if is_plain_lora(module):
             module.forward = MethodType(_lora, module)
-    native = compiled_for(policy)
+    native, _ = native_for(policy)
     if native is None:
         return
     decoder, _ = decoder_and_head(policy)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlm.grpo import Rollout
 from rlm.models import decoder_and_head
-from rlm.sampling.native import Native, compiled_for
+from rlm.sampling.native import Native, native_for
 
 # Logits of this many tokens are made in one product and held at once.
 LOGITS_CHUNK = 128
@@ -161,7 +161,7 @@ def token_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, S, hidden)
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
-    native = compiled_for(model)
+    native, _ = native_for(model)
     logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature, native)
     return _pad(logprobs.split(batch.lengths)), _pad(entropy.split(batch.lengths))
 

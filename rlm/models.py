@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -92,12 +91,9 @@ def _embedded_model() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     # Another process may do the same work at the same time: the rename decides, nothing half-made.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
         made = Path(scratch) / "made"
-        made.mkdir()
-        for file in [f for f in Path(scratch).iterdir() if f.is_file()]:
-            shutil.move(file, made)
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
         try:
             made.rename(target)
         except OSError:

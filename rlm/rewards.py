@@ -17,23 +17,7 @@ from typing import Any
 from rlm.answers import Verdict, grade, split_completion
 from rlm.numerals import parse_number
 from rlm.prompts import FORMATS, Format
-from rlm.scoring import Reward, RewardFunction, Scorer, Scores, as_scorer, ask_one, load_reward
-
-__all__ = [
-    "CombinedReward",
-    "CorrectnessReward",
-    "FormatReward",
-    "GSM8KReward",
-    "MathReward",
-    "ReasoningQualityReward",
-    "Reward",
-    "RewardFunction",
-    "Scorer",
-    "Scores",
-    "TruncationPenalty",
-    "as_scorer",
-    "load_reward",
-]
+from rlm.scoring import Reward, RewardFunction, ask_one
 
 
 class CorrectnessReward(RewardFunction):

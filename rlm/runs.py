@@ -17,7 +17,6 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from rlm import terminal
@@ -113,13 +112,8 @@ class RunDirectory:
         self._interrupts.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._interrupts.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._interrupts.__exit__(*error)
         if self.tracker:
             self.tracker.close()
         if self.writes:

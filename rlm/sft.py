@@ -34,7 +34,7 @@ from rlm.logprobs import score_tokens
 from rlm.models import decoder_and_head
 from rlm.prompts import IGNORED
 from rlm.runs import RunDirectory
-from rlm.sampling.native import compiled_for
+from rlm.sampling.native import native_for
 from rlm.state import (
     LOG_BYTES,
     differences,
@@ -74,7 +74,7 @@ class SFTTrainer(trl.SFTTrainer):
         ).last_hidden_state[:, :-1]  # (B, S - 1, hidden): before each label
         labels = inputs["labels"][:, 1:]
         learned = labels != IGNORED  # (B, S - 1)
-        native = compiled_for(model)
+        native, _ = native_for(model)
         logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, native)
         count = learned.sum() if num_items_in_batch is None else num_items_in_batch
         return -logprobs.sum() / count

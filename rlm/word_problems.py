@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import add, mul, sub
 from typing import NamedTuple
 
 from rlm.word_problem_families import FAMILIES, NAMES, NOUNS, Family
@@ -31,6 +32,9 @@ DISTRACTOR_NUMBERS = range(6, 31)
 MAX_NUMBER_DRAWS = 10_000
 # A problem falls in its split with probability 0.1 at least, so this only runs out on repeats.
 MAX_PROBLEM_DRAWS = 2_000
+
+# A division with a remainder gives 0, which no step may give.
+OPERATORS = {"+": add, "-": sub, "*": mul, "/": lambda a, b: 0 if a % b else a // b}
 
 SENTENCE_BREAK = re.compile(r"(?<=[.?]) ")
 
@@ -136,26 +140,12 @@ def solve(steps: Sequence[str], numbers: Mapping[str, int]) -> tuple[SolvedStep,
         left, right = (
             int(term) if term.isdigit() else values[term] for term in (left_term, right_term)
         )
-        value = _calculate(left, operator, right)
-        if value is None or value < 1:
+        value = OPERATORS[operator](left, right)
+        if value < 1:
             return None
         values[name] = value
         solved.append(SolvedStep(name.replace("_", " "), left, operator, right, value))
     return tuple(solved)
-
-
-def _calculate(left: int, operator: str, right: int) -> int | None:
-    """The integer value of left operator right; None for a division with a remainder."""
-    match operator:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
-        case "/":
-            return left // right if left % right == 0 else None
-    raise ValueError(f"unknown operator {operator!r}; known: + - * /")
 
 
 def _draw_numbers(

@@ -12,10 +12,8 @@ import pytest
 from rlm.config import UsageError
 from rlm.data import (
     OPENMATH_POOL,
-    load_aime,
     load_gsm8k,
     load_jsonl,
-    load_openmathinstruct,
     load_problems,
 )
 from rlm.numerals import parse_number
@@ -342,7 +340,7 @@ def test_the_sample_problems():
 
 def test_openmathinstruct_takes_correct_solutions_with_a_number(caplog):
     caplog.set_level(logging.INFO)
-    train = load_openmathinstruct(OPENMATH_SAMPLE)
+    train = load_problems(f"openmathinstruct:{OPENMATH_SAMPLE}", "train")
     validation = load_problems(f"openmathinstruct:{OPENMATH_SAMPLE}", "validation")
     assert sorted(problem.answer for problem in train + validation) == ["84", "9"]
     assert "1 with code" in caplog.text
@@ -414,7 +412,7 @@ def test_gsm8k_files_and_directory_agree():
 @needs_published_files
 @pytest.mark.parametrize("year", [2024, 2025])
 def test_aime(year):
-    problems = load_aime(year, PUBLISHED)
+    problems = load_problems(f"aime{year}:{PUBLISHED}", "test")
     assert len(problems) == 30
     assert problems[0].id == f"aime{year}_001"
     assert all(0 <= parse_number(problem.answer) <= 999 for problem in problems)
@@ -473,7 +471,7 @@ def test_gsm8k_from_the_hub(hub):
 
 def test_aime_from_the_hub(hub):
     hub.rows = [{"id": 60, "problem": "?", "answer": "025", "year": "2024"}]
-    [problem] = load_aime(2024)
+    [problem] = load_problems("aime2024", "test")
     assert (problem.id, problem.answer, problem.columns) == ("60", "025", {"year": "2024"})
     assert hub.calls[0]["split"] == "train"
 
@@ -481,7 +479,7 @@ def test_aime_from_the_hub(hub):
 def test_openmathinstruct_is_streamed_until_the_pool_is_full(hub):
     read = []
     hub.rows = (read.append(i) or openmath_row(i) for i in range(3 * OPENMATH_POOL))
-    problems = load_openmathinstruct(max_samples=10)
+    problems = load_problems("openmathinstruct", "train", max_samples=10)
     assert len(problems) == 10
     assert len(read) == OPENMATH_POOL
     assert hub.calls[0]["streaming"] is True

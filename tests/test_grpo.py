@@ -31,7 +31,7 @@ from rlm.lean import use_lean_layers
 from rlm.logprobs import attention_mask, score_tokens, split, token_logprobs
 from rlm.problems import Problem
 from rlm.sampling import Completion, prompt_seed
-from rlm.sampling.native import Native, compiled_for
+from rlm.sampling.native import Native, native_for
 from rlm.state import TrainedAdapter
 
 NAN = math.nan
@@ -527,8 +527,8 @@ def test_prompt_tokens_receive_exactly_zero_gradient(policy):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     """Values and gradients, with an active adapter, another one, and none."""
-    calls, call = Counter(), Native._call
-    monkeypatch.setattr(Native, "_call", lambda *args: (calls.update([args[1]]), call(*args))[1])
+    calls, call = Counter(), Native._pass
+    monkeypatch.setattr(Native, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
     model.set_attn_implementation(attention.NAME)
     policy = new_adapter(model, r=4, alpha=8).eval()
@@ -559,7 +559,7 @@ def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     assert not calls
     use_lean_layers(policy)
     got = outcome()
-    if compiled_for(policy):  # every one in 2 layers, 3 passes forward and 2 backward
+    if native_for(policy)[0]:  # every one in 2 layers, 3 passes forward and 2 backward
         norms = 2 * (4 if family == "qwen3" else 2) + 1
         first = 2  # nothing before the first norm is trained
         assert (calls["norm"], calls["norm_back"]) == (3 * norms, 2 * norms - first)
@@ -624,9 +624,9 @@ def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
 ):
     if with_native:
         native(policy.dtype)
-        assert compiled_for(policy)
+        assert native_for(policy)[0]
     else:
-        monkeypatch.setattr("rlm.logprobs.compiled_for", lambda model: None)
+        monkeypatch.setattr("rlm.logprobs.native_for", lambda model: (None, "a test"))
     rollouts = some_rollouts()
     factors = torch.randn(64, generator=torch.Generator().manual_seed(1))
     expected = []

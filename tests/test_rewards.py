@@ -20,9 +20,8 @@ from rlm.rewards import (
     ReasoningQualityReward,
     RewardFunction,
     TruncationPenalty,
-    as_scorer,
-    load_reward,
 )
+from rlm.scoring import as_scorer, load_reward
 
 PROBLEMS = [Problem("a", "1 + 1?", "2", columns={"level": 1}), Problem("b", "2 + 3?", "5")]
 RIGHT = FORMATS["deepseek"].completion("so", "2")

@@ -9,10 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import FAMILIES, tiny_model
+from conftest import FAMILIES, native, tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlm import machine
 from rlm.adapters import adapter_tensors, new_adapter
 from rlm.config import UsageError
 from rlm.grpo import Rollout
@@ -20,18 +21,13 @@ from rlm.logprobs import split, token_logprobs
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.cache import Room
 from rlm.sampling.draw import draw, truncate, uniforms
-from rlm.sampling.native import Unavailable, compiled
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def passes(request, monkeypatch):
     """Between the products: compiled code where there is a compiler, and what takes its place."""
-
-    def unavailable(*_):
-        raise Unavailable("a test")
-
     if request.param == "torch":
-        monkeypatch.setattr(engine, "compile_for", unavailable)
+        monkeypatch.setattr(engine, "native_for", lambda model: (None, "a test"))
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -39,10 +35,7 @@ def drawing(request):
     """`draw`, in compiled code and in torch."""
     if request.param == "torch":
         return draw
-    try:
-        return partial(draw, native=compiled(torch.float32, 1, 8))
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return partial(draw, native=native(torch.float32, 1, 8))
 
 
 def some_prompts(count, seed=0, longest=24):
@@ -419,6 +412,15 @@ def test_a_stop_text_ends_a_completion_also_across_tokens(tokenizer):
     assert tokens[-1].finish_reason == "stop"
 
 
+def test_a_stop_text_may_take_several_tokens_a_letter(tokenizer):
+    sampler, stop = a_running_sampler(tokenizer), "答案是四十二"
+    said = tokenizer.encode(f"x{stop}y", add_special_tokens=False)
+    assert len(said) == 2 + 18  # a byte each
+    params = SamplingParams(30, stop=(stop,))
+    handle = sampler.submit(Request([1, 2], params, 7, steer=lambda r, b, t: said[len(b) :]))
+    assert of(run(sampler), handle) == said[:-1]
+
+
 def test_what_was_not_reserved_is_refused(tokenizer):
     sampler = a_running_sampler(tokenizer)
     with pytest.raises(ValueError, match="reserved"):
@@ -431,15 +433,17 @@ def test_what_was_not_reserved_is_refused(tokenizer):
 
 
 @pytest.mark.usefixtures("passes")
-def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer):
+def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, monkeypatch):
     model, prompts, params = tiny_model(), some_prompts(10), SamplingParams(20)
     seeds = list(range(10))
     expected = ids(Sampler(model, tokenizer).sample(prompts, 3, params, seeds))
     each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
-    tight = Sampler(model, tokenizer, cache_bytes=each * 120)
-    assert ids(tight.sample(prompts, 3, params, seeds)) == expected
+    sampler = Sampler(model, tokenizer)
+    monkeypatch.setattr(machine, "available_memory", lambda device: 2 * each * 120)  # half of it
+    assert ids(sampler.sample(prompts, 3, params, seeds)) == expected
+    monkeypatch.setattr(machine, "available_memory", lambda device: 2 * each * 30)
     with pytest.raises(UsageError, match="max-new-tokens"):
-        Sampler(model, tokenizer, cache_bytes=each * 30).sample(prompts, 3, params, seeds)
+        sampler.sample(prompts, 3, params, seeds)
 
 
 @pytest.mark.usefixtures("passes")

@@ -18,7 +18,7 @@ from benchmarks.evidence.plan import EvidenceConfig
 from rlm import word_problems
 from rlm.config import UsageError
 from rlm.data import load_problems
-from rlm.problems import Problem
+from rlm.problems import Problem, parse_row
 from rlm.word_problem_families import FAMILIES
 
 LEVEL = 1
@@ -118,16 +118,8 @@ def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet
 
 def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> list[Problem]:
     """Problems of our generator, families in turn: a prefix is balanced, too."""
-    return [
-        Problem(
-            row["id"],
-            row["question"],
-            row["answer"],
-            row["solution"],
-            {"family": row["family"], "level": row["level"]},
-        )
-        for row in word_problems.generate(split, count, seed, (LEVEL,), families)
-    ]
+    rows = word_problems.generate(split, count, seed, (LEVEL,), families)
+    return [parse_row(row, "") for row in rows]
 
 
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:

@@ -18,8 +18,8 @@ from recipes.orchestrator.runner import Run, Runner
 from rlm.answers import Verdict, grade
 from rlm.numerals import numbers_in, parse_number
 from rlm.problems import Problem
-from rlm.rewards import Scores
 from rlm.sampling import prompt_seed
+from rlm.scoring import Scores
 
 
 def leaks_answer(graph: Graph, problem: Problem) -> bool:

@@ -4,8 +4,8 @@
  * its queries attend to the row's three segments, which are the beginning that all prompts share,
  * its prompt, and its completion. As products of matrices this takes a dozen passes, and of a bf16
  * matrix oneDNN first makes a rearranged copy, which costs more than the product. Here keys and
- * values are read once, where they lie. Then norm, rotation and activation, each in one pass, of
- * which torch needs half a dozen, a few microseconds each to start.
+ * values are read once, where they lie. Then rotation, in one pass, of which torch needs half a
+ * dozen, a few microseconds each to start; the norm, the same, stands in learn.c.
  *
  * Everything is computed in fp32 and rounded once. Compiled with -DQUERIES (per key-value head),
  * -DWIDTH (of a head) and, for bf16, -DBF16. The vectors are those of GCC and Clang: loops of
@@ -28,8 +28,6 @@ enum {
     LINE = 64 / sizeof(number), /* numbers that memory hands over at a time */
     PART = Q * D <= 12 * WIDEST ? D : PAIR, /* of a head, summed at a time: what registers hold */
 };
-
-static const int64_t WORTH_THREADS = 16384; /* numbers; below, starting a thread takes longer */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
@@ -210,17 +208,6 @@ int attend(const step *s, int64_t layer, float scale, const number *queries, int
     return failed;
 }
 
-/* out = x / rms(x), each (rows, width). */
-void unit(const number *x, number *out, int64_t rows, int64_t width, float epsilon, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width >= WORTH_THREADS)
-    for (int64_t row = 0; row < rows; row++) {
-        const number *from = x + row * width;
-        float factor = inverse_rms(from, width, epsilon);
-        number *to = out + row * width;
-        for (int64_t i = 0; i < width; i++) to[i] = rounded(widened(from[i]) * factor);
-    }
-}
-
 /* Rotary position embedding, in place: x (rows, heads, D), a row every so many numbers; cos and sin
  * (rows, D). */
 void rotate(number *x, const number *cos, const number *sin, int64_t rows, int64_t heads,
@@ -237,10 +224,4 @@ void rotate(number *x, const number *cos, const number *sin, int64_t rows, int64
             }
         }
     }
-}
-
-/* x times its logistic function, in place. */
-void silu(number *x, int64_t n, int threads) {
-#pragma omp parallel for simd num_threads(threads) if (n >= WORTH_THREADS)
-    for (int64_t i = 0; i < n; i++) x[i] = rounded(silu_of(widened(x[i])));
 }

@@ -26,13 +26,13 @@ from rlm.sampling.cache import (
     token_bytes,
 )
 from rlm.sampling.draw import draw, uniforms
-from rlm.sampling.native import Native, Unavailable, compile_for
+from rlm.sampling.native import Native, native_for
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.weights import MergedWeights, ModelWeights, copy_bytes, why_not_fused
 
 # Prompts read in one forward pass. More saves little: a few hundred tokens already fill a CPU.
 PREFILL_PROMPTS = 8
-# A stop text is looked for among this many last tokens (and at least as many as it has letters).
+# A stop text is looked for among this many last tokens (and at least as many as it has bytes).
 STOP_WINDOW = 16
 
 
@@ -91,13 +91,11 @@ class Sampler:
         *,
         seats: int = 128,
         merged: bool | None = None,
-        cache_bytes: int | None = None,
     ) -> None:
         """
         Args:
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
-            cache_bytes: for keys and values; None takes up to half of what is free.
 
         Raises:
             UsageError: a merged copy was asked for and this architecture has no fast path; or the
@@ -112,10 +110,9 @@ class Sampler:
         self.model, self.tokenizer, self.seats = model, tokenizer, seats
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
-        self._native, passes = _choose_passes(model)
+        self._native, passes = native_for(model)
         self._weights, weights = _choose_weights(model, merged, self._native)
         self.path = f"{weights}, {passes}"
-        self._cache_bytes = cache_bytes
         self._cache: Cache | None = None
         self._prefix: tuple[int, ...] = ()
         self._handles = 0
@@ -249,10 +246,8 @@ class Sampler:
             self._read([prefix], 0, self._cache.read_prefix(), len(prefix))
 
     def _fitting(self, room: Room) -> Room:
-        """The room, with as many seats and slots as the memory budget allows."""
-        budget = self._cache_bytes
-        if budget is None:
-            budget = machine.available_memory(self.model.device.type) // 2
+        """The room, with as many seats and slots as fit in half of the memory that is free."""
+        budget = machine.available_memory(self.model.device.type) // 2
         each = token_bytes(self._config, self.model.dtype)
         while room.tokens * each > budget:
             if room.seats == 1 and room.slots == 1:
@@ -400,7 +395,8 @@ class Sampler:
         stops = row.prompt.request.params.stop
         if not stops:
             return False
-        tail = self.tokenizer.decode(row.ids[-max(STOP_WINDOW, *map(len, stops)) :])
+        longest = max(len(stop.encode()) for stop in stops)
+        tail = self.tokenizer.decode(row.ids[-max(STOP_WINDOW, longest) :])
         return any(stop in tail for stop in stops)
 
     def _leave(self) -> None:
@@ -443,11 +439,3 @@ def _choose_weights(
     path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
     path += ", products compiled" if native and native.multiplies else ""
     return MergedWeights(model, native), path
-
-
-def _choose_passes(model: PreTrainedModel) -> tuple[Native | None, str]:
-    """What stands between the products, compiled if it can be; and words that say which."""
-    try:
-        return compile_for(model), "passes between products compiled"
-    except Unavailable as reason:
-        return None, f"passes between products not compiled: {reason}"

@@ -3,16 +3,19 @@
  */
 #include "numbers.h"
 
-/* out = weight · x / rms(x), each (rows, width). As in transformers, the quotient is rounded too. */
+/* out = weight · x / rms(x), each (rows, width); without a weight (NULL) of 1. As in transformers,
+ * the quotient is rounded too. */
 void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
           float epsilon, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= WORTH_THREADS)
     for (int64_t row = 0; row < rows; row++) {
         const number *from = x + row * width;
         number *to = out + row * width;
         float factor = inverse_rms(from, width, epsilon);
-        for (int64_t i = 0; i < width; i++)
-            to[i] = rounded(widened(weight[i]) * widened(rounded(widened(from[i]) * factor)));
+        for (int64_t i = 0; i < width; i++) {
+            float by = weight ? widened(weight[i]) : 1;
+            to[i] = rounded(by * widened(rounded(widened(from[i]) * factor)));
+        }
     }
 }
 

@@ -54,7 +54,7 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
 /* One token of each row of logits (rows, vocabulary), and its log-probability: as in draw.py, by
  * the running sum over blocks of the vocabulary, then within the one that is hit; where `cold`, the
  * first of the likeliest. Returns 1 if a row's logits are not finite. */
-int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int cold,
+int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
          const double *uniform, int64_t *tokens, float *logprobs, int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
     int failed = 0;
@@ -87,7 +87,8 @@ int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperatu
  * that distribution. With `slopes`, the logits of (rows, vocabulary) become the derivatives of the
  * log-probability by them, times the temperature: 1[v = target] - p_v, rounded once. */
 void score_targets(number *logits, int64_t rows, int64_t vocabulary, const int64_t *targets,
-                   float temperature, int slopes, float *logprobs, float *entropies, int threads) {
+                   float temperature, int64_t slopes, float *logprobs, float *entropies,
+                   int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {

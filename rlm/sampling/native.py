@@ -30,110 +30,54 @@ SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
-_POINTER, _INTEGER, _FLOAT, _THREADS = (
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_int,
-)
-_SIGNATURES = {
-    "attend": (
-        *(_POINTER, _INTEGER, _FLOAT),
-        *(_POINTER, _INTEGER) * 3,  # queries, keys, values, and how far apart their rows are
-        *(_POINTER, _THREADS),
-    ),
-    "unit": (_POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
-    "rotate": (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _THREADS),
-    "silu": (_POINTER, _INTEGER, _THREADS),
-    "draw": (
-        *(_POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
-        *(_POINTER, _POINTER, _POINTER, _THREADS),
-    ),
-    "score_targets": (
-        *(_POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _THREADS),
-        *(_POINTER, _POINTER, _THREADS),
-    ),
-    "norm": (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, _THREADS),
-    "norm_back": (*[_POINTER] * 4, _INTEGER, _INTEGER, _FLOAT, _THREADS),
-    "gating": (_POINTER, _POINTER, _POINTER, _INTEGER, _THREADS),
-    "gating_back": (*[_POINTER] * 5, _INTEGER, _THREADS),
-    "soften": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _THREADS),
-    "multiply": (_POINTER, _THREADS),
-}
-
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("slots", _INTEGER),
-        ("tokens", _INTEGER),
-        ("slot", _POINTER),
-        ("length", _POINTER),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("slots", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("slot", ctypes.c_void_p),
+        ("length", ctypes.c_void_p),
     )
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        ("rows", _INTEGER),
-        ("heads", _INTEGER),
+        ("rows", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
         ("parts", _Segment * 3),
     )
 
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("x", "weights", "bias", "residual", "out")),
-        *((name, _INTEGER) for name in ("rows", "inputs", "outputs", "gated", "normed")),
-        ("epsilon", _FLOAT),
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "gated", "normed")),
+        ("epsilon", ctypes.c_float),
     )
 
 
-class Unavailable(Exception):
-    """Why nothing can be compiled here."""
-
-
-def compiled_for(model: PreTrainedModel) -> Native | None:
-    """What is compiled for a model; None where torch does it all."""
-    try:
-        return compile_for(model)
-    except Unavailable:
-        return None
-
-
-def compile_for(model: PreTrainedModel) -> Native:
-    """
-    Raises:
-        Unavailable: the model is not on a CPU, or as in `compiled`.
-    """
+def native_for(model: PreTrainedModel) -> tuple[Native | None, str]:
+    """What is compiled for a model (None: torch does it all), and words that say which, or why."""
     if model.device.type != "cpu":
-        raise Unavailable(f"no code for {model.device.type}")
+        return None, f"passes between products not compiled: no code for {model.device.type}"
     config = model.config.get_text_config()
     queries = config.num_attention_heads // key_value_heads(config)
     return compiled(model.dtype, queries, head_width(config))
 
 
-def compiled(dtype: torch.dtype, queries: int, width: int) -> Native:
-    """All of it for this number type and shape of a head.
+@functools.cache
+def compiled(dtype: torch.dtype, queries: int, width: int) -> tuple[Native | None, str]:
+    """The same for a number type and a shape of heads: tried once in a process.
 
     Args:
         queries: query heads per key-value head.
         width: numbers in a head.
-
-    Raises:
-        Unavailable: there is no compiler, or it refuses.
     """
-    built = _build(dtype, queries, width)
-    if isinstance(built, str):
-        raise Unavailable(built)
-    return built
-
-
-@functools.cache
-def _build(dtype: torch.dtype, queries: int, width: int) -> Native | str:
-    """The code, or why there is none: tried once in a process."""
+    missing = "passes between products not compiled: "
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"no code for {str(dtype).removeprefix('torch.')}"
+        return None, f"{missing}no code for {str(dtype).removeprefix('torch.')}"
     shape = [f"-DQUERIES={queries}", f"-DWIDTH={width}", f"-DDRAWN={BLOCK}"]
     shape += ["-DBF16"] if dtype == torch.bfloat16 else []
     compiler = shlex.split(os.environ.get("CC") or "cc")
@@ -145,30 +89,23 @@ def _build(dtype: torch.dtype, queries: int, width: int) -> Native | str:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
             # It stays loaded when the file is gone. OpenMP's threads are torch's: its library is
             # in the process already.
-            return Native(ctypes.CDLL(str(library)), dtype)
+            return Native(ctypes.CDLL(str(library)), dtype), "passes between products compiled"
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or ["no reason given"]
             first = next((line for line in lines if "error" in line), lines[0])
-            return f"{compiler[0]} failed: {first}"
+            return None, f"{missing}{compiler[0]} failed: {first}"
         except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
+            return None, f"{missing}{error}"
 
 
 class Native:
     """The functions of the C files, for tensors."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self._library = dtype, library
         self._columns = library.block_columns()
-        for name, signature in _SIGNATURES.items():
-            if name != "multiply" or self.multiplies:
-                getattr(library, name).argtypes = signature
-        self._library = library
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether products are compiled for this CPU and number type."""
-        return self._columns > 0
+        # Whether products are compiled for this CPU and number type.
+        self.multiplies = self._columns > 0
 
     def product(
         self,
@@ -201,7 +138,7 @@ class Native:
             added = None if residual is None else residual.contiguous()
             what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
             what.residual = None if added is None else added.data_ptr()
-            self._library.multiply(ctypes.byref(what), torch.get_num_threads())
+            self._call("multiply", what)
             return out
 
         return multiply
@@ -245,34 +182,17 @@ class Native:
             out = torch.empty(q.shape, dtype=q.dtype)
             # One token a row: what is left is (N, heads, D), of which rows may lie apart.
             parts = [_heads_together(part[:, :, 0]) for part in (q, k, v)]
-            tensors = [number for part in parts for number in (part.data_ptr(), part.stride(0))]
-            threads = torch.get_num_threads()
-            if self._library.attend(
-                ctypes.byref(step), layer, scale, *tensors, out.data_ptr(), threads
-            ):
+            rows = [value for part in parts for value in (part, part.stride(0))]
+            if self._call("attend", step, layer, float(scale), *rows, out):
                 raise MemoryError("no memory for the scores of attention")
             return out
 
         return attend
 
-    def unit(self, x: Tensor, epsilon: float) -> Tensor:
-        """x / rms(x) of each row of (rows, width)."""
-        x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-        threads = torch.get_num_threads()
-        self._library.unit(x.data_ptr(), out.data_ptr(), *x.shape, epsilon, threads)
-        return out
-
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary position embedding of (rows, heads, D), in place; cos and sin (rows, D)."""
         x, cos, sin = _heads_together(x), cos.contiguous(), sin.contiguous()
-        addresses = [tensor.data_ptr() for tensor in (x, cos, sin)]
-        self._library.rotate(*addresses, *x.shape[:2], x.stride(0), torch.get_num_threads())
-        return x
-
-    def silu(self, x: Tensor) -> Tensor:
-        """x times its logistic function, in place."""
-        assert x.is_contiguous()
-        self._library.silu(x.data_ptr(), x.numel(), torch.get_num_threads())
+        self._call("rotate", x, cos, sin, *x.shape[:2], x.stride(0))
         return x
 
     def draw(
@@ -287,11 +207,8 @@ class Native:
         assert logits.dtype == self.dtype
         logits, uniform = logits.contiguous(), uniform.double().contiguous()
         tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-        addresses = [tensor.data_ptr() for tensor in (uniform, tokens, logprobs)]
-        cold, threads = temperature == 0, torch.get_num_threads()
-        failed = self._library.draw(
-            logits.data_ptr(), *logits.shape, temperature or 1.0, cold, *addresses, threads
-        )
+        how = float(temperature or 1), temperature == 0
+        failed = self._call("draw", logits, *logits.shape, *how, uniform, tokens, logprobs)
         return None if failed else (tokens, logprobs)
 
     def score(
@@ -313,50 +230,65 @@ class Native:
         assert logits.dtype == self.dtype
         targets = targets.contiguous()
         logprobs, entropy = torch.empty(2, len(logits))
-        self._library.score_targets(
-            *(logits.data_ptr(), *logits.shape, targets.data_ptr(), temperature, slopes),
-            *(logprobs.data_ptr(), entropy.data_ptr(), torch.get_num_threads()),
-        )
+        what = logits, *logits.shape, targets, float(temperature), slopes
+        self._call("score_targets", *what, logprobs, entropy)
         return logprobs, entropy
 
-    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """weight · x / rms(x) of each row of (rows, width)."""
+    def norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        """weight · x / rms(x) of each row of (rows, width); without a weight, of 1."""
+        x = x.contiguous()
         out = torch.empty_like(x)
-        self._call("norm", x, weight, out, *x.shape, epsilon)
+        self._pass("norm", x, weight, out, *x.shape, float(epsilon))
         return out
 
     def norm_back(self, x: Tensor, weight: Tensor, epsilon: float, by_out: Tensor) -> Tensor:
         """The gradient of `norm` by x, from the one by what it gave."""
         by_x = torch.empty_like(x)
-        self._call("norm_back", x, weight, by_out, by_x, *x.shape, epsilon)
+        self._pass("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
         return by_x
 
     def gating(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) · up, elementwise."""
         out = torch.empty_like(gate)
-        self._call("gating", gate, up, out, gate.numel())
+        self._pass("gating", gate, up, out, gate.numel())
         return out
 
     def gating_back(self, gate: Tensor, up: Tensor, by_out: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of `gating` by gate and up, from the one by what it gave."""
         by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
-        self._call("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
+        self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
         return by_gate, by_up
 
     def soften(self, scores: Tensor, mask: Tensor) -> Tensor:
         """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
         rows, columns = mask.shape
-        if self._call("soften", scores, mask, scores.numel() // mask.numel(), rows, columns):
+        if self._pass("soften", scores, mask, scores.numel() // mask.numel(), rows, columns):
             raise MemoryError("no memory for a row of attention")
         return scores
 
-    def _call(self, name: str, *values: Tensor | float) -> int | None:
-        """A function of learn.c: contiguous tensors of this number type, then numbers."""
+    def _pass(self, name: str, *values: Tensor | float | None) -> int:
+        """As `_call`, of contiguous tensors of this number type."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
-        numbers = values[len(tensors) :]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return getattr(self._library, name)(*addresses, *numbers, torch.get_num_threads())
+        return self._call(name, *values)
+
+    def _call(self, name: str, *values: Tensor | ctypes.Structure | float | None) -> int:
+        """A function of the C files, whose last argument is the number of threads.
+
+        A number's type decides how it is passed: C's floats must be floats here, its int64_t ints.
+        """
+        threads = ctypes.c_int(torch.get_num_threads())
+        return getattr(self._library, name)(*map(_as_c, values), threads)
+
+
+def _as_c(value: Tensor | ctypes.Structure | float | None) -> object:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, ctypes.Structure):
+        return ctypes.byref(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return value if value is None else ctypes.c_int64(value)
 
 
 def _heads_together(rows: Tensor) -> Tensor:

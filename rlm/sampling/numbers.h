@@ -8,6 +8,7 @@
 #include <string.h>
 
 static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
+static const int64_t WORTH_THREADS = 16384; /* numbers; below, starting a thread takes longer */
 
 #ifdef BF16
 typedef uint16_t number;

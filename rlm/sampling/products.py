@@ -23,11 +23,12 @@ class TorchPasses:
     """What stands between a layer's products, in torch; `Native` has the same, compiled."""
 
     @staticmethod
-    def unit(x: Tensor, epsilon: float) -> Tensor:
-        """x / rms(x) in fp32, without the norm's weight; in the type of x."""
+    def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        """weight · x / rms(x), the quotient made in fp32; without a weight, of 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        return (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
+        unit = (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
+        return unit if weight is None else unit * weight
 
     @staticmethod
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,11 +40,6 @@ class TorchPasses:
         """
         low, high = x.chunk(2, -1)
         return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
-
-    @staticmethod
-    def silu(x: Tensor) -> Tensor:
-        """x times its logistic function, in place."""
-        return F.silu(x, inplace=True)
 
 
 @torch.no_grad()
@@ -58,7 +54,7 @@ def product(
     if norm is None:
         return linear
     passes = native or TorchPasses
-    return lambda x: linear(passes.unit(x, norm.variance_epsilon))
+    return lambda x: linear(passes.norm(x, None, norm.variance_epsilon))  # its weight is merged
 
 
 @torch.no_grad()
@@ -75,9 +71,9 @@ def gated_product(
     passes = native or TorchPasses
 
     def multiply(x: Tensor) -> Tensor:
-        unit = passes.unit(x, epsilon)
+        unit = passes.norm(x, None, epsilon)
         # (oneDNN's own SiLU tail is slower than this extra pass.)
-        return second.times(unit, passes.silu(first(unit)))
+        return second.times(unit, F.silu(first(unit), inplace=True))
 
     return multiply
 

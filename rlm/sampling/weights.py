@@ -147,9 +147,8 @@ class MergedWeights:
         shape, x = ids.shape, x.flatten(0, 1)
         for i, layer in enumerate(self._layers):
             x = layer(i, x, shape, cos, sin, attend)
-        final = self._decoder.norm
-        x = (self._native or TorchPasses).unit(x, final.variance_epsilon)
-        return (x * final.weight).unflatten(0, shape)
+        final, passes = self._decoder.norm, self._native or TorchPasses
+        return passes.norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
 
 
 class _Layer:
@@ -196,8 +195,8 @@ class _Layer:
 
     def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Each head's norm: (B·T, heads, D)."""
-        unit = self.passes.unit(x.reshape(-1, self.width), norm.variance_epsilon)
-        return unit.view(x.shape) * norm.weight
+        rows = x.reshape(-1, self.width)
+        return self.passes.norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
