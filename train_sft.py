@@ -25,9 +25,10 @@ from rlm.config import UsageError, check_values, flag, to_dict
 from rlm.data import load_problems
 from rlm.grpo_config import ATTENTIONS
 from rlm.problems import Problem
-from rlm.prompts import FORMATS, IGNORED, Format, render_completion, render_problem
+from rlm.prompts import FORMATS
 from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
 from rlm.script import run_main
+from rlm.sft_examples import Example, check_loss_mask, show_example, to_examples
 from rlm.tracking import TRACKER_NAMES, chosen_tracker
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlm.machine import Device
-    from rlm.sft import SFTTrainer
+    from rlm.sft import Progress, SFTTrainer
 
 
 @dataclass
@@ -103,40 +104,6 @@ class SFTConfig:
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
-def to_example(tokenizer, problem: Problem, format: Format) -> dict[str, list[int]]:
-    """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORED before."""
-    prompt = render_problem(tokenizer, problem, format)
-    completion = render_completion(tokenizer, problem.solution, problem.answer, format)
-    return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
-
-
-def check_loss_mask(batch, examples: list[dict[str, list[int]]]) -> None:
-    """That the batch the trainer will see learns exactly what the examples say, padding apart.
-
-    Raises:
-        RuntimeError: the collator changed ids or labels.
-    """
-    for row, example in enumerate(examples):
-        length = len(example["input_ids"])
-        ids, labels = batch["input_ids"][row].tolist(), batch["labels"][row].tolist()
-        if ids[:length] != example["input_ids"] or labels[:length] != example["labels"]:
-            raise RuntimeError("the collator does not keep input_ids and labels as they are")
-        if any(label != IGNORED for label in labels[length:]):
-            raise RuntimeError("the collator puts padding into the loss")
-
-
-def show_example(tokenizer, example: dict[str, list[int]]) -> None:
-    """The rendered text, the part that is learned marked."""
-    learned = [
-        i
-        for i, label in zip(example["input_ids"], example["labels"], strict=True)
-        if label != IGNORED
-    ]
-    context = example["input_ids"][: len(example["input_ids"]) - len(learned)]
-    terminal.line(f"--- not learned ({len(context)} tokens)\n{tokenizer.decode(context)}")
-    terminal.line(f"--- learned ({len(learned)} tokens)\n{tokenizer.decode(learned)}\n")
-
-
 def main(config: SFTConfig) -> int:
     from rlm.adapters import check_adapter, read_run
     from rlm.machine import fill_in, prepare_process
@@ -184,7 +151,11 @@ def train(
 
     device = pick_device()
     tokenizer = load_tokenizer(config.model)
-    examples, held_out = (to_examples(config, tokenizer, p) for p in (problems, validation))
+    limits = {"dataset": config.dataset, "max_length": config.max_length}
+    format = FORMATS[config.reasoning_format]
+    examples, held_out = (
+        to_examples(tokenizer, chosen, format, **limits) for chosen in (problems, validation)
+    )
     if not examples:
         raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
     if config.dry_run:
@@ -211,27 +182,34 @@ def train(
         trainer.train_from(progress.step)
         run.leave_if(run.interrupted and trainer.state.global_step < steps)
         run.write_csv(run.metrics())
-        history = {
-            "stage": "sft",
-            "base_model": config.model,
-            "base_hash": weights,
-            "start_adapter": str(config.adapter) if config.adapter else None,
-            "quantize": config.quantize,
-            "dataset": config.dataset,
-            "examples": len(examples),
-            "step": trainer.state.global_step,
-            "loss": progress.mean_loss(),
-            "validation_loss": None,
-            "seconds": progress.seconds,
-            "config": to_dict(config),
-        }
+        history = history_of(config, weights, len(examples), trainer.state.global_step, progress)
         save_adapter(policy, tokenizer, config.output, history)
-        if held_out:  # only now: whatever happens there, the adapter is safe
+        if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
             with writing(config.output):
                 write_run(config.output, history)
     show_end(config, history)
     return history
+
+
+def history_of(
+    config: SFTConfig, weights: str, examples: int, step: int, progress: Progress
+) -> dict[str, object]:
+    """What the adapter's run.json says."""
+    return {
+        "stage": "sft",
+        "base_model": config.model,
+        "base_hash": weights,
+        "start_adapter": str(config.adapter) if config.adapter else None,
+        "quantize": config.quantize,
+        "dataset": config.dataset,
+        "examples": examples,
+        "step": step,
+        "loss": progress.mean_loss(),
+        "validation_loss": None,  # measured when the adapter is safe
+        "seconds": progress.seconds,
+        "config": to_dict(config),
+    }
 
 
 def announce(
@@ -250,23 +228,6 @@ def announce(
             "output": config.output,
         },
     )
-
-
-def to_examples(config: SFTConfig, tokenizer, problems: Sequence[Problem]) -> list[dict]:
-    """What is learned, without what is too long.
-
-    Raises:
-        UsageError: a problem has no solution.
-    """
-    unsolved = sum(not problem.solution for problem in problems)
-    if unsolved:
-        raise UsageError(
-            f"--dataset {config.dataset}: {unsolved} of {len(problems)} problems have no solution "
-            "to learn from; SFT needs a `solution` field"
-        )
-    format = FORMATS[config.reasoning_format]
-    examples = [to_example(tokenizer, problem, format) for problem in problems]
-    return [e for e in examples if len(e["input_ids"]) <= config.max_length]
 
 
 def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
@@ -293,7 +254,7 @@ def make_trainer(
     device: Device,
     policy: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    examples: list[dict[str, list[int]]],
+    examples: list[Example],
 ) -> SFTTrainer:
     """TRL's trainer, with a loss of our own on a CPU; what it will learn is checked."""
     import datasets
@@ -350,20 +311,18 @@ def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTC
     return arguments
 
 
-def origin_of(
-    config: SFTConfig, weights: str, examples: Sequence[dict[str, list[int]]]
-) -> dict[str, object]:
+def origin_of(config: SFTConfig, weights: str, examples: Sequence[Example]) -> dict[str, object]:
     """What a run is made of; one that is resumed must be made of the same."""
     from rlm.adapters import ADAPTER_FILES
     from rlm.checkpoints import file_hash
-    from rlm.sft import examples_id
+    from rlm.resume import data_id
 
-    start = config.adapter
+    start, rows = config.adapter, [[e["input_ids"], e["labels"]] for e in examples]
     return {
         "config": to_dict(config),
         "base_hash": weights,
         "start": None if start is None else file_hash(start / ADAPTER_FILES[1]),
-        "data": {"training": examples_id(examples)},
+        "data": {"training": data_id("examples", rows)},
     }
 
 

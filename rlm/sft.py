@@ -12,8 +12,6 @@ whose state at the epoch's beginning they do not keep.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,15 +31,10 @@ from rlm.config import UsageError
 from rlm.logprobs import score_tokens
 from rlm.models import decoder_and_head
 from rlm.prompts import IGNORED
+from rlm.resume import differences, newest_checkpoint, optimizer_tensors, restore_optimizer
 from rlm.runs import RunDirectory
 from rlm.sampling.native import native_for
-from rlm.state import (
-    LOG_BYTES,
-    differences,
-    newest_checkpoint,
-    optimizer_tensors,
-    restore_optimizer,
-)
+from rlm.state import LOG_BYTES
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
@@ -250,11 +243,3 @@ class Progress(TrainerCallback):
         self.run.sync_logs()
         self.run.checkpoints.save(step, tensors, state, keep=KEEP)
         self._saved = time.monotonic()
-
-
-def examples_id(examples: Sequence[Mapping[str, Sequence[int]]]) -> str:
-    """How many there are, and a hash of their tokens and labels in their order."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(json.dumps([example["input_ids"], example["labels"]]).encode())
-    return f"{len(examples)} examples, sha256 {digest.hexdigest()[:12]}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +17,13 @@ from rlm.config import UsageError, to_dict
 from rlm.grpo_config import GRPOConfig
 from rlm.parallel import Team
 from rlm.problems import Problem
+from rlm.resume import (
+    data_id,
+    differences,
+    newest_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+)
 from rlm.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -147,7 +152,7 @@ class TrainingState:
         self.origin = {
             "config": to_dict(config),
             "start": None if start is None else file_hash(start / ADAPTER_FILES[1]),
-            "data": {"training": data_id(problems), "validation": data_id(eval_problems)},
+            "data": {"training": _identity(problems), "validation": _identity(eval_problems)},
         }
         if not config.resume:
             self.save(run, 0, keep=config.keep_checkpoints)
@@ -250,7 +255,7 @@ class TrainingState:
         ours = {f"adapter/{name}": tensor.shape for name, tensor in self.adapter.items()}
         if state["base_hash"] != self.base_hash or saved != ours:
             raise UsageError(f"--resume: {run.path} was trained on another model or adapter")
-        changes = differences(state["origin"], self.origin) if self.origin else []
+        changes = differences(state["origin"], self.origin, MAY_CHANGE) if self.origin else []
         for change in changes:
             terminal.line(f"changed since: {change}")
         if changes and not self.origin["config"]["accept_changes"]:
@@ -280,78 +285,5 @@ class TrainingState:
         restore_optimizer(self.optimizer, list(self.adapter), tensors)
 
 
-def newest_checkpoint(
-    run: RunDirectory, holds: Collection[str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the state to go on from.
-
-    Args:
-        holds: what the state of such a run has.
-
-    Raises:
-        UsageError: there is none, or it is of the other stage.
-    """
-    loaded = run.checkpoints.load(set_aside=run.writes)
-    if loaded is None:
-        raise UsageError(f"--resume: no checkpoint in {run.path}; start without it")
-    tensors, state = loaded
-    if not state.keys() >= set(holds):
-        raise UsageError(f"--resume: {run.path} is a run of another script; name its own directory")
-    return tensors, state
-
-
-def data_id(problems: Sequence[Problem]) -> str:
-    """How many there are, and a hash of them in their order."""
-    digest = hashlib.sha256()
-    for problem in problems:
-        digest.update(json.dumps([problem.id, problem.question, problem.answer]).encode())
-    return f"{len(problems)} problems, sha256 {digest.hexdigest()[:12]}"
-
-
-def differences(
-    old: Mapping[str, Mapping],
-    new: Mapping[str, Mapping],
-    may_change: Collection[str] = MAY_CHANGE,
-) -> list[str]:
-    """What would make the resumed run another one than it was, each as "what: old → new"."""
-    was, now = old["config"], new["config"]
-    free = {*may_change, *(["steps"] if now.get("lr_schedule") == "constant" else [])}
-    found = [
-        f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
-        for name in now
-        if name not in free and was.get(name) != now[name]
-    ]
-    if old.get("start", new["start"]) != new["start"]:
-        found.append("the adapter that training started from: other tensors under its name")
-    found += [
-        f"{split} data: {old['data'][split]} → {identity}"
-        for split, identity in new["data"].items()
-        if old["data"][split] != identity
-    ]
-    return found
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors: "optimizer/<entry>/<parameter>".
-
-    Args:
-        names: of its parameters, in its order.
-    """
-    state = optimizer.state_dict()["state"]
-    return {
-        f"optimizer/{entry}/{names[index]}": torch.as_tensor(value)
-        for index, entries in state.items()
-        for entry, value in entries.items()
-    }
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]
-) -> None:
-    """Give it the state that `optimizer_tensors` took, found among other tensors."""
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        if key.startswith("optimizer/"):
-            _, entry, name = key.split("/", 2)
-            state.setdefault(names.index(name), {})[entry] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+def _identity(problems: Sequence[Problem]) -> str:
+    return data_id("problems", [[p.id, p.question, p.answer] for p in problems])

@@ -30,9 +30,10 @@ from rlm.config import to_dict
 from rlm.grpo_config import GRPOConfig
 from rlm.parallel import Team
 from rlm.problems import Problem
+from rlm.resume import differences
 from rlm.sampling import Sampler
 from rlm.script import run_main
-from rlm.state import differences
+from rlm.state import MAY_CHANGE
 
 ROOT = Path(__file__).parent.parent
 KILLED = -signal.SIGKILL
@@ -419,7 +420,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
     def spoil():
         import rlm.adapters
 
-        write = rlm.adapters.replace_file
+        write = rlm.adapters.replace_json
 
         def and_flip(file, content):
             write(file, content)
@@ -429,7 +430,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
                 content[-1] ^= 1
                 written.write_bytes(content)
 
-        rlm.adapters.replace_file = and_flip
+        rlm.adapters.replace_json = and_flip
 
     ended = runs.run("run", before=spoil)
     assert ended.code == 2
@@ -622,11 +623,11 @@ def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monke
 
 def test_another_adapter_under_the_start_adapters_name_is_a_change():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
-    assert differences(origin, dict(origin)) == []
-    (change,) = differences(origin, origin | {"start": "bb"})
+    assert differences(origin, dict(origin), MAY_CHANGE) == []
+    (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)
     assert "the adapter that training started from" in change
     older = {"config": origin["config"], "data": {}}  # a checkpoint that does not say it
-    assert differences(older, origin) == []
+    assert differences(older, origin, MAY_CHANGE) == []
 
 
 def test_another_rank_can_not_be_accepted(runs):

@@ -22,7 +22,7 @@ from rlm.prompts import (
     render_prompt,
     stop_token_ids,
 )
-from train_sft import to_example
+from rlm.sft_examples import to_example
 
 DEEPSEEK = FORMATS["deepseek"]
 START, END = 256, 257  # <|im_start|>, <|im_end|>

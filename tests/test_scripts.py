@@ -29,6 +29,7 @@ from rlm.config import UsageError, parse
 from rlm.evaluation import Evaluation
 from rlm.prompts import FORMATS, render_problem, render_prompt
 from rlm.script import run_main
+from rlm.sft_examples import check_loss_mask
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_sft", "train_grpo", "evaluate", "inference", "server")
@@ -282,7 +283,7 @@ def test_reward_and_tags_are_those_that_were_asked_for(
         tags.append(format.reasoning_tag)
         return render_problem(tokenizer, problem, format, **options)
 
-    for module in ("train_sft", "train_grpo", "rlm.evaluation"):
+    for module in ("rlm.sft_examples", "train_grpo", "rlm.evaluation"):
         monkeypatch.setattr(f"{module}.render_problem", watched)
     (tmp_path / "mine.py").write_text(REWARD)
     common = ["--model", model_dir, *DATA, "--reasoning_format", "simple"]
@@ -565,13 +566,13 @@ def test_a_collator_that_changes_the_mask_is_caught(change):
         "input_ids": torch.tensor([[1, 2, 3, 0]]),
         "labels": torch.tensor([[-100, 2, 3, -100]]),
     }
-    train_sft.check_loss_mask(batch, [example])
+    check_loss_mask(batch, [example])
     if change == "padding":
         batch["labels"][0, 3] = 0
     else:
         batch[change][0, 0] = 7
     with pytest.raises(RuntimeError, match="collator"):
-        train_sft.check_loss_mask(batch, [example])
+        check_loss_mask(batch, [example])
 
 
 def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):

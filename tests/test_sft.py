@@ -24,6 +24,7 @@ from rlm.machine import Device
 from rlm.models import load_base
 from rlm.prompts import FORMATS, IGNORED
 from rlm.records import read_lines
+from rlm.sft_examples import to_example
 from train_grpo import GRPOTrainer
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
@@ -161,7 +162,7 @@ def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypa
 def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokenizer, capsys):
     problems = load_problems(DATA[1], "train", max_samples=8, seed=0)
     lengths = sorted(
-        len(train_sft.to_example(tokenizer, problem, FORMATS["deepseek"])["input_ids"])
+        len(to_example(tokenizer, problem, FORMATS["deepseek"])["input_ids"])
         for problem in problems
     )
     assert lengths[5] < lengths[6]

@@ -26,9 +26,9 @@ from rlm.sampling.cache import (
     token_bytes,
 )
 from rlm.sampling.draw import draw, uniforms
-from rlm.sampling.native import Native, native_for
+from rlm.sampling.native import native_for
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
-from rlm.sampling.weights import MergedWeights, ModelWeights, copy_bytes, why_not_fused
+from rlm.sampling.weights import ModelWeights, choose_weights
 
 # Prompts read in one forward pass. More saves little: a few hundred tokens already fill a CPU.
 PREFILL_PROMPTS = 8
@@ -111,7 +111,7 @@ class Sampler:
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
         self._native, passes = native_for(model)
-        self._weights, weights = _choose_weights(model, merged, self._native)
+        self._weights, weights = choose_weights(model, merged, self._native)
         self.path = f"{weights}, {passes}"
         self._cache: Cache | None = None
         self._prefix: tuple[int, ...] = ()
@@ -419,23 +419,3 @@ class Sampler:
         if row.prompt.left == 0:
             self._free_slots.append(row.prompt.slot)
             self._free_slots.sort(reverse=True)  # low slots first: few are then looked at
-
-
-def _choose_weights(
-    model: PreTrainedModel, merged: bool | None, native: Native | None
-) -> tuple[ModelWeights | MergedWeights, str]:
-    """The weights to sample with, and a line that says which and why."""
-    reason = why_not_fused(model)
-    if merged and reason:
-        raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
-    size = copy_bytes(model)
-    if merged is None and reason is None:
-        free = machine.available_memory(model.device.type)
-        if size > free / 2:
-            gb = f"{size / 2**30:.1f} GB, {free / 2**30:.1f} GB are free"
-            reason = f"a merged copy would take {gb}"
-    if merged is False or reason:
-        return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
-    path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
-    path += ", products compiled" if native and native.multiplies else ""
-    return MergedWeights(model, native), path

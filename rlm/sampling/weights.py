@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rlm import machine
 from rlm.adapters import active_adapters, is_plain_lora, lora_layers
 from rlm.attention import plain_scale
 from rlm.config import UsageError
@@ -149,6 +150,34 @@ class MergedWeights:
             x = layer(i, x, shape, cos, sin, attend)
         final, passes = self._decoder.norm, self._native or TorchPasses
         return passes.norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
+
+
+def choose_weights(
+    model: PreTrainedModel, merged: bool | None, native: Native | None
+) -> tuple[ModelWeights | MergedWeights, str]:
+    """The weights to sample with, and a line that says which and why.
+
+    Args:
+        merged: whether to merge; None: if the architecture has a fast path, and half of the memory
+            that is free would hold the copy.
+
+    Raises:
+        UsageError: a merged copy was asked for, and there is no fast path.
+    """
+    reason = why_not_fused(model)
+    if merged and reason:
+        raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
+    size = copy_bytes(model)
+    if merged is None and reason is None:
+        free = machine.available_memory(model.device.type)
+        if size > free / 2:
+            gb = f"{size / 2**30:.1f} GB, {free / 2**30:.1f} GB are free"
+            reason = f"a merged copy would take {gb}"
+    if merged is False or reason:
+        return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
+    path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
+    path += ", products compiled" if native and native.multiplies else ""
+    return MergedWeights(model, native), path
 
 
 class _Layer:
