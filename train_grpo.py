@@ -39,8 +39,9 @@ import torch
 from torch import Tensor
 
 from rlm import doctor, machine, models, report, start, terminal
-from rlm.adapters import check_output, save_adapter, use_checkpointing, use_reference
+from rlm.adapters import use_checkpointing, use_reference
 from rlm.evaluation import evaluate
+from rlm.export import check_output, save_adapter
 from rlm.grpo import (
     Group,
     Rollout,

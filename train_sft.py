@@ -142,8 +142,8 @@ def train(
     import_bitsandbytes()  # before trl does
     import transformers
 
-    from rlm.adapters import check_output, save_adapter, write_run
     from rlm.checkpoints import writing
+    from rlm.export import check_output, save_adapter, write_run
     from rlm.machine import pick_device
     from rlm.models import base_hash, load_tokenizer
     from rlm.runs import RunDirectory

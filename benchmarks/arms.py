@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlm import adapters, machine
+from rlm import export, machine
 from rlm.data import load_problems
 from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
@@ -187,4 +187,4 @@ def run_ours(**work: Any) -> dict[str, Any]:
 
 
 def save(trainer: GRPOTrainer, path: Path) -> None:
-    adapters.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})
+    export.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.arms import FORMAT, Recorder, Work, reward_function
-from rlm import adapters, machine, models
+from rlm import adapters, export, machine, models
 from rlm.problems import Problem
 from rlm.prompts import render_prompt, stop_token_ids
 
@@ -102,7 +102,7 @@ def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     base_hash = models.base_hash(work.model)
     recorder = Recorder(
         work,
-        lambda path: adapters.save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
+        lambda path: export.save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
     )
     clock = Clock(work.minutes)
     with tempfile.TemporaryDirectory() as folder:

@@ -123,6 +123,7 @@ def _evaluate(
     import evaluate
     from rlm.adapters import load_adapter
     from rlm.data import load_problems
+    from rlm.evaluation_report import report
     from rlm.machine import pick_device
     from rlm.models import load_base, load_tokenizer
 
@@ -148,13 +149,13 @@ def _evaluate(
             arguments = (row, model, tokenizer, problems, (), settings, kinds)
             results[row] = evaluate.evaluate_row(*arguments)
         base = model.unload() if adapter else base
-    evaluate.report(results, f"{grpo.dataset}, test, n = {len(problems)}", {}, settings.output)
+    report(results, f"{grpo.dataset}, test, n = {len(problems)}", {}, settings.output)
     return results
 
 
 def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
-    from evaluate import GRADINGS
     from rlm.evaluation import paired_bootstrap
+    from rlm.evaluation_report import GRADINGS
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))

@@ -1,4 +1,4 @@
-"""LoRA adapters: make, load, save, compute with them, and know which base one belongs to.
+"""LoRA adapters: make, load, compute with them, and know which base one belongs to.
 
 Adapters stay unmerged on the model that is trained; only safetensors are read or written.
 """
@@ -9,11 +9,7 @@ from rlm.quantize import import_bitsandbytes
 
 import_bitsandbytes()  # before peft does: it says there why
 
-import errno
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +18,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
-from safetensors.torch import save
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlm import tensor_hashes
-from rlm.checkpoints import writing
 from rlm.config import UsageError
 from rlm.models import model_directory
 from rlm.quantize import unpacked
-from rlm.records import replace_json, sync
-from rlm.runs import check_writable
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -149,6 +140,12 @@ def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
     return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
 
 
+def exported_tensors(policy: PeftModel) -> dict[str, torch.Tensor]:
+    """What PEFT writes of the adapter "default", by the names in its file."""
+    tensors = get_peft_model_state_dict(policy, adapter_name="default", save_embedding_layers=False)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The LoRA matrices that take part in a forward pass now, by name; {} without an adapter."""
     return {
@@ -248,96 +245,6 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
         load_adapter(policy, start_adapter, trainable=False, name="reference")
     with wearing(policy, None if start_adapter is None else "reference"):
         yield
-
-
-def check_output(path: Path, option: str = "--output") -> None:
-    """Whether an adapter can be written here, before hours of work depend on it.
-
-    Raises:
-        UsageError: it can not, or something else than an adapter is there, which would be replaced.
-    """
-    here = path.resolve()
-    check_writable(option, here.parent)
-    if Path.cwd().is_relative_to(here) or here.is_mount():
-        raise UsageError(f"{option} {path} cannot be moved away later: name a new directory")
-    previous = here.with_name(f"{here.name}.prev")
-    if previous.exists() and not previous.is_dir():
-        raise UsageError(f"{option} {path}: {previous} is in the way of the adapter that is there")
-    if here.is_dir():
-        others = any(not file.name.startswith(".") for file in here.iterdir())
-        replaced = others and not (here / ADAPTER_FILES[0]).is_file()
-    else:
-        replaced = here.exists()
-    if replaced:
-        raise UsageError(
-            f"{option} {path} holds something else than an adapter, which would be replaced: name "
-            "an empty or a new directory"
-        )
-
-
-def save_adapter(
-    policy: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    run: dict[str, object],
-) -> None:
-    """Write adapter, tokenizer and run.json under `path`, complete or not at all.
-
-    Only the adapter "default" is saved. It takes the place of what stood there once another
-    process has read the tensors back; that is kept beside, as `<name>.prev`.
-
-    Raises:
-        UsageError: it cannot be written, or does not read back; what stood there stays.
-    """
-    path = path.resolve()  # what a link leads to: it leads to the new adapter afterwards
-    moved = False
-    scratch, previous = path.with_name(f".{path.name}.new"), path.with_name(f"{path.name}.prev")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            # The base is as it was published: its embeddings need no look at the hub.
-            policy.save_pretrained(
-                scratch, selected_adapters=["default"], save_embedding_layers=False
-            )
-            tokenizer.save_pretrained(scratch)
-            write_run(scratch, run)
-            _check_export(policy, scratch)
-            mode = (scratch / "run.json").stat().st_mode
-            for file in scratch.iterdir():
-                file.chmod(mode)  # safetensors' own are for their owner alone
-                sync(file)
-            sync(scratch)
-            if path.exists():
-                shutil.rmtree(previous, ignore_errors=True)
-                path.rename(previous)
-                moved = True
-            scratch.rename(path)
-            sync(path.parent)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            if moved and not path.exists():
-                previous.rename(path)
-            raise
-
-
-def _check_export(policy: PeftModel, folder: Path) -> None:
-    """
-    Raises:
-        OSError: a fresh process finds other tensors in the folder than the model has.
-    """
-    tensors = get_peft_model_state_dict(policy, adapter_name="default", save_embedding_layers=False)
-    in_memory = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    command = [sys.executable, "-P", tensor_hashes.__file__, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode or json.loads(found.stdout) != tensor_hashes.hashes_in(in_memory):
-        last_line = (found.stderr.strip().splitlines() or ["other tensors than the model's"])[-1]
-        raise OSError(errno.EIO, f"what was written does not read back ({last_line})")
-
-
-def write_run(adapter: Path, run: dict[str, object]) -> None:
-    """What is known of the training, beside the adapter's files."""
-    replace_json(adapter / "run.json", run)
 
 
 def read_run(adapter: Path) -> dict[str, object]:

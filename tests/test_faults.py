@@ -418,9 +418,9 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
     old = adapter.read_bytes()
 
     def spoil():
-        import rlm.adapters
+        import rlm.export
 
-        write = rlm.adapters.replace_json
+        write = rlm.export.replace_json
 
         def and_flip(file, content):
             write(file, content)
@@ -430,7 +430,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
                 content[-1] ^= 1
                 written.write_bytes(content)
 
-        rlm.adapters.replace_json = and_flip
+        rlm.export.replace_json = and_flip
 
     ended = runs.run("run", before=spoil)
     assert ended.code == 2
@@ -710,7 +710,8 @@ def test_out_of_memory_is_one_line(runs):
 
 
 def test_an_adapter_with_nan_is_refused(runs, tokenizer):
-    from rlm.adapters import new_adapter, save_adapter
+    from rlm.adapters import new_adapter
+    from rlm.export import save_adapter
     from rlm.models import load_base
 
     policy = new_adapter(load_base(str(runs.model), CPU), r=4, alpha=8)

@@ -13,7 +13,8 @@ from scripted_sampler import ScriptedSampler
 
 import inference
 import server
-from rlm.adapters import adapter_tensors, new_adapter, save_adapter
+from rlm.adapters import adapter_tensors, new_adapter
+from rlm.export import save_adapter
 from rlm.machine import Device
 from rlm.models import load_base
 from rlm.prompts import render_prompt

@@ -9,9 +9,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from rlm import models
-from rlm.adapters import load_adapter, save_adapter
+from rlm.adapters import load_adapter
 from rlm.checkpoints import file_hash
 from rlm.config import UsageError
+from rlm.export import save_adapter
 
 
 @pytest.fixture

@@ -31,10 +31,11 @@ from recipes.orchestrator.prompts import orchestrator_prompt
 from recipes.orchestrator.reward import Outcome, try_graphs
 from recipes.orchestrator.runner import Reply, Runner
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
-from rlm.adapters import new_adapter, save_adapter
+from rlm.adapters import new_adapter
 from rlm.answers import Verdict
 from rlm.config import UsageError, parse
 from rlm.evaluation import majority_score
+from rlm.export import save_adapter
 from rlm.machine import Device, Setup
 from rlm.models import load_base, load_tokenizer
 from rlm.problems import Problem

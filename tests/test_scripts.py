@@ -151,7 +151,7 @@ def demo():
 
 def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monkeypatch, demo):
     """Not of the adapters of the rows above it, merged into the base."""
-    monkeypatch.setattr(evaluate, "accuracy_bars", lambda *_: None)
+    monkeypatch.setattr("rlm.evaluation_report.accuracy_bars", lambda *_: None)
     adapters = {name: tmp_path / name for name in ("sft", "grpo")}
     for seed, path in enumerate(adapters.values()):
         torch.manual_seed(seed)
@@ -276,7 +276,7 @@ def test_reward_and_tags_are_those_that_were_asked_for(
     model_dir, tmp_path, tokenizer, monkeypatch, capsys
 ):
     """From the flags of training to the scorer, and by run.json to evaluation and inference."""
-    monkeypatch.setattr(evaluate, "accuracy_bars", lambda *_: None)
+    monkeypatch.setattr("rlm.evaluation_report.accuracy_bars", lambda *_: None)
     tags = []
 
     def watched(tokenizer, problem, format, **options):

@@ -25,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
-from rlm.adapters import adapter_tensors, load_adapter, new_adapter, save_adapter
+from rlm.adapters import adapter_tensors, load_adapter, new_adapter
 from rlm.config import UsageError, parse
+from rlm.export import save_adapter
 from rlm.machine import Device
 from rlm.models import base_hash, load_base
 from rlm.prompts import FORMATS, render_prompt

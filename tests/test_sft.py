@@ -16,9 +16,10 @@ from test_train_grpo import a_start_adapter
 
 import rlm.sft
 import train_sft
-from rlm.adapters import new_adapter, save_adapter
+from rlm.adapters import new_adapter
 from rlm.config import UsageError
 from rlm.data import load_problems
+from rlm.export import save_adapter
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device
 from rlm.models import load_base
@@ -394,7 +395,7 @@ def test_a_save_that_fails_brings_no_older_adapter_back(sft, tmp_path, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlm.adapters._check_export", full)
+    monkeypatch.setattr("rlm.export._check_export", full)
     assert sft() != 0
     assert "No space left" in capsys.readouterr().err
     assert not (tmp_path / "sft").exists()  # .prev is that of seed 0

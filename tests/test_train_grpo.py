@@ -15,9 +15,10 @@ from scripted_server import ScriptedServer
 
 import train_grpo
 from rlm import report
-from rlm.adapters import new_adapter, save_adapter
+from rlm.adapters import new_adapter
 from rlm.algorithms import ALGORITHMS
 from rlm.config import UsageError
+from rlm.export import save_adapter
 from rlm.grpo import problems_for_step
 from rlm.grpo_config import GRPOConfig
 from rlm.machine import Device

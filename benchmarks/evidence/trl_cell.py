@@ -18,7 +18,7 @@ from benchmarks.evidence.plan import Cell, EvidenceConfig
 from benchmarks.evidence.pools import pools
 from benchmarks.evidence.training import is_whole
 from benchmarks.trl_arm import Clock, Settings, TimedTrainer, config_for, prompt_rows
-from rlm import adapters, machine, models
+from rlm import adapters, export, machine, models
 from rlm.grpo import problems_for_step
 from rlm.prompts import stop_token_ids
 
@@ -90,7 +90,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     )
     clock.trainer.train(resume_from_checkpoint=begun)
     run = {"base_model": config.model, "base_hash": models.base_hash(config.model)}
-    adapters.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
+    export.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
     return [json.loads(row) for row in steps_file.read_text(encoding="utf-8").splitlines()]
 
 

@@ -21,6 +21,7 @@ from recipes.orchestrator.graph import AGENTS, Graph
 from recipes.orchestrator.orchestrator import render
 from rlm import adapters, machine, models, terminal
 from rlm.config import to_dict
+from rlm.export import save_adapter
 from rlm.grpo import Rollout
 from rlm.lean import use_lean_layers
 from rlm.logprobs import split, token_logprobs
@@ -126,7 +127,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
         "seconds": seconds,
         "config": to_dict(config),
     }
-    adapters.save_adapter(policy, tokenizer, config.sft_adapter, run)
+    save_adapter(policy, tokenizer, config.sft_adapter, run)
     terminal.line(f"cold start done in {terminal.duration(seconds)}: {config.sft_adapter}")
     return loss
 

@@ -32,6 +32,7 @@ from recipes.orchestrator.runner import Agents
 from rlm import adapters, machine, models, terminal
 from rlm.config import UsageError, explicit
 from rlm.data import is_file, load_problems, only_numbers
+from rlm.export import check_output
 from rlm.grpo import Group
 from rlm.problems import Problem
 from rlm.records import replace_json
@@ -255,11 +256,11 @@ def main(config: Config) -> int:
     if config.test_samples and not is_file(config.dataset):  # of which the test split is all
         test = load("test", max_samples=config.test_samples)
     only_numbers(config.dataset, [*train, *validation, *test])
-    adapters.check_output(config.output)
+    check_output(config.output)
     if missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(f"{start} is not there: make it in one process first (--steps 1)")
-        adapters.check_output(start, "--sft-adapter")
+        check_output(start, "--sft-adapter")
         make_start_adapter(config, train[: config.start_questions])
     trainer = OrchestratorTrainer(config, agents)
     counts = f"{len(train)} problems, {len(validation)} to validate and {len(test)} to test on"
