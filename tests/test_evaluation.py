@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-import evaluate as script
 from rlm.answers import Verdict, grade
 from rlm.evaluation import (
     Evaluation,
@@ -24,6 +23,7 @@ from rlm.evaluation import (
     pass_at_k,
     wilson_interval,
 )
+from rlm.evaluation_report import report
 from rlm.numerals import parse_number
 from rlm.plots import accuracy_bars, learning_curves
 from rlm.problems import Problem
@@ -269,13 +269,13 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
     tmp_path, monkeypatch, capsys
 ):
     """Of four problems the base solves one, the adapter that and two more."""
-    monkeypatch.setattr(script, "accuracy_bars", lambda *_: None)
+    monkeypatch.setattr("rlm.evaluation_report.accuracy_bars", lambda *_: None)
     right, wrong = graded("correct"), graded("wrong")
     worse, better = (
         Evaluation([problem()] * 4, [[g] for g in groups])
         for groups in ([right, wrong, wrong, wrong], [right, right, right, wrong])
     )
-    script.report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
+    report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
     said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]["compared"]
     assert list(said) == ["SFT − base"]
     for grading in ("strict", "lenient"):
