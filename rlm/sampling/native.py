@@ -30,6 +30,8 @@ SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
+_C_TYPES = {float: ctypes.c_float, int: ctypes.c_int64, bool: ctypes.c_int64}
+
 
 class _Segment(ctypes.Structure):
     _fields_ = (
@@ -138,7 +140,7 @@ class Native:
             added = None if residual is None else residual.contiguous()
             what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
             what.residual = None if added is None else added.data_ptr()
-            self._call("multiply", what)
+            self._call("multiply", ctypes.byref(what))
             return out
 
         return multiply
@@ -183,7 +185,7 @@ class Native:
             # One token a row: what is left is (N, heads, D), of which rows may lie apart.
             parts = [_heads_together(part[:, :, 0]) for part in (q, k, v)]
             rows = [value for part in parts for value in (part, part.stride(0))]
-            if self._call("attend", step, layer, float(scale), *rows, out):
+            if self._call("attend", ctypes.byref(step), layer, float(scale), *rows, out):
                 raise MemoryError("no memory for the scores of attention")
             return out
 
@@ -272,23 +274,18 @@ class Native:
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
         return self._call(name, *values)
 
-    def _call(self, name: str, *values: Tensor | ctypes.Structure | float | None) -> int:
-        """A function of the C files, whose last argument is the number of threads.
+    def _call(self, name: str, *values: object) -> int:
+        """A function of the C files: addresses and numbers, and how many threads there are.
 
-        A number's type decides how it is passed: C's floats must be floats here, its int64_t ints.
+        Its first call tells how each value is passed: C's float is a float here, its int64_t an
+        int, and all else an address.
         """
-        threads = ctypes.c_int(torch.get_num_threads())
-        return getattr(self._library, name)(*map(_as_c, values), threads)
-
-
-def _as_c(value: Tensor | ctypes.Structure | float | None) -> object:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if isinstance(value, ctypes.Structure):
-        return ctypes.byref(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return value if value is None else ctypes.c_int64(value)
+        function = getattr(self._library, name)
+        if function.argtypes is None:
+            types = [_C_TYPES.get(type(value), ctypes.c_void_p) for value in values]
+            function.argtypes = [*types, ctypes.c_int]
+        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        return function(*passed, torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:
