@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm import machine
-from rlm.adapters import active_adapters, is_plain_lora, lora_layers
+from rlm.adapters import active_adapters, wears_plain_lora
 from rlm.attention import plain_scale
 from rlm.config import UsageError
 from rlm.models import decoder_and_head
@@ -100,7 +100,7 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
-    if not all(map(is_plain_lora, lora_layers(model))):
+    if not wears_plain_lora(model):
         return "its adapter is more than plain LoRA"
     return None
 
