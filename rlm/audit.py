@@ -23,7 +23,7 @@ from rlm.answers import grade
 from rlm.config import UsageError
 from rlm.evaluation import wilson_interval
 from rlm.prompts import FORMATS, Format
-from rlm.records import read_lines, replace_json
+from rlm.records import read_log, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
 START_LIMIT = 60.0  # for importing sympy
@@ -155,7 +155,7 @@ def read_samples(run_dir: Path) -> list[dict]:
     file = run_dir / "samples.jsonl"
     if not file.is_file():
         raise UsageError(f"{file} does not exist; name a run with --run-dir")
-    return read_lines(file, repair=False)
+    return read_log(file)
 
 
 def audit(

@@ -233,8 +233,9 @@ def last_number(text: str) -> Claim:
 
 # A number on its own: 17, 1,080, .5, 1.6e-19, 3/4 and 3.5 km, but not the 2 of step2 or 2nd.
 _NAMED = re.compile(
-    r"(?<![\w.])(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
-    r"(?:/\d+|[eE][-+]?\d+)?(?!(?:st|nd|rd|th)\b)",
+    r"(?<![A-Za-z0-9])(?<!\d\.)"
+    r"(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++)"
+    r"(?:/\d++|[eE][-+]?\d{1,2}(?!\w))?(?!(?:st|nd|rd|th)\b)",
     re.ASCII,
 )
 

@@ -44,6 +44,23 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
     return rows
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log up to the first line that a crash damaged; [] if it is not there.
+
+    What lies behind a checkpoint is on the disk, so such a line is of a step that is done again.
+    """
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+        for line in stream:  # not splitlines: a model may write U+2028
+            try:
+                rows.append(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                break
+    return rows
+
+
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Add rows; when this returns, they are on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)

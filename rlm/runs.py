@@ -23,7 +23,7 @@ from rlm import terminal
 from rlm.checkpoints import Checkpoints, writing
 from rlm.config import Interrupted, UsageError
 from rlm.interrupts import Interrupts
-from rlm.records import read_lines, replace_file, replace_json, sync
+from rlm.records import read_log, replace_file, replace_json, sync
 from rlm.tracking import Tracker, open_tracker
 
 LOCK = ".lock"
@@ -171,7 +171,7 @@ class RunDirectory:
         """All steps logged so far; a torn last line (a kill while writing) is left out."""
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
-            for row in read_lines(self.metrics_file, repair=False)
+            for row in read_log(self.metrics_file)
         ]
 
     def write_csv(self, rows: Sequence[Mapping[str, object]]) -> None:
@@ -188,7 +188,7 @@ class RunDirectory:
         if not self.writes:
             return
         for file in self._logs():
-            kept = [row for row in read_lines(file, repair=False) if row["step"] < step]
+            kept = [row for row in read_log(file) if row["step"] < step]
             with writing(file):
                 lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
                 replace_file(file, "".join(lines))

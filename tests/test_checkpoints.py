@@ -228,13 +228,21 @@ def test_too_little_room_is_said_before(tmp_path, monkeypatch):
 # --- the run directory ----------------------------------------------------------------------
 
 
-def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"step": 3, "x\xc3',  # cut in the middle of a character
+        b'\0\0\0\0\n{"step": 4}\n',  # space that was given to the file and not written
+        b"[3]\n",
+    ],
+)
+def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path, damage):
     run = RunDirectory(tmp_path, resume=True)
     for step in range(3):
         run.log({"step": step, "x": float("nan") if step == 1 else 0.5})
         run.log_samples([{"step": step, "completions": ["a\u2028b\x85c\ud7ff"]}])
     with run.metrics_file.open("ab") as stream:
-        stream.write(b'{"step": 3, "x\xc3')  # cut in the middle of a character
+        stream.write(damage)
     rows = run.metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[1]["x"] != rows[1]["x"]  # NaN

@@ -1,6 +1,7 @@
 """GRPO as a cell of the evidence grid, and TRL's trainer as one, fed the same completions."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from test_evidence import toy
 from test_train_grpo import a_start_adapter
@@ -26,6 +27,7 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
         model_dir, tmp_path, steps=6, batch_size=4, group_size=4, max_new_tokens=12, trl_batch=8,
         learning_rate=1e-2,
     )  # fmt: skip
+    torch.manual_seed(0)  # 2e-6 with this adapter; 2e-4 was seen with another
     start = a_start_adapter(model_dir, tokenizer, config.folder(Cell(START, 0)) / "adapter")
     steps, sample = [], Sampler.sample
 
@@ -57,5 +59,4 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
     for name, tensor in ours.items():
         change = (tensor - before[name]).norm()
         assert change > 0.01, name
-        # 3e-6 was seen, and 2e-4 after other tests in the same process.
-        assert (tensor - theirs[name]).norm() < 1e-3 * change, name
+        assert (tensor - theirs[name]).norm() < 1e-4 * change, name

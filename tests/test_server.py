@@ -85,6 +85,11 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
     nowhere = tmp_path / "none"
     assert find_adapters(nowhere, None, str(model_dir), base=True).default == "base"
     assert find_adapters(nowhere, weights, None, base=True).model == str(model_dir)
+    (tmp_path / "a" / "run.json").write_text(
+        json.dumps(run | {"base_model": "b", "base_hash": "b"})
+    )
+    catalog = find_adapters(tmp_path / "a", weights, None, base=True)  # a folder of another base
+    assert (catalog.model, catalog.quantize) == (str(model_dir), "none")
 
 
 def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):

@@ -135,6 +135,9 @@ def test_the_end_of_a_sentence_closes_in_the_last_quarter(tokenizer):
     assert row.reasoning == "x" * 50 + ". " + "y" * 20 + "."
     row = run(tokenizer, f"<think>{text}", budget=60)  # 45 to 60
     assert row.reasoning == "x" * 50 + "."
+    lines = "12 * 4 = 48\n" * 20
+    row = run(tokenizer, f"<think>{lines}", budget=80)  # a line that begins with a digit
+    assert row.reasoning == lines[:59]
     price = "x" * 63 + "3.50? " + "z" * 200
     assert run(tokenizer, f"<think>{price}", budget=80).reasoning == "x" * 63 + "3.50?"
 

@@ -343,6 +343,7 @@ def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
     assert (summary["step"], summary["accuracy"], summary["steps_run"]) == (1, 0.75, 4)
     saved = json.loads((config.run_dir / "checkpoints/step_000003/state.json").read_text())
     assert 0 < saved["seconds"] <= before["seconds"]
+    assert trainer.state._seconds_before == saved["seconds"] < summary["seconds"]
     again = load_file(config.output / "adapter_model.safetensors")
     assert all(torch.equal(tensor, again[name]) for name, tensor in best.items())
     last = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")

@@ -57,9 +57,13 @@ def tolerance_of(problem: Problem) -> float:
         UsageError: the problem's rel_tol is no such share.
     """
     told = problem.columns.get("rel_tol", 0)
-    if not isinstance(told, int | float) or not 0 <= told < 1:
+    try:
+        share = float(told)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
         raise UsageError(f"problem {problem.id}: rel_tol is a share such as 0.01, not {told!r}")
-    return float(told)
+    return share
 
 
 def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:

@@ -1,5 +1,6 @@
-/* What stands between the products of a learning pass: norms, gating and the softmax of attention,
- * and the gradients of the first two. What they need of the forward pass is made again.
+/* What stands between the products of a learning pass: norms (a decoding step's, too), gating and
+ * the softmax of attention, and the gradients of the first two. What they need of the forward pass
+ * is made again.
  */
 #include "numbers.h"
 

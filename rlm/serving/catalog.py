@@ -78,7 +78,9 @@ def find_adapters(
         check_adapter(path, "run: python train_sft.py && python train_grpo.py")
         _check_files(path, folder)
     runs = [read_run(path) for path in paths]
-    own = read_run(adapter) or next(iter(runs), {})
+    own = read_run(adapter)
+    if runs and own.get("base_hash") not in {run.get("base_hash") for run in runs}:
+        own = runs[0]  # with --base the folder may be of another base than the adapter left out
     named = (run["base_model"] for run in (own, *runs) if "base_model" in run)
     model = model or next(named, None)
     if model is None and (paths or adapter.exists()):

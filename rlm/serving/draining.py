@@ -23,8 +23,9 @@ class DrainingServer(uvicorn.Server):
         self.should_exit, self.force_exit = True, self.should_exit
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._service.drain(self._seconds))
-        while not (draining.done() or self.force_exit):
-            await asyncio.sleep(0.05)
-        draining.cancel()
+        if self._service.engine.state != "dead":
+            draining = asyncio.create_task(self._service.drain(self._seconds))
+            while not (draining.done() or self.force_exit):
+                await asyncio.sleep(0.05)
+            draining.cancel()
         await super().shutdown(sockets)

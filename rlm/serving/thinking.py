@@ -215,9 +215,12 @@ class Thinking:
             return True
         if self.budget is None or used < (1 - SOFT_SHARE) * self.budget:
             return False
-        ends = self._last_piece(state).rstrip(" ").endswith(("\n", ".", "!", "?"))
-        inside = self._decoder.decode([token])[:1].isdigit()  # 3.50: its point ends nothing
-        return used >= self.budget or (ends and not inside)
+        if used >= self.budget:
+            return True
+        piece = self._last_piece(state)
+        if piece.endswith(".") and self._decoder.decode([token])[:1].isdigit():
+            return False  # inside a number, such as 3.50
+        return piece.rstrip(" ").endswith(("\n", ".", "!", "?"))
 
     def _last_piece(self, state: Row) -> str:
         return self._decoder.decode(state.ids[-2:], skip_special_tokens=True)
