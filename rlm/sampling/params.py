@@ -1,4 +1,4 @@
-"""What is asked of the sampler and what it gives back. Loads no torch."""
+"""What is asked of the sampler and what it gives back."""
 
 from __future__ import annotations
 
