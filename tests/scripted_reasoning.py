@@ -354,7 +354,7 @@ def crumbs(data: bytes, size: int = 1) -> tuple[bytes, ...]:
     return tuple(data[i : i + size] for i in range(0, len(data), size))
 
 
-def wait_until(true: Any, seconds: float = 5.0) -> bool:
+def wait_until(true: Any, seconds: float = 60.0) -> bool:
     """Whether `true()` came to hold in time."""
     end = time.monotonic() + seconds
     while not (held := true()) and time.monotonic() < end:

@@ -25,6 +25,13 @@ GET = request("GET", "/health")
 
 @pytest.fixture(scope="module")
 def wall():
+    with Wall() as wall:
+        yield wall
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """For slow clients; a good one, too, is cut when its machine pauses for so long."""
     with Wall(guard=QUICK, body_seconds=0.4) as wall:
         yield wall
 
@@ -64,66 +71,73 @@ def test_the_limits_are_the_documented_ones():
     assert (wall.requests_per_minute, wall.failures_per_minute) == (120, 20)
 
 
-def test_a_silent_connection_is_closed(wall):
-    with wall.connect() as sock:
+def test_a_silent_connection_is_closed(quick):
+    with quick.connect() as sock:
         assert rest(sock) == b""
 
 
 @pytest.mark.parametrize("start", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET /"])
-def test_a_header_that_drips_is_cut_off_as_a_whole(wall, start):
-    with wall.connect() as sock:
+def test_a_header_that_drips_is_cut_off_as_a_whole(quick, start):
+    with quick.connect() as sock:
         drip(sock, start)
 
 
-def test_a_second_header_on_a_kept_connection_has_a_deadline_too(wall):
-    with wall.connect() as sock:
+def test_a_second_header_on_a_kept_connection_has_a_deadline_too(quick):
+    with quick.connect() as sock:
         sock.sendall(GET)
         assert read(sock).status == 200
         drip(sock, b"GET / HTTP/1.1\r\nX: ")
 
 
-def test_a_second_header_that_came_with_the_first_request_has_one_too(wall):
-    with wall.connect() as sock:
+def test_a_second_header_that_came_with_the_first_request_has_one_too(quick):
+    with quick.connect() as sock:
         sock.sendall(GET + b"GET / HTTP/1.1\r\nHost: ")
         assert rest(sock).count(b"HTTP/1.1 200") == 1
 
 
-def test_a_body_that_drips_gets_a_408_and_then_the_end(wall):
+def test_a_body_that_drips_gets_a_408_and_then_the_end(quick):
     start = request("POST", "/phase1/reasoning", AUTH, JSON, b"Content-Length: 5000")
-    with wall.connect() as sock:
-        sock.sendall(start + b'{"')
-        answer = read(sock)
-        assert (answer.status, answer.json["code"]) == (408, "request_timeout")
-        drip(sock, b"")
+    for _ in range(5):
+        with quick.connect() as sock:
+            sock.sendall(start + b'{"')
+            if answer := read(sock):  # none: the machine paused beyond the guard's own limit, too
+                break
+    assert (answer.status, answer.json["code"]) == (408, "request_timeout")
 
 
-def test_a_body_that_nobody_wants_any_more_is_not_awaited_for_ever(wall):
-    with wall.connect() as sock:
+def test_a_body_that_goes_on_dripping_is_cut_off(quick):
+    with quick.connect() as sock:
+        sock.sendall(request("POST", "/phase1/reasoning", AUTH, JSON, b"Content-Length: 5000"))
+        drip(sock, b'{"')
+
+
+def test_a_body_that_nobody_wants_any_more_is_not_awaited_for_ever(quick):
+    with quick.connect() as sock:
         sock.sendall(request("POST", "/phase1/reasoning", b"Content-Length: 5000"))
         assert read(sock).status == 401
         drip(sock, b"")
 
 
-def test_a_body_after_the_answer_that_refused_it_leaves_no_connection_open(wall):
-    with wall.connect() as sock:
+def test_a_body_after_the_answer_that_refused_it_leaves_no_connection_open(quick):
+    with quick.connect() as sock:
         sock.sendall(request("POST", "/phase1/reasoning", b"Content-Length: 5"))
         assert read(sock).status == 401
         sock.sendall(b"12345")
         assert rest(sock) == b""
 
 
-def test_a_long_answer_outlives_the_deadlines(wall):
+def test_a_long_answer_outlives_the_deadlines(quick):
     path = "/stream?chunks=6&size=10&pause=0.25"
-    assert wall.ask("GET", path, AUTH).body == b"x" * 60
+    assert quick.ask("GET", path, AUTH).body == b"x" * 60
 
 
-def test_a_client_that_does_not_read_is_cut_and_the_app_hears_of_it(wall):
-    wall.app.state.hung_up.clear()
+def test_a_client_that_does_not_read_is_cut_and_the_app_hears_of_it(quick):
+    quick.app.state.hung_up.clear()
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", wall.port))
+        sock.connect(("127.0.0.1", quick.port))
         sock.sendall(request("GET", "/stream?chunks=100000&size=65536&pause=0", AUTH))
-        assert wall.app.state.hung_up.wait(10)
+        assert quick.app.state.hung_up.wait(60)
 
 
 def test_a_client_that_leaves_a_little_unread_is_cut_too():
@@ -148,7 +162,8 @@ def test_a_client_that_leaves_a_little_unread_is_cut_too():
             time.sleep(0.05)
         [(reason, size)] = left
         assert (reason, 0 < size < 65536) == ("slow reader", True)
-        time.sleep(0.1)
+        while wall.connections and time.monotonic() < end:
+            time.sleep(0.05)
         assert wall.connections == 0
 
 
@@ -158,7 +173,7 @@ def test_closing_the_sending_half_counts_as_leaving(wall):
         sock.sendall(request("GET", "/stream?chunks=1000&size=1&pause=0.1", AUTH))
         assert sock.recv(10) == b"HTTP/1.1 2"
         sock.shutdown(socket.SHUT_WR)
-        assert wall.app.state.hung_up.wait(10)
+        assert wall.app.state.hung_up.wait(60)
 
 
 def test_no_piece_of_a_stream_waits_for_the_last_one_to_be_acknowledged():

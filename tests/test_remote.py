@@ -233,11 +233,15 @@ def test_reasoning_that_comes_apart_is_kept(server):
 
 
 def test_requests_a_minute(server):
-    client = client_of(server, pace=Pace(requests=2, window=0.3))
+    pace, turns = Pace(requests=2, window=0.3), []
+    wait = pace.wait
+    pace.wait = lambda tokens: turns.append(wait(tokens)) or turns[-1]
+    client = client_of(server, pace=pace)
     with ThreadPoolExecutor(5) as pool:
         list(pool.map(lambda _: client.chat(HELLO, **ASK), range(5)))
-    at = sorted(seen.at for seen in server.requests)
-    assert all(later - earlier > 0.25 for earlier, later in zip(at, at[2:], strict=False))
+    at = sorted(turn.started for turn in turns)
+    assert len(at) == len(server.requests) == 5
+    assert all(later - earlier > 0.299 for earlier, later in zip(at, at[2:], strict=False))
 
 
 def test_tokens_a_minute_count_what_was_really_taken():

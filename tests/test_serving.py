@@ -399,7 +399,7 @@ def test_not_ready_while_loading(tokenizer):
     go = threading.Event()
     service, _ = make_service(tokenizer, SCRIPT)
     load = service.engine._load
-    service.engine._load = lambda: (go.wait(10), load())[1]
+    service.engine._load = lambda: (go.wait(60), load())[1]
     asyncio_app = create_app(service)
     assert service.not_ready().code == "loading"
     service.engine.start()
@@ -590,6 +590,7 @@ def test_answer_now(tokenizer):
         assert done["thinking"]["status"] == "forced"
         assert done["final_answer"] == "7"
         assert len(done["reasoning"]) < len("again " * 20)
+        wait_until(lambda: service.requests == 0)
         assert server.post({}, f"/phase1/reasoning/{id}/answer").status_code == 404
 
 
@@ -682,6 +683,8 @@ def test_a_stream_never_goes_on_with_another_text(tokenizer, drawn_again):
     service, sampler = make_service(tokenizer, script, pause=0.002)
 
     def break_down(questions: list[str]) -> None:
+        if sampler.steps == 1:  # both are here before anything is drawn
+            wait_until(lambda: service.requests == 2)
         if sampler.steps == 40:
             script["long"] = drawn_again
             raise RuntimeError("a step that fails once")
@@ -705,6 +708,8 @@ def test_a_newcomer_is_not_let_in_while_another_is_on_probation(tokenizer):
     engine, failed = service.engine, []
 
     def break_down(questions: list[str]) -> None:
+        if sampler.steps == 1:  # both are here before anything is drawn
+            wait_until(lambda: service.requests == 2)
         once = not failed and len(questions) == 2 and sampler.steps > 25
         if once or any("poison" in question for question in questions):
             failed.append(questions)
@@ -755,7 +760,7 @@ def test_a_hung_step_is_noticed_and_recovered_from(tokenizer):
     hang = threading.Event()
     service, sampler = make_service(tokenizer, SCRIPT | {"hang": LONG}, hang_seconds=0.3)
     sampler.before_step = lambda questions: (
-        hang.wait(10) if any("hang" in question for question in questions) else None
+        hang.wait(60) if any("hang" in question for question in questions) else None
     )
     with live(service) as server:
         stuck = server.post({"prompt": "hang"})
@@ -763,6 +768,7 @@ def test_a_hung_step_is_noticed_and_recovered_from(tokenizer):
         assert server.get("/ready").json()["code"] == "engine_down"
         hang.set()
         wait_until(lambda: server.get("/ready").status_code == 200)
+        service.engine._hang_seconds = 60.0  # a machine that pauses does not hang
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
 
 

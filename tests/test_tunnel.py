@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from pyngrok import ngrok
 from walled_server import KEY, Wall, request
 
 from rlm.serving import logs
@@ -39,7 +40,9 @@ class Agent:
         return {name: value for line in lines for name, value in json.loads(line).items()}
 
     def is_gone(self) -> bool:
-        return not psutil.pid_exists(self.facts()["pid"])
+        """Also where it was ended before it could write anything down."""
+        running = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
+        return not any(str(self.path) in (words or []) for words in running)
 
 
 @pytest.fixture
@@ -157,15 +160,14 @@ def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
 )
 def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, capsys, mode, message):
     hosts = AllowedHosts(["localhost"])
-    seconds = 1.0 if mode in ("silent", "deaf") else 20.0
 
-    async def open_and_close() -> None:
+    async def open_and_close(seconds: float = 20.0) -> None:
         tunnel = await Tunnel.open(UNUSED, hosts, open_seconds=seconds)
         await tunnel.close()
 
     monkeypatch.setenv("STAND_IN_MODE", mode)
     with pytest.raises(TunnelError) as info:
-        asyncio.run(open_and_close())
+        asyncio.run(open_and_close(1.0 if mode in ("silent", "deaf") else 20.0))
     text = str(info.value)
     assert text.startswith("ngrok: ")
     assert message in text
@@ -215,6 +217,20 @@ def test_giving_up_while_it_opens_ends_the_agent(agent, monkeypatch):
             await opening
 
     asyncio.run(scenario())
+    assert agent.is_gone()
+
+
+def test_an_agent_that_starts_when_the_time_is_up_is_ended_too(agent, monkeypatch):
+    monkeypatch.setenv("STAND_IN_MODE", "silent")
+    connect = ngrok.connect
+
+    def late(**options):
+        time.sleep(0.5)
+        return connect(**options)
+
+    monkeypatch.setattr("rlm.serving.tunnel.ngrok.connect", late)
+    with pytest.raises(TunnelError, match="not ready"):
+        asyncio.run(Tunnel.open(UNUSED, AllowedHosts(), open_seconds=0.1))
     assert agent.is_gone()
 
 

@@ -30,7 +30,7 @@ from rlm.serving.strict_json import parse, require_json
 
 KEY = "a-key-for-the-tests-1"
 OTHER_KEY = "a-key-for-the-tests-2"
-TIMEOUT = 10.0  # seconds until a test gives up on a socket
+TIMEOUT = 30.0  # seconds until a test gives up on a socket
 
 
 def small_app() -> FastAPI:

@@ -177,10 +177,14 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 
 async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
     """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
-    if record := agents._current_processes.get(config.ngrok_path):
-        record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
-    await asyncio.wait({opening}, timeout=10)
-    if opening.done() and opening.exception():  # asked, so that asyncio does not report it
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 10
+    while not opening.done() and loop.time() < end:  # it may be about to start the agent
+        if record := agents._current_processes.get(config.ngrok_path):
+            record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
+        await asyncio.wait({opening}, timeout=0.1)
+    if opening.done():
+        opening.exception()  # asked, so that asyncio does not report it
         ngrok.kill(config)
 
 
