@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -70,7 +71,13 @@ def bars(counts: Mapping[str, int], total: int) -> None:
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar that disappears when done; gives the function that moves it on by one."""
+    """A bar that disappears when done; gives the function that moves it on by one.
+
+    Without a terminal it is a line a minute, so that a log shows whether an hour's work goes on.
+    """
+    if not console.is_terminal:
+        yield _lines(description, total)
+        return
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -78,10 +85,24 @@ def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(description, total=total)
         yield lambda: bar.advance(task)
+
+
+def _lines(description: str, total: int) -> Callable[[], None]:
+    done, began = 0, time.monotonic()
+    said = began
+
+    def advance() -> None:
+        nonlocal done, said
+        done, now = done + 1, time.monotonic()
+        if now - said >= 60 and done < total:
+            said = now
+            left = (now - began) / done * (total - done)
+            line(f"{description}: {done} of {total}, {duration(left)} left")
+
+    return advance
 
 
 def duration(seconds: float) -> str:
