@@ -7,11 +7,13 @@ taken from the run.json of the last adapter.
     python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
     python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
     python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
+    python evaluate.py --samples 8 --resume              # of an earlier one, rows still valid
     python evaluate.py --audit-reward                    # does the verifier miss right answers?
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +21,15 @@ from pathlib import Path
 
 from rlm import terminal
 from rlm.audit import audit_run
-from rlm.config import UsageError, check_values, explicit, flag, to_dict
+from rlm.config import Interrupted, UsageError, check_values, explicit, flag, to_dict
 from rlm.data import is_file, load_problems
 from rlm.evaluation import Evaluation, evaluate
+from rlm.evaluation_record import RowRecord
 from rlm.evaluation_report import report
 from rlm.problems import Problem
 from rlm.prompts import FORMATS
 from rlm.quantize import QUANTIZATIONS, trained_on
+from rlm.records import Journal
 from rlm.script import run_main
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -60,7 +64,8 @@ class EvaluateConfig:
     audit_reward: bool = flag(False, "instead: how graders differ on a run's samples")
     run_dir: Path = flag(Path("runs/grpo"), "the run, for --audit-reward")
     seed: int = flag(0, "of problems, examples and sampling")
-    output: Path = flag(Path("runs/evaluation"), "where figures, picture and failures go")
+    output: Path = flag(Path("runs/evaluation"), "where figures, picture and completions go")
+    resume: bool = flag(False, "draw only the rows that --output lacks, or has of something else")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -143,21 +148,31 @@ def evaluate_row(
     examples,
     config: EvaluateConfig,
     kinds: Sequence[str] = ("greedy", "sampled"),
+    record: RowRecord | None = None,
 ) -> dict[str, Evaluation]:
-    """What came out of each kind of decoding: "greedy", and "sampled" if --samples asks for it."""
+    """What came out of each kind of decoding: "greedy", and "sampled" if --samples asks for it.
+
+    Args:
+        record: where it is kept; what is there already is not drawn again.
+    """
     from rlm.sampling import Sampler
 
     started, sampler, results = time.monotonic(), Sampler(model, tokenizer), {}
+    format = FORMATS[config.reasoning_format]
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind, (k, temperature) in plan.items():
         if k == 0 or kind not in kinds:
+            continue
+        decoding = {"completions": k, "temperature": temperature}
+        if record and (found := record.find(kind, decoding, problems, format)):
+            results[kind] = found
             continue
         with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
             results[kind] = evaluate(
                 sampler,
                 tokenizer,
                 problems,
-                FORMATS[config.reasoning_format],
+                format,
                 max_new_tokens=config.max_new_tokens,
                 temperature=temperature,
                 k=k,
@@ -165,18 +180,52 @@ def evaluate_row(
                 examples=examples,
                 on_finish=advance,
             )
+        if record:
+            record.add(kind, decoding, results[kind])
     terminal.line(f"{name}: done in {terminal.duration(time.monotonic() - started)}")
     return results
+
+
+def open_journal(config: EvaluateConfig) -> Journal:
+    """The completions drawn so far; none, unless --resume asks for those of an earlier call.
+
+    Raises:
+        UsageError: there is nothing to resume, or --output cannot be written.
+    """
+    from rlm.runs import check_writable
+
+    check_writable("--output", config.output)  # before the hours, not after them
+    file = config.output / "completions.jsonl"
+    if not config.resume:
+        file.unlink(missing_ok=True)
+    elif not file.exists():
+        raise UsageError(f"--resume: {file} does not exist; start without it")
+    return Journal(file)
+
+
+def made_of(
+    config: EvaluateConfig, device: object, problems: Sequence[Problem], examples: Sequence
+) -> dict[str, object]:
+    """What a row's completions depend on, beside weights, decoding and the code."""
+    from rlm.resume import data_id
+
+    options = ("model", "quantize", "reasoning_format", "seed", "max_new_tokens")
+    asked = [[p.id, p.question, p.answer, p.answer_type] for p in problems]
+    return {
+        **{f"--{name.replace('_', '-')}": getattr(config, name) for name in options},
+        "data": data_id("problems", asked),
+        "shown": data_id("examples", examples),
+        "device": str(device),
+    }
 
 
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         every = "max_samples" not in explicit(config)
         return audit_run(config.run_dir, config.output, None if every else config.max_samples)
-    from rlm.adapters import check_base, load_adapter, read_run
+    from rlm.adapters import adapter_hash, check_base, load_adapter, read_run
     from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.models import base_hash, load_base, load_tokenizer
-    from rlm.runs import check_writable
 
     prepare_process()
     adapters = find_adapters(config)
@@ -192,18 +241,31 @@ def main(config: EvaluateConfig) -> int:
     tokenizer = load_tokenizer(config.model)
     data = f"{config.dataset}, {config.split}, n = {len(problems)}"
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
-    check_writable("--output", config.output)  # before the hours, not after them
+    journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
 
+    def row(name: str, model, examples=(), adapter: Path | None = None) -> dict[str, Evaluation]:
+        origin = {"base": weights, "adapter": adapter_hash(adapter) if adapter else None}
+        origin |= made_of(config, device, problems, examples)
+        record = RowRecord(journal, name, origin)
+        return evaluate_row(name, model, tokenizer, problems, examples, config, record=record)
+
     base = load_base(config.model, device, quantize=config.quantize)
-    results = {"base": evaluate_row("base", base, tokenizer, problems, (), config)}
-    if examples:
-        name = f"base, {len(examples)}-shot"
-        results[name] = evaluate_row(name, base, tokenizer, problems, examples, config)
-    for name, path in adapters.items():
-        policy = load_adapter(base, path, trainable=False)
-        results[name] = evaluate_row(name, policy, tokenizer, problems, (), config)
-        base = policy.unload()  # takes the LoRA layers off; nothing was merged
+    results = {}
+    try:
+        results["base"] = row("base", base)
+        if examples:
+            name = f"base, {len(examples)}-shot"
+            results[name] = row(name, base, examples)
+        for name, path in adapters.items():
+            policy = load_adapter(base, path, trainable=False)
+            results[name] = row(name, policy, adapter=path)
+            base = policy.unload()  # takes the LoRA layers off; nothing was merged
+    except KeyboardInterrupt:
+        if not journal.rows:
+            raise
+        done = f"{journal.path} has: {'; '.join(journal.rows)}"
+        raise Interrupted(signal.SIGINT, done) from None
 
     made_with = {"base_hash": weights, "device": str(device), "note": note}
     report(results, data, {"config": to_dict(config), **made_with}, config.output)

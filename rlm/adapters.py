@@ -9,6 +9,7 @@ from rlm.quantize import import_bitsandbytes
 
 import_bitsandbytes()  # before peft does: it says there why
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,14 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
         raise UsageError(f"adapter {path} {what}; {how_to_make}")
     return path
+
+
+def adapter_hash(path: Path) -> str:
+    """What identifies an adapter, wherever it lies: a hash of its tensors and of its settings."""
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES:
+        digest.update((path / name).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def check_base(adapter: Path, model: str, model_hash: str) -> None:

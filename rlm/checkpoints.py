@@ -163,7 +163,7 @@ def writing(path: Path) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             f"{path} cannot be written: {reason}; what was saved before is untouched: make room "
-            "and run it again (training with --resume)"
+            "and run it again (with --resume, if it was under way)"
         ) from error
 
 

@@ -281,21 +281,25 @@ def evaluate(
         on_finish,
     )
 
+    def graded(problem: Problem, drawn: Completion) -> Graded:
+        text = tokenizer.decode(drawn.token_ids, skip_special_tokens=True)
+        tokens, truncated = len(drawn.token_ids), drawn.truncated
+        return grade_completion(text, tokens, truncated, problem=problem, format=format)
+
     return Evaluation(
         problems,
         [
-            [_graded(tokenizer, format, problem, completion) for completion in group]
+            [graded(problem, drawn) for drawn in group]
             for problem, group in zip(problems, groups, strict=True)
         ],
     )
 
 
-def _graded(
-    tokenizer: PreTrainedTokenizerBase, format: Format, problem: Problem, completion: Completion
+def grade_completion(
+    text: str, tokens: int, truncated: bool, *, problem: Problem, format: Format
 ) -> Graded:
-    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     strict, lenient = (
         grade(text, problem.answer, strict=strict, kind=problem.answer_type, **format.tags)
         for strict in (True, False)
     )
-    return Graded(text, strict, lenient, len(completion.token_ids), completion.truncated)
+    return Graded(text, strict, lenient, tokens, truncated)

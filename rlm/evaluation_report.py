@@ -22,7 +22,13 @@ GRADINGS = {"strict": True, "lenient": False}
 def report(
     results: Mapping[str, Mapping[str, Evaluation]], data: str, about: dict, output: Path
 ) -> None:
-    """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`."""
+    """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    from rlm.checkpoints import writing  # loads torch
+
     content = dict(about)
     for kind in ("greedy", "sampled"):
         found = {name: row[kind] for name, row in results.items() if kind in row}
@@ -36,14 +42,17 @@ def report(
     if about.get("note"):
         terminal.line(f"  {about['note']}")
 
-    replace_json(output / "evaluation.json", content)
-    with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
-    bars = {
-        name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
-        for name, row in content["greedy"]["rows"].items()
-    }
-    accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", about.get("note", ""))
+    with writing(output):
+        replace_json(output / "evaluation.json", content)
+        with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
+        bars = {
+            name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
+            for name, row in content["greedy"]["rows"].items()
+        }
+        accuracy_bars(
+            bars, output / "accuracy.png", f"Greedy accuracy: {data}", about.get("note", "")
+        )
     terminal.line(f"written: {output}/evaluation.json, accuracy.png, failures.jsonl")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_evaluation import graded, problem
 from test_train_grpo import a_start_adapter
 from transformers import AutoModelForCausalLM
@@ -27,7 +27,10 @@ import train_sft
 from rlm import machine, models
 from rlm.config import UsageError, parse
 from rlm.evaluation import Evaluation
+from rlm.evaluation_record import RowRecord
+from rlm.evaluation_report import report
 from rlm.prompts import FORMATS, render_problem, render_prompt
+from rlm.records import Journal
 from rlm.script import run_main
 from rlm.sft_examples import check_loss_mask
 
@@ -137,6 +140,75 @@ def test_evaluate_writes_its_files(trained, capsys):
     failures = (trained / "evaluation" / "failures.jsonl").read_text().splitlines()
     assert {json.loads(line)["row"] for line in failures} >= {"base", "GRPO"}
     assert "SFT" in capsys.readouterr().out
+
+
+def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
+    """To the same figures; a row is drawn again only if what it is made of has changed."""
+    names = ("base, greedy", "base, sampled", "SFT, greedy", "SFT, sampled", "GRPO, greedy")
+    draw, drawn = evaluate.evaluate, []
+
+    def evaluated(output, *options, stop_after=99):
+        def counted(*arguments, **keywords):
+            if len(drawn) == stop_after:
+                raise KeyboardInterrupt
+            drawn.append(keywords["k"])
+            return draw(*arguments, **keywords)
+
+        drawn.clear()
+        monkeypatch.setattr(evaluate, "evaluate", counted)
+        code = run(
+            evaluate, "--sft-adapter", trained / "sft", "--adapter", trained / "grpo",
+            "--max-samples", 3, "--samples", 2, "--max-new-tokens", 8, "--few-shot", 0,
+            "--output", trained / output, *options,
+        )  # fmt: skip
+        return code, len(drawn), capsys.readouterr()
+
+    def figures(output):
+        found = json.loads((trained / output / "evaluation.json").read_text())
+        return found["greedy"], found["sampled"]
+
+    assert evaluated("whole")[:2] == (0, 6)
+    code, count, said = evaluated("parts", stop_after=0)
+    assert (code, said.err) == (130, "interrupted\n")  # there is nothing to go on from
+    code, _, said = evaluated("parts", "--resume")
+    assert code == 2
+    assert "start without it" in said.err
+
+    code, count, said = evaluated("parts", stop_after=3)
+    assert (code, count) == (130, 3)
+    assert "; ".join(names[:3]) in said.err
+    assert "--resume" in said.err
+    assert not (trained / "parts" / "evaluation.json").exists()
+    code, count, said = evaluated("parts", "--resume")
+    assert (code, count) == (0, 3)
+    assert f"{names[2]}: as it was drawn before" in said.out
+    assert figures("parts") == figures("whole")
+    assert evaluated("parts", "--resume")[:2] == (0, 0)
+
+    code, count, said = evaluated("parts", "--resume", "--temperature", 0.5)
+    assert (code, count) == (0, 3)  # greedy completions have no temperature
+    assert f"{names[1]}: drawn again (temperature: 1.0 → 0.5)" in said.out
+    shutil.copytree(trained / "grpo", trained / "other")
+    tensors = load_file(trained / "other/adapter_model.safetensors")
+    halved = {name: tensor / 2 for name, tensor in tensors.items()}
+    save_file(halved, trained / "other/adapter_model.safetensors")
+    other = ["--adapter", trained / "other"]
+    code, count, said = evaluated("parts", "--resume", "--temperature", 0.5, *other)
+    assert (code, count) == (0, 2)  # other weights under the name of GRPO
+    assert f"{names[4]}: drawn again (adapter: " in said.out
+    assert evaluated("parts")[:2] == (0, 6)  # without --resume all
+
+
+def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
+    journal = Journal(tmp_path / "completions.jsonl")
+    journal.path = Path("/dev/full")
+    one = Evaluation([problem()], [[graded("correct")]])
+    with pytest.raises(UsageError, match="/dev/full cannot be written: No space left"):
+        RowRecord(journal, "base", {}).add("greedy", {}, one)
+    output = tmp_path / "evaluation"
+    output.touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        report({"base": {"greedy": one}}, "data", {}, output)
 
 
 @pytest.fixture(scope="module")
