@@ -910,6 +910,13 @@ def test_the_seeds_are_those_of_training(finished):
     assert "Training seeds: none." in "\n".join(sections.head(bases))
 
 
+def test_means_over_other_seeds_are_not_read_side_by_side(finished):
+    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
+    assert "other seeds" not in "\n".join(sections.summary(found, pools.WORDS))
+    found["sft"].append(found["sft"][0] | {"seed": 3})
+    assert "other seeds had other starts" in "\n".join(sections.summary(found, pools.WORDS))
+
+
 def test_only_test_sets_that_all_cells_share_are_compared(finished):
     found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")}
     assert "Left out" not in "\n".join(sections.head(found))

@@ -110,6 +110,11 @@ def summary_rows(results: Results, sets: Sequence[str]) -> list[str]:
 def summary(results: Results, sets: Sequence[str]) -> list[str]:
     tests = next(iter(results.values()))[0]["tests"]
     sizes = ", ".join(f"{TITLES.get(n, n)} {len(tests[n]['problems'])}" for n in sets)
+    trained = [cells for arm, cells in results.items() if ARMS[arm].kind != "base"]
+    starts = {tuple(cell["seed"] for cell in cells) for cells in trained}
+    other_starts = (
+        " Arms with other seeds had other starts: the leads below take the seeds that both have."
+    )
     return [
         "## All arms",
         "",
@@ -117,7 +122,7 @@ def summary(results: Results, sets: Sequence[str]) -> list[str]:
         "",
         f"Per cent right on {sizes} problems (greedy; the first of each set are sampled). "
         "Training seconds, of the machine that most cells ran on, come on top of the start's; "
-        "judging and checkpoints are not in them.",
+        f"judging and checkpoints are not in them.{other_starts if len(starts) > 1 else ''}",
     ]
 
 
