@@ -4,6 +4,7 @@ Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal
 """
 
 import dataclasses
+import errno
 import os
 import select
 import shlex
@@ -57,6 +58,13 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         # `script | head` has read enough. Python flushes stdout once more at exit: to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OSError as error:  # every file is replaced whole or grows by whole lines: none is lost
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
+        go_on = _how_to_resume(cls, parse_options.get("argv")) or " and run it again"
+        _tell(f"error: {what}: {error.strerror}; make room{go_on}")
+        code = 2
     sys.exit(code)
 
 

@@ -1,5 +1,6 @@
 """Options: where a value may come from, what is refused, and the one line a mistake is worth."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -297,6 +298,19 @@ def test_help_names_every_field_and_default(capsys):
         (None, ["--limit", "4"], 2, "error: --limit 4 is less than --batch-size 8\n"),
         (UsageError("no model\nin x"), [], 2, "error: no model in x\n"),
         (KeyboardInterrupt(), [], 130, "interrupted\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a.json"),
+            [],
+            2,
+            "error: a.json cannot be written: No space left on device; "
+            "make room and run it again\n",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            [],
+            2,
+            "error: the disk is full: Disk quota exceeded; make room and run it again\n",
+        ),
     ],
 )
 def test_run_main(result, argv, code, stderr, capsys):
@@ -311,11 +325,12 @@ def test_run_main(result, argv, code, stderr, capsys):
     assert capsys.readouterr() == ("", stderr)
 
 
-def test_a_bug_keeps_its_traceback():
+@pytest.mark.parametrize("bug", [ValueError("bug"), OSError(errno.EBADF, "bug")])
+def test_a_bug_keeps_its_traceback(bug):
     def main(config):
-        raise ValueError("bug")
+        raise bug
 
-    with pytest.raises(ValueError, match="bug"):
+    with pytest.raises(type(bug), match="bug"):
         run_main(main, Config, argv=[])
 
 

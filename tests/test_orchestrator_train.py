@@ -675,6 +675,15 @@ def test_the_table_has_every_row(finished, capsys):
     assert "asked twice" in out
 
 
+def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    arguments = ("--run", finished / "run", "--output", tmp_path / "taken")
+    assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: --output {tmp_path / 'taken'} cannot be written")
+    assert said.out == ""
+
+
 def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, monkeypatch):
     reply, batches = LocalAgents.reply, []
 

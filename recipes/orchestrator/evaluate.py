@@ -34,8 +34,9 @@ from rlm.evaluation import (
     wilson_interval,
 )
 from rlm.problems import Problem
-from rlm.records import replace_json
+from rlm.records import replace_file, replace_json
 from rlm.remote import Price
+from rlm.runs import check_writable
 from rlm.script import run_main
 
 FIXED = {"asked twice": ASKED_TWICE, "two agents, by hand": HAND_WRITTEN}
@@ -193,6 +194,7 @@ def _table(title: str) -> Table:
 
 def main(config: EvaluateConfig) -> int:
     machine.prepare_process()
+    check_writable("--output", config.output)  # before the hours, not after them
     run = OpenRun.open(config.run)
     dataset = run.config.dataset
     split = config.split or ("validation" if is_file(dataset) else "test")
@@ -223,15 +225,12 @@ def main(config: EvaluateConfig) -> int:
             f"{left_out} of {len(problems)} problems are left out of all rows: an agent's server "
             "failed on them (agent_failed in traces.jsonl)"
         )
-    config.output.mkdir(parents=True, exist_ok=True)
     about = {"title": title, "config": to_dict(config), "run": to_dict(run.config)}
     about["left_out"] = left_out
     replace_json(config.output / "evaluation.json", about | {"rows": figures})
-    with (config.output / "traces.jsonl").open("w", encoding="utf-8") as stream:
-        for name, row in rows.items():
-            for outcome in row.outcomes:
-                record = {"row": name, **outcome.record()}
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+    traces = [{"row": name, **o.record()} for name, row in rows.items() for o in row.outcomes]
+    lines = [json.dumps(trace, ensure_ascii=False) + "\n" for trace in traces]
+    replace_file(config.output / "traces.jsonl", "".join(lines))
     terminal.line(f"written: {config.output}/evaluation.json, traces.jsonl")
     return 0
 
