@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
 
 
@@ -59,6 +61,15 @@ def wait(pid: int, said: Path) -> Ended:
 
 def run(action: Callable[[], int | None], said: Path) -> Ended:
     return wait(start(action, said), said)
+
+
+def meet(rank: int, place: Path) -> None:
+    """Be one of two processes that know who they are as `torchrun` tells it, and that meet in a
+    file: a port that is free now may be another test's by then."""
+    team = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({key: str(value) for key, value in team.items()})
+    store = dist.FileStore(str(place), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 def on_file_events(under: Path, react: Callable[[str, str], None]) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import byte_tokenizer
 from safetensors.torch import load
 from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
@@ -80,16 +79,11 @@ class Runs:
         return faults.wait(self.start(name, *flags, **arguments), self.said)
 
     def together(self, name, *flags, before=(lambda: None,) * 2, **changes) -> list[faults.Ended]:
-        """A run of two processes that are told who they are as by `torchrun`, and that meet in a
-        file: a port that is free now may be another test's by then."""
+        """A run of two processes."""
         self.meetings += 1
-        place = str(self.folder / f"meeting{self.meetings}")
 
         def join(rank):
-            team = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
-            os.environ.update({key: str(value) for key, value in team.items()})
-            store = dist.FileStore(place, 2)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            faults.meet(rank, self.folder / f"meeting{self.meetings}")
             before[rank]()
 
         said = [self.folder / f"said{rank}.txt" for rank in (0, 1)]
