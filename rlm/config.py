@@ -135,11 +135,17 @@ def changed(config: T, **values: Any) -> T:
 def check_values(config: Any) -> None:
     """Hold a config's values against the choices and bounds of their flags; None is always one.
 
+    A text where a path belongs becomes one, as on the command line.
+
     Raises:
         ValueError: the first that fails; the message names its flag.
     """
+    kinds = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, limits = getattr(config, field.name), field.metadata
+        members = _members(kinds[field.name])
+        if isinstance(value, str) and Path in members and str not in members:
+            object.__setattr__(config, field.name, Path(os.path.expanduser(value)))
         least, above, most = (limits.get(name) for name in ("min", "above", "max"))
         flag = "--" + field.name.replace("_", "-")
         for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists

@@ -233,9 +233,16 @@ class Bounded:
     sizes: tuple[int, ...] = flag((2,), "", min=2)
     kind: str = flag("a", "", choices=("a", "b"))
     fine: int = flag(0, "")
+    place: Path | None = flag(None, "")
 
     def __post_init__(self):
         check_values(self)
+
+
+def test_a_text_from_python_becomes_the_path_that_it_names():
+    assert Bounded(place="a/b").place == Path("a/b")
+    assert Bounded(place="~/x").place == Path.home() / "x"
+    assert Bounded().place is None
 
 
 @pytest.mark.parametrize(
