@@ -971,13 +971,19 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
     better = json.loads(json.dumps(found["grpo"]))
     for test in better[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    page = "\n".join(scrutiny.algorithms(found | {"cispo": better}, pools.WORDS))
-    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
+    lines = scrutiny.algorithms(found | {"cispo": better}, pools.WORDS)
+    (middle,) = [i for i, line in enumerate(lines) if line.startswith("Their leads")]
+    beside_ours, over_others = (
+        {line.split(" | ")[0].strip("| "): line for line in part}
+        for part in (lines[:middle], lines[middle:])
+    )
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
-        in rows["CISPO"]
+        in beside_ours["CISPO"]
     )
-    assert rows["GSPO"].count("tie") == 2
+    assert beside_ours["GSPO"].count("tie") == 2
+    assert over_others["GRPO"].count("0.0 (0.0 to 0.0)") == 6  # nobody is ever right
+    assert over_others["CISPO"].count("+100.0 (+100.0 to +100.0)") == 3  # greedy, over three arms
 
 
 def test_numbers_are_written_with_their_intervals():

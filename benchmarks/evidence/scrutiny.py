@@ -98,6 +98,33 @@ def algorithms(results: Results, sets: Sequence[str]) -> list[str]:
         "GRPO by rounding alone.",
         "",
         *table(heads, rows),
+        "",
+        *_over_the_others(results, [OURS, *variants], sets),
+    ]
+
+
+def _over_the_others(results: Results, algorithms: Sequence[str], sets: Sequence[str]) -> list[str]:
+    """Each algorithm's lead over the start and over the arms of equal cost."""
+    others = [arm for arm in results if arm == START or ARMS[arm].role == "rival"]
+    pairs = [(metric, arm) for arm in others for metric in ("greedy", "sampled")]
+    rows = [
+        [
+            ARMS[one].title,
+            *(
+                points(lead(results, one, other, sets, metric, "strict"))
+                if pairs_up(results, one, other)
+                else "–"
+                for metric, other in pairs
+            ),
+        ]
+        for one in algorithms
+    ]
+    heads = [f"{metric} over {ARMS[arm].title}" for metric, arm in pairs]
+    return [
+        "Their leads over the start and the arms of equal cost, in points, each on the seeds that "
+        "both have. Whichever leads among several owes a part of it to having been picked.",
+        "",
+        *table(["algorithm", *heads], rows),
     ]
 
 
