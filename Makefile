@@ -41,7 +41,7 @@ test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
 
 test-faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_checkpoints.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/runs/test_checkpoints.py
 
 test-load: $(STAMP)
 	$(PYTHON) -m pytest -m load

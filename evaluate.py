@@ -19,18 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlm import terminal
-from rlm.audit import audit_run
-from rlm.config import Interrupted, UsageError, check_values, explicit, flag, to_dict
-from rlm.data import is_file, load_problems
-from rlm.evaluation import Evaluation, evaluate
-from rlm.evaluation_record import RowRecord
-from rlm.evaluation_report import report
-from rlm.problems import Problem
-from rlm.prompts import FORMATS
-from rlm.quantize import QUANTIZATIONS, trained_on
-from rlm.records import Journal
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import Interrupted, UsageError, check_values, explicit, flag, to_dict
+from rlm.data.loaders import is_file, load_problems
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
+from rlm.evaluation.audit import audit_run
+from rlm.evaluation.evaluate import Evaluation, evaluate
+from rlm.evaluation.records import RowRecord
+from rlm.evaluation.report import report
+from rlm.model.quantize import QUANTIZATIONS, trained_on
+from rlm.runs.atomic_files import Journal
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
@@ -77,7 +77,7 @@ def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
     Raises:
         UsageError: it does not, files are missing, or there is no adapter at all.
     """
-    from rlm.adapters import check_adapter
+    from rlm.model.adapters import check_adapter
 
     found: dict[str, Path] = {}
     for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
@@ -192,7 +192,7 @@ def open_journal(config: EvaluateConfig) -> Journal:
     Raises:
         UsageError: there is nothing to resume, or --output cannot be written.
     """
-    from rlm.runs import check_writable
+    from rlm.runs.directory import check_writable
 
     check_writable("--output", config.output)  # before the hours, not after them
     file = config.output / "completions.jsonl"
@@ -207,7 +207,7 @@ def made_of(
     config: EvaluateConfig, device: object, problems: Sequence[Problem], examples: Sequence
 ) -> dict[str, object]:
     """What a row's completions depend on, beside weights, decoding and the code."""
-    from rlm.resume import data_id
+    from rlm.runs.resume import data_id
 
     options = ("model", "quantize", "reasoning_format", "seed", "max_new_tokens")
     asked = [[p.id, p.question, p.answer, p.answer_type] for p in problems]
@@ -223,9 +223,9 @@ def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         every = "max_samples" not in explicit(config)
         return audit_run(config.run_dir, config.output, None if every else config.max_samples)
-    from rlm.adapters import adapter_hash, check_base, load_adapter, read_run
-    from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
-    from rlm.models import base_hash, load_base, load_tokenizer
+    from rlm.model.adapters import adapter_hash, check_base, load_adapter, read_run
+    from rlm.model.base import base_hash, load_base, load_tokenizer
+    from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
 
     prepare_process()
     adapters = find_adapters(config)

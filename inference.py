@@ -25,12 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm import terminal
-from rlm.config import UsageError, check_values, flag
-from rlm.experiences import load_experiences, with_experiences
-from rlm.prompts import FORMATS, render_prompt, trained_format
-from rlm.quantize import QUANTIZATIONS, trained_on
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag
+from rlm.data.experiences import load_experiences, with_experiences
+from rlm.data.prompts import FORMATS, render_prompt, trained_format
+from rlm.model.quantize import QUANTIZATIONS, trained_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,9 +87,9 @@ def load_rlm_model(
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
     """
-    from rlm.adapters import check_adapter, check_base, load_adapter, read_run
-    from rlm.machine import EMBEDDED_MODEL, pick_device, prepare_process
-    from rlm.models import base_hash, load_base, load_tokenizer
+    from rlm.model.adapters import check_adapter, check_base, load_adapter, read_run
+    from rlm.model.base import base_hash, load_base, load_tokenizer
+    from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.sampling import Sampler
 
     prepare_process()

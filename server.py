@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm import terminal
-from rlm.config import UsageError, check_values, flag
-from rlm.quantize import QUANTIZATIONS
-from rlm.records import replace_file
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag
+from rlm.model.quantize import QUANTIZATIONS
+from rlm.runs.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from rlm.serving.access import AllowedHosts, Keys
-    from rlm.serving.draining import DrainingServer
     from rlm.serving.service import Service
+    from rlm.serving.shutdown import DrainingServer
     from rlm.serving.tunnel import Tunnel
 
 ADAPTER = Path("weights/final_rlm_lora")
@@ -71,8 +71,8 @@ class ServerConfig:
 
 
 def main(config: ServerConfig) -> int:
-    from rlm.machine import prepare_process
-    from rlm.serving import logs
+    from rlm.model.hardware import prepare_process
+    from rlm.serving import logging as logs
     from rlm.serving.access import Keys as KeySet
     from rlm.serving.access import is_loopback, load_keys, new_key
 
@@ -111,11 +111,11 @@ def _service(config: ServerConfig) -> Service:
     """The engine that will load the model, and what stands before it."""
     from functools import partial
 
-    from rlm.models import load_tokenizer
+    from rlm.model.base import load_tokenizer
     from rlm.serving.catalog import find_adapters
     from rlm.serving.engine import Engine
-    from rlm.serving.lanes import load_lanes
     from rlm.serving.metrics import Metrics
+    from rlm.serving.replicas import load_lanes
     from rlm.serving.service import Limits, Service
 
     catalog = find_adapters(
@@ -145,9 +145,9 @@ async def _serve(
 
     from rlm.serving.access import AllowedHosts
     from rlm.serving.app import create_app
-    from rlm.serving.draining import DrainingServer
     from rlm.serving.http_guard import UVICORN
-    from rlm.serving.security import SecuritySettings, secure
+    from rlm.serving.middleware import SecuritySettings, secure
+    from rlm.serving.shutdown import DrainingServer
 
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}

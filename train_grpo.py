@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
-from rlm.script import check_command_line, run_main
+from rlm.cli.main import check_command_line, run_main
+from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     COMMAND_LINE = {"description": __doc__, "presets": PRESETS, "epilog": algorithms_help()}
@@ -38,11 +38,25 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is l
 import torch
 from torch import Tensor
 
-from rlm import doctor, machine, models, report, start, terminal
-from rlm.adapters import use_checkpointing, use_reference
-from rlm.evaluation import evaluate
-from rlm.export import check_output, save_adapter
-from rlm.grpo import (
+from rlm.cli import terminal
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS, render_problem
+from rlm.evaluation.evaluate import evaluate
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.model.adapters import use_checkpointing, use_reference
+from rlm.model.export import check_output, save_adapter
+from rlm.rewards import CorrectnessReward, RewardFunction
+from rlm.rewards.scorer import as_scorer, load_reward
+from rlm.runs.directory import RunDirectory
+from rlm.runs.plots import learning_curves
+from rlm.sampling import SamplingParams
+from rlm.training import doctor
+from rlm.training import metrics as report
+from rlm.training import setup as start
+from rlm.training.distributed import Team
+from rlm.training.fused_layers import use_lean_layers
+from rlm.training.grpo import (
     Group,
     Rollout,
     draw_problems,
@@ -56,19 +70,10 @@ from rlm.grpo import (
     rollout_seeds,
     share_rollouts,
 )
-from rlm.lean import use_lean_layers
-from rlm.logprobs import split, token_logprobs
-from rlm.parallel import Team
-from rlm.plots import learning_curves
-from rlm.problems import Problem
-from rlm.prompts import FORMATS, render_problem
-from rlm.report import LearningTally, mean_metrics, step_metrics, timed
-from rlm.rewards import CorrectnessReward, RewardFunction
-from rlm.runs import RunDirectory
-from rlm.sampling import SamplingParams
-from rlm.sampling.remote import make_sampler
-from rlm.scoring import as_scorer, load_reward
-from rlm.state import TrainedAdapter, TrainingState
+from rlm.training.logprobs import split, token_logprobs
+from rlm.training.metrics import LearningTally, mean_metrics, step_metrics, timed
+from rlm.training.setup import make_sampler
+from rlm.training.state import TrainedAdapter, TrainingState
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -20,24 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm import terminal
-from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.data import load_problems
-from rlm.grpo_config import ATTENTIONS
-from rlm.problems import Problem
-from rlm.prompts import FORMATS
-from rlm.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
-from rlm.script import run_main
-from rlm.sft_examples import Example, check_loss_mask, show_example, to_examples
-from rlm.tracking import TRACKER_NAMES, chosen_tracker
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
+from rlm.model.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
+from rlm.runs.trackers import TRACKER_NAMES, chosen_tracker
+from rlm.training.config import ATTENTIONS
+from rlm.training.sft_examples import Example, check_loss_mask, show_example, to_examples
 
 if TYPE_CHECKING:
     import trl
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.machine import Device
-    from rlm.sft import Progress, SFTTrainer
+    from rlm.model.hardware import Device
+    from rlm.training.sft import Progress, SFTTrainer
 
 
 @dataclass
@@ -105,8 +105,8 @@ GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
 def main(config: SFTConfig) -> int:
-    from rlm.adapters import check_adapter, read_run
-    from rlm.machine import fill_in, prepare_process
+    from rlm.model.adapters import check_adapter, read_run
+    from rlm.model.hardware import fill_in, prepare_process
 
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -142,12 +142,12 @@ def train(
     import_bitsandbytes()  # before trl does
     import transformers
 
-    from rlm.checkpoints import writing
-    from rlm.export import check_output, save_adapter, write_run
-    from rlm.machine import pick_device
-    from rlm.models import base_hash, load_tokenizer
-    from rlm.runs import RunDirectory
-    from rlm.sft import Progress
+    from rlm.model.base import base_hash, load_tokenizer
+    from rlm.model.export import check_output, save_adapter, write_run
+    from rlm.model.hardware import pick_device
+    from rlm.runs.checkpoints import writing
+    from rlm.runs.directory import RunDirectory
+    from rlm.training.sft import Progress
 
     device = pick_device()
     tokenizer = load_tokenizer(config.model)
@@ -232,9 +232,9 @@ def announce(
 
 def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
     """The base, with the adapter to go on from or a new one."""
-    from rlm.adapters import check_base, load_adapter, new_adapter
-    from rlm.lean import use_lean_layers
-    from rlm.models import load_base
+    from rlm.model.adapters import check_base, load_adapter, new_adapter
+    from rlm.model.base import load_base
+    from rlm.training.fused_layers import use_lean_layers
 
     if config.adapter:
         check_base(config.adapter, config.model, weights)
@@ -260,7 +260,7 @@ def make_trainer(
     import datasets
     import transformers
 
-    from rlm.sft import SFTTrainer
+    from rlm.training.sft import SFTTrainer
 
     trainer = SFTTrainer(
         model=policy,
@@ -313,9 +313,9 @@ def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTC
 
 def origin_of(config: SFTConfig, weights: str, examples: Sequence[Example]) -> dict[str, object]:
     """What a run is made of; one that is resumed must be made of the same."""
-    from rlm.adapters import ADAPTER_FILES
-    from rlm.checkpoints import file_hash
-    from rlm.resume import data_id
+    from rlm.model.adapters import ADAPTER_FILES
+    from rlm.runs.checkpoints import file_hash
+    from rlm.runs.resume import data_id
 
     start, rows = config.adapter, [[e["input_ids"], e["labels"]] for e in examples]
     return {
@@ -327,7 +327,7 @@ def origin_of(config: SFTConfig, weights: str, examples: Sequence[Example]) -> d
 
 
 def show_end(config: SFTConfig, history: dict) -> None:
-    from rlm.machine import peak_memory_gb
+    from rlm.model.hardware import peak_memory_gb
 
     held_out = history["validation_loss"]
     terminal.facts(

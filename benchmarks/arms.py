@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlm import export, machine
-from rlm.data import load_problems
-from rlm.grpo import problems_for_step
-from rlm.grpo_config import GRPOConfig
-from rlm.problems import Problem
-from rlm.prompts import FORMATS
+from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
+from rlm.model import export
+from rlm.model import hardware as machine
 from rlm.rewards import CorrectnessReward
+from rlm.training.config import GRPOConfig
+from rlm.training.grpo import problems_for_step
 
 if TYPE_CHECKING:
     from train_grpo import GRPOTrainer

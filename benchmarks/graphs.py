@@ -18,11 +18,13 @@ from recipes.orchestrator.agents import LocalAgents
 from recipes.orchestrator.cold_start import written_graph
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.runner import Runner
-from rlm import adapters, machine, models
-from rlm.config import check_values, flag
-from rlm.data import load_problems
+from rlm.cli.main import run_main
+from rlm.cli.options import check_values, flag
+from rlm.data.loaders import load_problems
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
 from rlm.sampling import Sampler
-from rlm.script import run_main
 
 
 @dataclass

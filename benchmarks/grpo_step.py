@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks import harness, shapes
 from benchmarks.arms import Work
-from rlm import machine, terminal
-from rlm.config import check_values, flag
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import check_values, flag
+from rlm.model import hardware as machine
 
 PARTS = ("sample", "score", "learn")
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}

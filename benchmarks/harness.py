@@ -26,7 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from rlm import terminal
+from rlm.cli import terminal
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def peak_memory_gb() -> float:
     Resident is Linux's VmHWM. getrusage would not do: its maximum includes what the parent held
     when it started this process.
     """
-    from rlm import machine
+    from rlm.model import hardware as machine
 
     status = Path("/proc/self/status")
     if machine.pick_device().type == "cpu" and status.exists():
@@ -213,7 +213,7 @@ def provenance(benchmark: str) -> dict[str, Any]:
 
 def code_commit() -> str | None:
     """The commit of this code, with -dirty behind it where tracked files were changed since."""
-    from rlm.runs import git_commit
+    from rlm.runs.directory import git_commit
 
     commit = git_commit()
     if commit is None:
@@ -227,7 +227,7 @@ def describe_machine() -> dict[str, Any]:
     """The hardware and the libraries, without a name of the host."""
     import torch
 
-    from rlm import machine
+    from rlm.model import hardware as machine
 
     info = Path("/proc/cpuinfo")
     rows = info.read_text().splitlines() if info.exists() else []

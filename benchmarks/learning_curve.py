@@ -23,13 +23,14 @@ from matplotlib.figure import Figure
 from benchmarks import harness, shapes
 from benchmarks.arms import FORMAT, Work, snapshot_path
 from benchmarks.grpo_step import TimedTRLFlags, run_ours, run_trl
-from rlm import machine, terminal
-from rlm.config import check_values, flag
-from rlm.data import load_problems
-from rlm.evaluation import evaluate, paired_bootstrap
-from rlm.plots import BLUE, ORANGE
-from rlm.runs import check_writable
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import check_values, flag
+from rlm.data.loaders import load_problems
+from rlm.evaluation.evaluate import evaluate, paired_bootstrap
+from rlm.model import hardware as machine
+from rlm.runs.directory import check_writable
+from rlm.runs.plots import BLUE, ORANGE
 
 COLOURS = {harness.OURS: BLUE, "trl": ORANGE}
 Row = dict[str, Any]  # one evaluation: seconds, samples, correct, total, low, high, bits
@@ -84,7 +85,8 @@ def work_of(config: LearningCurveConfig, model: str, arm: str) -> Work:
 
 def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> dict[str, Any]:
     """Strict greedy verdict (1 or 0) on each validation problem, for each snapshot."""
-    from rlm import adapters, models
+    from rlm.model import adapters
+    from rlm.model import base as models
     from rlm.sampling import Sampler
 
     machine.prepare_process()
@@ -104,7 +106,7 @@ def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> 
 
 def curve(work: Work, run: dict[str, Any], bits: Sequence[Sequence[int]]) -> list[Row]:
     """One row for each snapshot: how long training had taken, and how good it was."""
-    from rlm.evaluation import wilson_interval
+    from rlm.evaluation.evaluate import wilson_interval
 
     seconds = [0.0, *accumulate(step["total"] for step in run["steps"])]
     rows = []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from rlm.config import UsageError
+from rlm.cli.options import UsageError
 
 Prompts = Sequence[Sequence[int]]
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch

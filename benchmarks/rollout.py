@@ -24,15 +24,18 @@ from typing import Any
 import torch
 
 from benchmarks import floor, harness, peers, shapes
-from rlm import adapters, machine, models, terminal
-from rlm.config import UsageError, check_values, flag
-from rlm.data import load_problems
-from rlm.problems import Problem
-from rlm.prompts import FORMATS, render_prompt
-from rlm.quantize import QUANTIZATIONS
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag
+from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS, render_prompt
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.model.quantize import QUANTIZATIONS
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
 from rlm.sampling.params import Request
-from rlm.script import run_main
 
 LENGTHS = Path(__file__).with_name("lengths.json")
 GROUP = 8  # completions of a prompt

@@ -19,9 +19,10 @@ from typing import Any
 
 from benchmarks import harness, shapes
 from benchmarks.arms import Work
-from rlm import machine, terminal
-from rlm.config import check_values, flag
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import check_values, flag
+from rlm.model import hardware as machine
 
 
 @dataclass
@@ -70,7 +71,7 @@ def parameters(model: str) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlm.models import model_directory
+    from rlm.model.base import model_directory
 
     if model.startswith(shapes.PREFIX):
         config_class, values = shapes.SHAPES[model.removeprefix(shapes.PREFIX)]

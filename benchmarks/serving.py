@@ -27,11 +27,13 @@ from typing import Any
 import httpx2
 
 from benchmarks import harness
-from rlm import machine, models, terminal
-from rlm.config import UsageError, check_values, flag
-from rlm.data import load_problems
-from rlm.prompts import FORMATS
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag
+from rlm.data.loaders import load_problems
+from rlm.data.prompts import FORMATS
+from rlm.model import base as models
+from rlm.model import hardware as machine
 
 PEER = "transformers serve"
 START_SECONDS = 180

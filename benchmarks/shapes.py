@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from rlm import machine, models
-from rlm.config import UsageError
+from rlm.cli.options import UsageError
+from rlm.model import base as models
+from rlm.model import hardware as machine
 
 PREFIX = "random:"
 
@@ -57,7 +58,7 @@ SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
 
 @contextmanager
 def model_at(name: str) -> Iterator[str]:
-    """What `rlm.models` loads: the name itself, or a directory with the random model it asks for.
+    """What `rlm.model` loads: the name itself, or a directory with the random model it asks for.
 
     Raises:
         UsageError: no such shape.

@@ -18,9 +18,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.arms import FORMAT, Recorder, Work, reward_function
-from rlm import adapters, export, machine, models
-from rlm.problems import Problem
-from rlm.prompts import render_prompt, stop_token_ids
+from rlm.data.problem import Problem
+from rlm.data.prompts import render_prompt, stop_token_ids
+from rlm.model import adapters, export
+from rlm.model import base as models
+from rlm.model import hardware as machine
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from fastapi.responses import StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when it is not installed
 
-from rlm import terminal
-from rlm.config import UsageError, flag
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, flag
 from rlm.serving.access import AllowedHosts, Keys, new_key
 from rlm.serving.http_guard import UVICORN
-from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.middleware import SecuritySettings, secure
 from rlm.serving.tunnel import Tunnel, TunnelError
 
 RATE = 40  # requests a minute that the edge shall let through; more than the other checks need

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlm import terminal
-from rlm.config import check_values, flag, parse
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import check_values, flag, parse
 
 if TYPE_CHECKING:
-    from rlm.evaluation import Evaluation
-    from rlm.grpo_config import GRPOConfig
+    from rlm.evaluation.evaluate import Evaluation
+    from rlm.training.config import GRPOConfig
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class DemoConfig:
 def main(config: DemoConfig) -> int:
     import train_grpo
     import train_sft
-    from rlm.machine import peak_memory_gb, pick_device, prepare_process
+    from rlm.model.hardware import peak_memory_gb, pick_device, prepare_process
 
     prepare_process()
     began, clock = time.monotonic(), Clock()
@@ -121,11 +121,11 @@ def _evaluate(
 ) -> dict[str, dict[str, Evaluation]]:
     """Base and adapters on the same test problems, one after the other on one copy of the base."""
     import evaluate
-    from rlm.adapters import load_adapter
-    from rlm.data import load_problems
-    from rlm.evaluation_report import report
-    from rlm.machine import pick_device
-    from rlm.models import load_base, load_tokenizer
+    from rlm.data.loaders import load_problems
+    from rlm.evaluation.report import report
+    from rlm.model.adapters import load_adapter
+    from rlm.model.base import load_base, load_tokenizer
+    from rlm.model.hardware import pick_device
 
     problems = load_problems(grpo.dataset, "test", max_samples=config.problems)
     settings = evaluate.EvaluateConfig(
@@ -154,8 +154,8 @@ def _evaluate(
 
 
 def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
-    from rlm.evaluation import paired_bootstrap
-    from rlm.evaluation_report import GRADINGS
+    from rlm.evaluation.evaluate import paired_bootstrap
+    from rlm.evaluation.report import GRADINGS
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
@@ -181,7 +181,7 @@ def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
 
 def _show_one_answer(grpo: GRPOConfig, adapter: Path) -> None:
     from inference import generate_reasoning, load_rlm_model
-    from rlm.data import load_problems
+    from rlm.data.loaders import load_problems
 
     unseen = load_problems(grpo.dataset, "test_families", max_samples=1)[0].question
     terminal.line(f"\nA kind of problem it never saw: {unseen}")

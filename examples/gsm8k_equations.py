@@ -28,12 +28,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package, when it is not installed
 
-from rlm import terminal  # noqa: E402
-from rlm.config import UsageError, check_values, flag  # noqa: E402
-from rlm.data import HELD_OUT  # noqa: E402
-from rlm.numerals import parse_number  # noqa: E402
-from rlm.records import replace_file  # noqa: E402
-from rlm.script import run_main  # noqa: E402
+from rlm.cli import terminal  # noqa: E402
+from rlm.cli.main import run_main  # noqa: E402
+from rlm.cli.options import UsageError, check_values, flag  # noqa: E402
+from rlm.data.loaders import HELD_OUT  # noqa: E402
+from rlm.grading.numbers import parse_number  # noqa: E402
+from rlm.runs.atomic_files import replace_file  # noqa: E402
 
 TRIES = 30  # draws of numbers before a problem is left without a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")

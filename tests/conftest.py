@@ -25,7 +25,7 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
-from rlm.sampling.native import Native, compiled
+from rlm.kernels.build import Native, compiled
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:

@@ -14,17 +14,17 @@ import uvicorn
 from conftest import tiny_model
 from scripted_sampler import Script, ScriptedSampler
 
-from rlm.prompts import FORMATS
+from rlm.data.prompts import FORMATS
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.catalog import Catalog, Offered
-from rlm.serving.draining import DrainingServer
 from rlm.serving.engine import Engine, Lane
 from rlm.serving.http_guard import UVICORN
-from rlm.serving.lanes import _shared_prefix
 from rlm.serving.metrics import Metrics
-from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.middleware import SecuritySettings, secure
+from rlm.serving.replicas import _shared_prefix
 from rlm.serving.service import Limits, Service
+from rlm.serving.shutdown import DrainingServer
 
 FORMAT = FORMATS["deepseek"]
 ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"

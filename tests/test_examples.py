@@ -9,7 +9,7 @@ import pytest
 from scripted_reasoning import ReasoningServer, problem
 
 from examples.record_prompts import RecordConfig, main
-from rlm.config import UsageError
+from rlm.cli.options import UsageError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BOOK = json.loads((EXAMPLES / "prompts.json").read_text())

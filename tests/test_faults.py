@@ -22,17 +22,17 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 from safetensors.torch import load
-from test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
 import train_grpo
-from rlm.config import to_dict
-from rlm.grpo_config import GRPOConfig
-from rlm.parallel import Team
-from rlm.problems import Problem
-from rlm.resume import differences
+from rlm.cli.main import run_main
+from rlm.cli.options import to_dict
+from rlm.data.problem import Problem
+from rlm.runs.resume import differences
 from rlm.sampling import Sampler
-from rlm.script import run_main
-from rlm.state import MAY_CHANGE
+from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Team
+from rlm.training.state import MAY_CHANGE
+from tests.test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
 ROOT = Path(__file__).parent.parent
 KILLED = -signal.SIGKILL
@@ -412,9 +412,9 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
     old = adapter.read_bytes()
 
     def spoil():
-        import rlm.export
+        import rlm.model.export
 
-        write = rlm.export.replace_json
+        write = rlm.model.export.replace_json
 
         def and_flip(file, content):
             write(file, content)
@@ -424,7 +424,7 @@ def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, un
                 content[-1] ^= 1
                 written.write_bytes(content)
 
-        rlm.export.replace_json = and_flip
+        rlm.model.export.replace_json = and_flip
 
     ended = runs.run("run", before=spoil)
     assert ended.code == 2
@@ -605,7 +605,7 @@ def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monke
     assert "seats" not in ended.text  # how fast, not what
     assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
 
-    monkeypatch.setattr("test_faults.PROBLEMS", PROBLEMS[1:])
+    monkeypatch.setattr("tests.test_faults.PROBLEMS", PROBLEMS[1:])
     ended = runs.run("run", "--resume", steps=2)
     assert ended.code == 2
     assert "training data: 40 problems, sha256 " in ended.text
@@ -704,9 +704,9 @@ def test_out_of_memory_is_one_line(runs):
 
 
 def test_an_adapter_with_nan_is_refused(runs, tokenizer):
-    from rlm.adapters import new_adapter
-    from rlm.export import save_adapter
-    from rlm.models import load_base
+    from rlm.model.adapters import new_adapter
+    from rlm.model.base import load_base
+    from rlm.model.export import save_adapter
 
     policy = new_adapter(load_base(str(runs.model), CPU), r=4, alpha=8)
     next(t for n, t in policy.named_parameters() if "lora_A" in n).data[0, 0] = torch.nan
@@ -728,7 +728,7 @@ def test_a_tokenizer_of_another_model_is_refused(runs, tokenizer, tmp_path):
 
 def test_a_prompt_that_the_model_cannot_take_is_refused(runs, monkeypatch):
     long = Problem("long", "1 + 1?" * 200, "2")
-    monkeypatch.setattr("test_faults.PROBLEMS", [*PROBLEMS, long])
+    monkeypatch.setattr("tests.test_faults.PROBLEMS", [*PROBLEMS, long])
     ended = runs.run("run")
     assert ended.code == 2
     assert "tokens and --max-new-tokens 6 exceed the model's 1024" in ended.text

@@ -19,8 +19,8 @@ from examples.gsm8k_equations import (
     recompute,
     vary,
 )
-from rlm.config import UsageError
-from rlm.data import load_jsonl
+from rlm.cli.options import UsageError
+from rlm.data.loaders import load_jsonl
 
 QUESTION = "Ann has 8 bags of 30 nuts, twice what Bob's bags hold. She eats 7. How many?"
 ANSWER = "She has 8*30=<<8*30=240>>240 nuts.\nShe keeps 240-7=<<240-7=233>>233.\n#### 233"

@@ -13,13 +13,13 @@ from scripted_sampler import ScriptedSampler
 
 import inference
 import server
-from rlm.adapters import adapter_tensors, new_adapter
-from rlm.export import save_adapter
-from rlm.machine import Device
-from rlm.models import load_base
-from rlm.prompts import render_prompt
+from rlm.cli.main import run_main
+from rlm.data.prompts import render_prompt
+from rlm.model.adapters import adapter_tensors, new_adapter
+from rlm.model.base import load_base
+from rlm.model.export import save_adapter
+from rlm.model.hardware import Device
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
-from rlm.script import run_main
 
 ROOT = Path(__file__).parent.parent
 SIX = ADD.replace("5", "6")

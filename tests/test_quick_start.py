@@ -17,10 +17,11 @@ import torch
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
-from rlm import data, word_problems
-from rlm.algorithms import ALGORITHMS
-from rlm.grpo_config import PRESETS, GRPOConfig, algorithms_help
-from rlm.script import run_main
+from rlm.cli.main import run_main
+from rlm.data import loaders as data
+from rlm.data import word_problems
+from rlm.training.algorithms import ALGORITHMS
+from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
 
 FOLDERS = [parent / "shared" / "seeds" for parent in Path(__file__).resolve().parents]
 DOCUMENT = next((file for folder in FOLDERS for file in folder.glob("002_*.txt")), None)
@@ -29,7 +30,7 @@ BLOCKS = [
     """
 from rlm import GRPOConfig
 from train_grpo import GRPOTrainer
-from rlm.data import load_gsm8k
+from rlm.data.loaders import load_gsm8k
 
 dataset = load_gsm8k(split="train", max_samples=1000)
 
@@ -211,7 +212,7 @@ IMPORTS = {
     "from homellm.training.rl import GRPOConfig, GRPOTrainer": (
         "from rlm import GRPOConfig\nfrom train_grpo import GRPOTrainer"
     ),
-    "from homellm.training.rl.data import": "from rlm.data import",
+    "from homellm.training.rl.data import": "from rlm.data.loaders import",
     "from homellm.training.rl.rewards.base import": "from rlm.rewards import",
     "from homellm.training.rl.rewards import": "from rlm.rewards import",
 }

@@ -16,23 +16,24 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_evaluation import graded, problem
-from test_train_grpo import a_start_adapter
 from transformers import AutoModelForCausalLM
 
 import evaluate
 import inference
 import train_grpo
 import train_sft
-from rlm import machine, models
-from rlm.config import UsageError, parse
-from rlm.evaluation import Evaluation
-from rlm.evaluation_record import RowRecord
-from rlm.evaluation_report import report
-from rlm.prompts import FORMATS, render_problem, render_prompt
-from rlm.records import Journal
-from rlm.script import run_main
-from rlm.sft_examples import check_loss_mask
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, parse
+from rlm.data.prompts import FORMATS, render_problem, render_prompt
+from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.records import RowRecord
+from rlm.evaluation.report import report
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.runs.atomic_files import Journal
+from rlm.training.sft_examples import check_loss_mask
+from tests.evaluation.test_evaluation import graded, problem
+from tests.test_train_grpo import a_start_adapter
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_sft", "train_grpo", "evaluate", "inference", "server")
@@ -223,7 +224,7 @@ def demo():
 
 def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monkeypatch, demo):
     """Not of the adapters of the rows above it, merged into the base."""
-    monkeypatch.setattr("rlm.evaluation_report.accuracy_bars", lambda *_: None)
+    monkeypatch.setattr("rlm.evaluation.report.accuracy_bars", lambda *_: None)
     adapters = {name: tmp_path / name for name in ("sft", "grpo")}
     for seed, path in enumerate(adapters.values()):
         torch.manual_seed(seed)
@@ -348,14 +349,14 @@ def test_reward_and_tags_are_those_that_were_asked_for(
     model_dir, tmp_path, tokenizer, monkeypatch, capsys
 ):
     """From the flags of training to the scorer, and by run.json to evaluation and inference."""
-    monkeypatch.setattr("rlm.evaluation_report.accuracy_bars", lambda *_: None)
+    monkeypatch.setattr("rlm.evaluation.report.accuracy_bars", lambda *_: None)
     tags = []
 
     def watched(tokenizer, problem, format, **options):
         tags.append(format.reasoning_tag)
         return render_problem(tokenizer, problem, format, **options)
 
-    for module in ("rlm.sft_examples", "train_grpo", "rlm.evaluation"):
+    for module in ("rlm.training.sft_examples", "train_grpo", "rlm.evaluation.evaluate"):
         monkeypatch.setattr(f"{module}.render_problem", watched)
     (tmp_path / "mine.py").write_text(REWARD)
     common = ["--model", model_dir, *DATA, "--reasoning_format", "simple"]
@@ -416,8 +417,9 @@ def test_help_lists_every_option(script, monkeypatch, capsys):
 
 def test_importing_rlm_loads_no_torch():
     code = (
-        "import rlm, rlm.config, rlm.data, rlm.answers, rlm.prompts, rlm.evaluation, sys\n"
-        "import rlm.rewards\n"
+        "import rlm, rlm.cli.options, rlm.data.loaders, rlm.grading.answers, rlm.data.prompts\n"
+        "import sys\n"
+        "import rlm.evaluation.evaluate, rlm.rewards\n"
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
@@ -455,9 +457,13 @@ def importers(library):
 
 def test_who_imports_what():
     """The loop is ours; and PEFT imports bitsandbytes, which must be done before it, our way
-    (`rlm.quantize.import_bitsandbytes`)."""
-    assert importers("trl") == {"train_sft.py", "rlm/sft.py"}
-    assert importers("peft") <= {"rlm/models.py", "rlm/adapters.py", "rlm/serving/lanes.py"}
+    (`rlm.model.quantize.import_bitsandbytes`)."""
+    assert importers("trl") == {"train_sft.py", "rlm/training/sft.py"}
+    assert importers("peft") <= {
+        "rlm/model/base.py",
+        "rlm/model/adapters.py",
+        "rlm/serving/replicas.py",
+    }
 
 
 @pytest.mark.slow
@@ -537,7 +543,7 @@ def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
 
 CONFIGS = [
     "train_sft.SFTConfig",
-    "rlm.grpo_config.GRPOConfig",
+    "rlm.training.config.GRPOConfig",
     "evaluate.EvaluateConfig",
     "inference.InferenceConfig",
     "server.ServerConfig",

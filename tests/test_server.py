@@ -22,26 +22,26 @@ import pytest
 import torch
 from live_server import make_service
 from safetensors.torch import load_file, save_file
-from test_tunnel import agent  # noqa: F401 (a fixture)
 
 import server
-from rlm.adapters import adapter_tensors, load_adapter, new_adapter
-from rlm.config import UsageError, parse
-from rlm.export import save_adapter
-from rlm.machine import Device
-from rlm.models import base_hash, load_base
-from rlm.prompts import FORMATS, render_prompt
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, parse
+from rlm.data.prompts import FORMATS, render_prompt
+from rlm.model.adapters import adapter_tensors, load_adapter, new_adapter
+from rlm.model.base import base_hash, load_base
+from rlm.model.export import save_adapter
+from rlm.model.hardware import Device
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams
-from rlm.script import run_main
 from rlm.serving.access import Keys
 from rlm.serving.catalog import find_adapters
-from rlm.serving.draining import DrainingServer
 from rlm.serving.engine import Engine
 from rlm.serving.http_guard import SlowGuard
-from rlm.serving.lanes import load_lanes
-from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.middleware import SecuritySettings, secure
+from rlm.serving.replicas import load_lanes
 from rlm.serving.service import Limits
+from rlm.serving.shutdown import DrainingServer
+from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
 CPU = Device("cpu", torch.float32, "test")
@@ -258,7 +258,7 @@ def config_of(*arguments: object) -> server.ServerConfig:
 
 def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     loaded = []
-    monkeypatch.setattr("rlm.serving.lanes.load_lanes", lambda *given: loaded.append(given))
+    monkeypatch.setattr("rlm.serving.replicas.load_lanes", lambda *given: loaded.append(given))
     options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--seats": 2}
     options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5}
     service = server._service(config_of(*(word for pair in options.items() for word in pair)))
@@ -288,8 +288,8 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[DrainingServer, Secur
     async def leave(*_):
         pass
 
-    monkeypatch.setattr("rlm.serving.security.secure", watched)
-    monkeypatch.setattr("rlm.serving.draining.DrainingServer", Watched)
+    monkeypatch.setattr("rlm.serving.middleware.secure", watched)
+    monkeypatch.setattr("rlm.serving.shutdown.DrainingServer", Watched)
     monkeypatch.setattr(server, "_attend", leave)
     config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
     with server._listen(config.host, 0) as listening:
@@ -493,7 +493,7 @@ def test_the_image_has_what_the_server_imports(tmp_path):
     code = (
         f"import importlib, pkgutil, sys\n"
         f"sys.modules |= dict.fromkeys({left_out.split('|')}, None)\n"
-        f"import inference, rlm.models, rlm.sampling, rlm.serving, server\n"
+        f"import inference, rlm.model.base, rlm.sampling, rlm.serving, server\n"
         f"for module in pkgutil.iter_modules(rlm.serving.__path__):\n"
         f"    importlib.import_module('rlm.serving.' + module.name)\n"
         f"print(server.__file__)"

@@ -16,19 +16,19 @@ from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
 import train_grpo
-from rlm import report
-from rlm.adapters import new_adapter
-from rlm.algorithms import ALGORITHMS
-from rlm.config import UsageError
-from rlm.export import save_adapter
-from rlm.grpo import problems_for_step
-from rlm.grpo_config import GRPOConfig
-from rlm.machine import Device
-from rlm.memory import HEADROOM, activation_bytes
-from rlm.models import load_base
-from rlm.problems import Problem
+from rlm.cli.options import UsageError
+from rlm.data.problem import Problem
+from rlm.model.adapters import new_adapter
+from rlm.model.base import load_base
+from rlm.model.export import save_adapter
+from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
-from rlm.runs import RunDirectory
+from rlm.runs.directory import RunDirectory
+from rlm.training import metrics as report
+from rlm.training.algorithms import ALGORITHMS
+from rlm.training.config import GRPOConfig
+from rlm.training.grpo import problems_for_step
+from rlm.training.memory_plan import HEADROOM, activation_bytes
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -319,7 +319,7 @@ def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypa
     monkeypatch.setattr("train_grpo.evaluate", lambda *a, **k: Result())
     kept = []
     monkeypatch.setattr(
-        "rlm.state.TrainingState.save",
+        "rlm.training.state.TrainingState.save",
         lambda self, run, step, keep: kept.append(
             {name: t.detach().clone() for name, t in self.adapter.items()}
         ),
@@ -718,13 +718,13 @@ def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch,
     assert "memory: about" in capsys.readouterr().out
     needed, beside = trainer.plan.learning, trainer.plan.optimizer + trainer.plan.kept
     free = int((0.7 * needed + beside) / HEADROOM)  # for all of it, and what the plan leaves free
-    monkeypatch.setattr("rlm.memory.available_memory", lambda device: free)
+    monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
     smaller, _ = train(model_dir, a_config(tmp_path, "tight", steps=1, batch_size=8, group_size=8))
     assert 64 < smaller.plan.train_batch_tokens < 512
     assert smaller.plan.learning < 0.7 * needed
     for name, tensor in trainer.adapter.items():  # and what is learned does not depend on it
         assert torch.allclose(tensor, smaller.adapter[name], atol=1e-5), name
-    monkeypatch.setattr("rlm.memory.available_memory", lambda device: 1000)
+    monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: 1000)
     train(model_dir, a_config(tmp_path, "hopeless", steps=1))
     assert "may not fit" in capsys.readouterr().out
 
@@ -734,7 +734,7 @@ def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch,
 WORKER = """
 import sys, torch
 sys.path[:0] = [{root!r}, {tests!r}]
-import test_train_grpo as t
+import tests.test_train_grpo as t
 from pathlib import Path
 torch.set_num_threads(1)
 t.train_with_each_reward({model!r}, Path({folder!r}))

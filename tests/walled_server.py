@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.errors import Problem
 from rlm.serving.http_guard import UVICORN, SlowGuard
-from rlm.serving.security import SecuritySettings, secure
+from rlm.serving.middleware import SecuritySettings, secure
 from rlm.serving.strict_json import parse, require_json
 
 KEY = "a-key-for-the-tests-1"

@@ -3,8 +3,8 @@
 from benchmarks import evidence
 from benchmarks.evidence import grid
 from benchmarks.evidence.plan import PRESETS, EvidenceConfig
-from rlm import terminal
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
 
 
 def main(config: EvidenceConfig) -> int:

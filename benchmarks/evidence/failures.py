@@ -20,9 +20,9 @@ import yaml
 from benchmarks.evidence.plan import START, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER
 from benchmarks.evidence.reading import SORTS, first_sort, with_false_step, without_reasoning
-from rlm import terminal
-from rlm.config import UsageError
-from rlm.records import replace_file
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.runs.atomic_files import replace_file
 
 WRONG, DOUBTFUL = 50, 20
 Entry = dict[str, Any]

@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json, write_atomically
-from rlm import terminal
-from rlm.config import UsageError
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
 
 THIS = "benchmarks.evidence.grid"
 

@@ -23,9 +23,11 @@ from benchmarks.evidence.plan import (
 from benchmarks.evidence.pools import judged_sets, pools
 from benchmarks.evidence.reading import watch
 from benchmarks.evidence.training import points
-from rlm import adapters, machine, models
-from rlm.evaluation import Evaluation, Graded, evaluate, majority_score
-from rlm.problems import Problem
+from rlm.data.problem import Problem
+from rlm.evaluation.evaluate import Evaluation, Graded, evaluate, majority_score
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
 from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8

@@ -39,10 +39,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.grpo_step import TRLFlags
-from rlm import machine
-from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.grpo_config import GRPOConfig
-from rlm.records import replace_file
+from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.model import hardware as machine
+from rlm.runs.atomic_files import replace_file
+from rlm.training.config import GRPOConfig
 
 
 class Arm(NamedTuple):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.evidence.intervals import Interval
 from benchmarks.evidence.plan import ARMS, OURS, START
-from rlm.plots import BLUE, GREY, ORANGE
+from rlm.runs.plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

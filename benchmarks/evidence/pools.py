@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.evidence.plan import EvidenceConfig
-from rlm import word_problems
-from rlm.config import UsageError
-from rlm.data import load_problems
-from rlm.problems import Problem, parse_row
-from rlm.word_problem_families import FAMILIES
+from rlm.cli.options import UsageError
+from rlm.data.loaders import load_problems, word_problems
+from rlm.data.problem import Problem, parse_row
+from rlm.data.word_problem_families import FAMILIES
 
 LEVEL = 1
 # One family for each operation: GRPO practises them with answers only, SFT never sees them.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rlm.answers import split_completion
-from rlm.numerals import parse_number
+from rlm.grading.answers import split_completion
+from rlm.grading.numbers import parse_number
 
 NUMBER = r"-?\d+(?:\.\d+)?"
 EQUATION = re.compile(

@@ -12,8 +12,8 @@ from __future__ import annotations
 from benchmarks.evidence import across, by_family, scrutiny, sections
 from benchmarks.evidence.plan import EvidenceConfig
 from benchmarks.evidence.results import collect, load_results, pooled_sets
-from rlm import terminal
-from rlm.config import UsageError
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
 
 
 def write_report(config: EvidenceConfig) -> None:

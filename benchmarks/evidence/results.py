@@ -19,7 +19,7 @@ from benchmarks.evidence.intervals import (
 )
 from benchmarks.evidence.plan import ARMS, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER, WORDS
-from rlm.config import UsageError
+from rlm.cli.options import UsageError
 
 Result = dict[str, Any]
 Results = dict[str, list[Result]]  # by arm, in the order of ARMS; seeds in order

@@ -24,9 +24,12 @@ from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.pools import JudgedSet, judged_sets
 from benchmarks.evidence.results import collect, load_results, pooled_sets
 from benchmarks.evidence.sections import summary_rows
-from rlm import adapters, machine, models, terminal
-from rlm.config import UsageError
-from rlm.evaluation import Evaluation
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.evaluation.evaluate import Evaluation
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12

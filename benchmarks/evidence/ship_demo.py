@@ -25,10 +25,12 @@ from benchmarks.evidence.ship import (
     write_json,
     write_rounded,
 )
-from rlm import adapters, machine, terminal
-from rlm.config import UsageError
-from rlm.data import load_problems
-from rlm.evaluation import Evaluation, wilson_interval
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.data.loaders import load_problems
+from rlm.evaluation.evaluate import Evaluation, wilson_interval
+from rlm.model import adapters
+from rlm.model import hardware as machine
 
 KEPT = (
     *("stage", "base_model", "base_hash", "dataset", "step", "commit"),

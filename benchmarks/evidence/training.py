@@ -27,11 +27,11 @@ from benchmarks.evidence.plan import (
 )
 from benchmarks.evidence.pools import pools, without_golds
 from benchmarks.evidence.reading import watch
-from rlm import machine
-from rlm.answers import grade, split_completion
-from rlm.grpo import problems_for_step
-from rlm.problems import Problem
-from rlm.records import read_lines
+from rlm.data.problem import Problem
+from rlm.grading.answers import grade, split_completion
+from rlm.model import hardware as machine
+from rlm.runs.atomic_files import read_lines
+from rlm.training.grpo import problems_for_step
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
@@ -102,8 +102,9 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
-    from rlm import adapters, models
-    from rlm.prompts import render_prompt
+    from rlm.data.prompts import render_prompt
+    from rlm.model import adapters
+    from rlm.model import base as models
     from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
     tokenizer = models.load_tokenizer(config.model)

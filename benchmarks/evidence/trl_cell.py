@@ -18,9 +18,11 @@ from benchmarks.evidence.plan import Cell, EvidenceConfig
 from benchmarks.evidence.pools import pools
 from benchmarks.evidence.training import is_whole
 from benchmarks.trl_arm import Clock, Settings, TimedTrainer, config_for, prompt_rows
-from rlm import adapters, export, machine, models
-from rlm.grpo import problems_for_step
-from rlm.prompts import stop_token_ids
+from rlm.data.prompts import stop_token_ids
+from rlm.model import adapters, export
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.training.grpo import problems_for_step
 
 SPLIT_SECONDS = "steps.jsonl"
 

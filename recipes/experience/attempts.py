@@ -13,9 +13,9 @@ from recipes.experience.library import Library
 from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
 from recipes.experience.scaffold import Scaffold, ScaffoldError, find_object, parse_scaffold
-from rlm.experiences import experience_block
-from rlm.problems import Problem
-from rlm.remote import ChatReply, RemoteError
+from rlm.api_client import ChatReply, RemoteError
+from rlm.data.experiences import experience_block
+from rlm.data.problem import Problem
 
 ROUNDING = 1e-9  # σ > τ means: by more than this
 MAX_SHOWN = 1500  # characters of one solution in a prompt that compares several

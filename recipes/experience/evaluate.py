@@ -35,14 +35,14 @@ from recipes.experience.roles import (
 )
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
-from rlm import terminal
-from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.evaluation import bootstrap_interval, mean_at_k, paired_bootstrap
-from rlm.experiences import load_experiences, with_experiences
-from rlm.problems import Problem
-from rlm.records import Journal, read_lines, replace_file, replace_json
-from rlm.remote import ChatReply, RemoteError, Spending
-from rlm.script import run_main
+from rlm.api_client import ChatReply, RemoteError, Spending
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.data.experiences import load_experiences, with_experiences
+from rlm.data.problem import Problem
+from rlm.evaluation.evaluate import bootstrap_interval, mean_at_k, paired_bootstrap
+from rlm.runs.atomic_files import Journal, read_lines, replace_file, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
 BASELINE = "no library"

@@ -18,11 +18,11 @@ from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
 from recipes.experience.rules import Value, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, find_object
-from rlm.answers import grade, split_completion
-from rlm.config import UsageError
-from rlm.numerals import parse_number
-from rlm.problems import Problem
-from rlm.remote import RemoteError
+from rlm.api_client import RemoteError
+from rlm.cli.options import UsageError
+from rlm.data.problem import Problem
+from rlm.grading.answers import grade, split_completion
+from rlm.grading.numbers import parse_number
 
 PARTS = ("r_ans", "r_logic", "r_graph", "r_fusion")
 GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)

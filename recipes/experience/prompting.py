@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from string import Template
 
-from rlm.config import UsageError
+from rlm.cli.options import UsageError
 
 DIRECTORY = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {

@@ -18,10 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from rlm.config import UsageError
-from rlm.pace import Pace
-from rlm.records import Journal
-from rlm.remote import (
+from rlm.api_client import (
     FREE,
     BudgetExceeded,
     ChatReply,
@@ -30,6 +27,9 @@ from rlm.remote import (
     RemoteError,
     Spending,
 )
+from rlm.cli.options import UsageError
+from rlm.rate_limit import Pace
+from rlm.runs.atomic_files import Journal
 from rlm.serving.access import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")

@@ -38,13 +38,13 @@ from recipes.experience.roles import (
     named,
 )
 from recipes.experience.summary import summarise
-from rlm import terminal
-from rlm.config import UsageError, check_values, flag
-from rlm.data import is_file, load_jsonl, load_problems, only_numbers
-from rlm.problems import Problem
-from rlm.records import read_lines, replace_json
-from rlm.remote import RemoteClient, Spending
-from rlm.script import run_main
+from rlm.api_client import RemoteClient, Spending
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag
+from rlm.data.loaders import is_file, load_jsonl, load_problems, only_numbers
+from rlm.data.problem import Problem
+from rlm.runs.atomic_files import read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN = Path("runs/experience/default")

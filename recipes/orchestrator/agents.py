@@ -15,13 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.prompts import PLAIN
 from recipes.orchestrator.runner import Agents, Call, Reply, Runner
-from rlm import adapters, machine, models
-from rlm.config import UsageError
-from rlm.prompts import render_prompt
-from rlm.remote import RemoteClient, RemoteError
+from rlm.api_client import RemoteClient, RemoteError
+from rlm.cli.options import UsageError
+from rlm.data.prompts import render_prompt
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
 from rlm.sampling import Request, Sampler
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.base and rlm.model.adapters see to it
     from peft import PeftModel
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Invalid
 from recipes.orchestrator.orchestrator import OpenRun
-from rlm import machine, terminal
-from rlm.answers import grade
-from rlm.config import UsageError, check_values, flag
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag
+from rlm.grading.answers import grade
+from rlm.model import hardware as machine
 
 
 @dataclass

@@ -19,16 +19,19 @@ import torch
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import AGENTS, Graph
 from recipes.orchestrator.orchestrator import render
-from rlm import adapters, machine, models, terminal
-from rlm.config import to_dict
-from rlm.export import save_adapter
-from rlm.grpo import Rollout
-from rlm.lean import use_lean_layers
-from rlm.logprobs import split, token_logprobs
-from rlm.memory import micro_batch_tokens
-from rlm.problems import Problem
-from rlm.prompts import encode_text, end_of_turn_id
-from rlm.state import TrainedAdapter
+from rlm.cli import terminal
+from rlm.cli.options import to_dict
+from rlm.data.problem import Problem
+from rlm.data.prompts import encode_text, end_of_turn_id
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.model.export import save_adapter
+from rlm.training.fused_layers import use_lean_layers
+from rlm.training.grpo import Rollout
+from rlm.training.logprobs import split, token_logprobs
+from rlm.training.memory_plan import micro_batch_tokens
+from rlm.training.state import TrainedAdapter
 
 GRAPHS_EACH = 4  # for a problem
 QUESTIONS_A_STEP = 4

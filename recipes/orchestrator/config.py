@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.orchestrator.graph import AGENTS, MOST_AGENTS
-from rlm.config import flag
-from rlm.grpo_config import GRPOConfig
+from rlm.cli.options import flag
+from rlm.training.config import GRPOConfig
 
 ADAPTER = "adapters_lora"  # in the run directory, unless --output names another place
 START = Path("weights/orchestrator_start")

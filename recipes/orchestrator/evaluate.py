@@ -23,21 +23,22 @@ from recipes.orchestrator.orchestrator import OpenRun, Written
 from recipes.orchestrator.prompts import ASKED_TWICE, HAND_WRITTEN, SINGLE
 from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
-from rlm import machine, terminal
-from rlm.adapters import wearing
-from rlm.config import UsageError, check_values, flag, to_dict
-from rlm.data import is_file, load_problems
-from rlm.evaluation import (
+from rlm.api_client import Price
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.data.loaders import is_file, load_problems
+from rlm.data.problem import Problem
+from rlm.evaluation.evaluate import (
     bootstrap_interval,
     majority_score,
     paired_bootstrap,
     wilson_interval,
 )
-from rlm.problems import Problem
-from rlm.records import replace_file, replace_json
-from rlm.remote import Price
-from rlm.runs import check_writable
-from rlm.script import run_main
+from rlm.model import hardware as machine
+from rlm.model.adapters import wearing
+from rlm.runs.atomic_files import replace_file, replace_json
+from rlm.runs.directory import check_writable
 
 FIXED = {"asked twice": ASKED_TWICE, "two agents, by hand": HAND_WRITTEN}
 SHARES = {

@@ -14,12 +14,14 @@ from recipes.orchestrator.config import Config
 from recipes.orchestrator.graph import AGENTS, Graph, Invalid, read_graph
 from recipes.orchestrator.prompts import PLAIN, orchestrator_prompt
 from recipes.orchestrator.runner import Runner
-from rlm import adapters, machine, models
-from rlm.config import UsageError, parse
-from rlm.prompts import render_prompt
+from rlm.cli.options import UsageError, parse
+from rlm.data.prompts import render_prompt
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
 from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.base and rlm.model.adapters see to it
     from peft import PeftModel
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from recipes.orchestrator.graph import AGENTS, Graph, agent_id
-from rlm.prompts import FORMATS
+from rlm.data.prompts import FORMATS
 
 PLAIN = FORMATS["deepseek"]  # the solver's own prompt: what an agent is without an orchestrator
 

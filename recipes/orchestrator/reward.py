@@ -15,11 +15,11 @@ from typing import Any
 
 from recipes.orchestrator.graph import AGENTS, REASONS, Graph, Invalid, read_graph
 from recipes.orchestrator.runner import Run, Runner
-from rlm.answers import Verdict, grade
-from rlm.numerals import numbers_in, parse_number
-from rlm.problems import Problem
+from rlm.data.problem import Problem
+from rlm.grading.answers import Verdict, grade
+from rlm.grading.numbers import numbers_in, parse_number
+from rlm.rewards.scorer import Scores
 from rlm.sampling import prompt_seed
-from rlm.scoring import Scores
 
 
 def leaks_answer(graph: Graph, problem: Problem) -> bool:

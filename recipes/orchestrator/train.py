@@ -29,17 +29,20 @@ from recipes.orchestrator.config import Config
 from recipes.orchestrator.orchestrator import render, write_graphs
 from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
 from recipes.orchestrator.runner import Agents
-from rlm import adapters, machine, models, terminal
-from rlm.config import UsageError, explicit
-from rlm.data import is_file, load_problems, only_numbers
-from rlm.export import check_output
-from rlm.grpo import Group
-from rlm.problems import Problem
-from rlm.records import replace_json
-from rlm.script import run_main
+from rlm.cli import terminal
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, explicit
+from rlm.data.loaders import is_file, load_problems, only_numbers
+from rlm.data.problem import Problem
+from rlm.model import adapters
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.model.export import check_output
+from rlm.runs.atomic_files import replace_json
+from rlm.training.grpo import Group
 from train_grpo import GRPOTrainer
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.models and rlm.adapters see to it
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.base and rlm.model.adapters see to it
     from peft import PeftModel
 
 # Column of train_logs.csv → metric of a step.
@@ -177,7 +180,7 @@ def fit(
 def load_gsm8k(
     val_rows: int | None = None, path: str | Path | None = None
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Train, validation (its first `val_rows`) and test; `path` as in `rlm.data.load_gsm8k`."""
+    """Train, validation (its first `val_rows`) and test; `path` as in `load_gsm8k`."""
     name = "gsm8k" if path is None else f"gsm8k:{path}"
     train, validation, test = (load_problems(name, s) for s in ("train", "validation", "test"))
     return train, validation[:val_rows], test

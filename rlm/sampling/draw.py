@@ -12,13 +12,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rlm.config import UsageError
+from rlm.cli.options import UsageError
+from rlm.kernels.build import BLOCK
 from rlm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rlm.sampling.native import Native
+    from rlm.kernels.build import Native
 
-BLOCK = 256  # tokens; blocks and tokens of a block are then about equally many
 COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
 NOT_FINITE = (
     "the model's logits are not finite: its weights or those of the adapter are damaged, or they "

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlm import machine
-from rlm.config import UsageError
-from rlm.prompts import stop_token_ids
-from rlm.sampling.cache import (
+from rlm.cli.options import UsageError
+from rlm.data.prompts import stop_token_ids
+from rlm.model import hardware as machine
+from rlm.model.base import native_for
+from rlm.sampling.draw import draw, uniforms
+from rlm.sampling.kv_cache import (
     Attend,
     Cache,
     Room,
     coarse,
     token_bytes,
 )
-from rlm.sampling.draw import draw, uniforms
-from rlm.sampling.native import native_for
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.weights import ModelWeights, choose_weights
 

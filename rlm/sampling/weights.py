@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlm import machine
-from rlm.adapters import active_adapters, wears_plain_lora
-from rlm.attention import plain_scale
-from rlm.config import UsageError
-from rlm.models import decoder_and_head
-from rlm.sampling.cache import Attend
-from rlm.sampling.native import Native
-from rlm.sampling.products import TorchPasses, gated_product, product
+from rlm.cli.options import UsageError
+from rlm.kernels.build import Native
+from rlm.model import hardware as machine
+from rlm.model.adapters import active_adapters, wears_plain_lora
+from rlm.model.attention import plain_scale
+from rlm.model.base import decoder_and_head
+from rlm.sampling.kv_cache import Attend
+from rlm.sampling.linear import TorchPasses, gated_product, product
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 

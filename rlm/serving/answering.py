@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlm.answers import ballot, grade
-from rlm.prompts import Format
+from rlm.data.prompts import Format
+from rlm.grading.answers import ballot, grade
 from rlm.serving.schema import (
     Confidence,
     Sample,

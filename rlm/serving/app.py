@@ -22,11 +22,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from rlm.serving import docs, openai, phase1
-from rlm.serving.delivery import ClientGone, EventStream, until_done
+from rlm.serving import docs
+from rlm.serving import routes_openai as openai
+from rlm.serving import routes_reasoning as phase1
 from rlm.serving.errors import Problem, invalid
 from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, ReasoningResponse
 from rlm.serving.service import TEMPERATURE_OF_SEVERAL, Service
+from rlm.serving.streaming import ClientGone, EventStream, until_done
 from rlm.serving.strict_json import parse, require_json
 
 WATCH_SECONDS = 0.5  # between looks at the engine
@@ -34,7 +36,7 @@ PAGE = files("rlm.serving").joinpath("page.html")
 
 
 def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
-    """The application without its walls: `rlm.serving.security.secure` puts them around it."""
+    """The application without its walls: `rlm.serving.middleware.secure` puts them around it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

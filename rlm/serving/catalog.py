@@ -9,13 +9,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlm.adapters import ADAPTER_FILES, check_adapter, check_base, read_run
-from rlm.checkpoints import file_hash
-from rlm.config import UsageError
-from rlm.machine import EMBEDDED_MODEL
-from rlm.models import base_hash
-from rlm.prompts import Format, trained_format
-from rlm.quantize import trained_on
+from rlm.cli.options import UsageError
+from rlm.data.prompts import Format, trained_format
+from rlm.model.adapters import ADAPTER_FILES, check_adapter, check_base, read_run
+from rlm.model.base import base_hash
+from rlm.model.hardware import EMBEDDED_MODEL
+from rlm.model.quantize import trained_on
+from rlm.runs.checkpoints import file_hash
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -39,7 +39,7 @@ class Catalog:
 
     model: str  # as --model takes it
     base_hash: str
-    quantize: str  # of rlm.quantize.QUANTIZATIONS
+    quantize: str  # of rlm.model.quantize.QUANTIZATIONS
     offered: dict[str, Offered]
     default: str
 

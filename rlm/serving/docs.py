@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from rlm.serving.security import PUBLIC
+from rlm.serving.middleware import PUBLIC
 from rlm.serving.service import Service
 
 PROBLEM = {

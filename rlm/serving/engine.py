@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlm.sampling.cache import Room
 from rlm.sampling.engine import Sampler
+from rlm.sampling.kv_cache import Room
 from rlm.sampling.params import Request, SamplingParams, Token
 from rlm.serving.errors import Problem
-from rlm.serving.logs import log_error
+from rlm.serving.logging import log_error
 from rlm.serving.thinking import Thinking
 
 RESTARTS = 1  # of a thread that died; after that the engine stays dead

@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlm.serving import logs
+from rlm.serving import logging as logs
 from rlm.serving.errors import Problem
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlm.prompts import render_prompt
+from rlm.data.prompts import render_prompt
 from rlm.sampling.params import SamplingParams, prompt_seed
 from rlm.serving.catalog import Catalog, Offered
 from rlm.serving.engine import Engine, Job

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
 
-from rlm.prompts import Format, encode_text
+from rlm.data.prompts import Format, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

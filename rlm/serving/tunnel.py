@@ -23,7 +23,7 @@ from pyngrok import conf, ngrok
 from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
 
-from rlm.serving import logs
+from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 
 POLL_SECONDS = 0.5

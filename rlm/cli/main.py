@@ -1,0 +1,108 @@
+"""The life of a script: a parsed command line in, an exit code out, a mistake in one line.
+
+Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal n.
+"""
+
+import dataclasses
+import errno
+import os
+import select
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+from rlm.cli.options import Interrupted, UsageError, parse
+
+T = TypeVar("T")
+
+
+def check_command_line(cls: type, **parse_options: Any) -> None:
+    """Answer --help, or refuse a mistake, and exit; else do nothing.
+
+    For a script whose imports take seconds, before them. `run_main` parses again.
+    """
+    _open_standard_streams()
+    try:
+        parse(cls, **parse_options)
+    except UsageError as error:
+        sys.exit(_refuse(error))
+
+
+def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any) -> NoReturn:
+    """Parse the command line, call `main(config)` and exit with the code it returns."""
+    _open_standard_streams()
+    try:
+        code = main(parse(cls, **parse_options))
+        sys.stdout.flush()
+    except UsageError as error:
+        code = _refuse(error)
+    except Interrupted as error:
+        if error.note:
+            _tell(error.note + _how_to_resume(cls, parse_options.get("argv")))
+        code = 128 + error.number
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        code = 130
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _tell(f"error: out of memory; --help has options that take less ({error})")
+        code = 2
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # asks for no events: only errors are reported
+        if not poll.poll(0):  # some other pipe broke, and that is a bug
+            raise
+        # `script | head` has read enough. Python flushes stdout once more at exit: to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except OSError as error:  # every file is replaced whole or grows by whole lines: none is lost
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
+        go_on = _how_to_resume(cls, parse_options.get("argv")) or " and run it again"
+        _tell(f"error: {what}: {error.strerror}; make room{go_on}")
+        code = 2
+    sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Where a parent closed one (`>&-`), the next file opened would take its number and text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
+
+
+def _refuse(error: UsageError) -> int:
+    """Say a mistake in one line; the exit code."""
+    _tell(f"error: {' '.join(str(error).split())}")
+    return 2
+
+
+def _tell(text: str) -> None:
+    """A last line, if there is still somebody to read it: the exit code says it anyway."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+
+
+def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
+    """The command that goes on, where the script has --resume."""
+    if "resume" not in {field.name for field in dataclasses.fields(cls)}:
+        return ""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    script = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
+    typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
+    typed += [] if "--resume" in typed else ["--resume"]
+    return f"; go on with: {shlex.join(['python', *script, *typed])}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of Python, of a GPU, of PyTorch's allocator for the CPU."""
+    name, text = type(error).__name__, str(error)
+    return name in ("MemoryError", "OutOfMemoryError") or "allocate memory" in text

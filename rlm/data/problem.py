@@ -1,0 +1,176 @@
+"""A problem, and how a row of a data set becomes one. Bad rows are left out and named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlm.cli.options import UsageError
+from rlm.grading.answers import gold_from_gsm8k, split_completion
+from rlm.grading.numbers import parse_number
+from rlm.grading.text import ANSWER_TYPES, READERS
+
+logger = logging.getLogger(__name__)
+
+QUESTION_FIELDS = ("question", "prompt", "problem")
+ANSWER_FIELDS = ("answer", "response")
+# No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
+TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
+TAKEN_FIELDS |= {"reasoning_format", "is_truncated"}
+TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
+MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
+
+Row = Mapping[str, Any]
+_FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its gold answer: a number as text that `parse_number` reads, or what
+    `answer_type` says (`rlm.grading.text`).
+    """
+
+    id: str  # unique in its data set; seeds what is sampled for the problem
+    question: str
+    answer: str
+    solution: str = ""  # worked, in words; "" where the data set has none
+    columns: Mapping[str, str | int | float] = field(default_factory=dict, hash=False)  # to rewards
+    answer_type: str = "number"
+
+
+class LeftOut(Exception):
+    """A row that is well-formed but not wanted; the text says of what kind."""
+
+
+def collect(
+    rows: Iterable[tuple[int, bytes | Row]],
+    source: str,
+    prefix: str,
+    parse: Callable[[Row, str], Problem],
+    *,
+    max_bad_share: float = MAX_BAD_SHARE,
+    limit: int | None = None,
+) -> list[Problem]:
+    """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
+
+    Args:
+        parse: (row, id if it has none) → its problem; raises ValueError for a bad row, LeftOut for
+            one that is not wanted.
+        limit: stop at so many problems.
+
+    Raises:
+        UsageError: no good row, or a larger share of bad ones than `max_bad_share`.
+    """
+    problems: dict[str, Problem] = {}
+    left_out: Counter[str] = Counter()
+    bad, report = 0, []
+    for number, row in rows:
+        try:
+            problem = parse(decode(row) if isinstance(row, bytes) else row, f"{prefix}-{number}")
+            if problem.id in problems:
+                raise ValueError(f"the id {problem.id!r} is there twice")
+            problems[problem.id] = problem
+        except LeftOut as kind:
+            left_out[str(kind)] += 1
+        except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
+            bad += 1
+            if bad <= BAD_LINES_SHOWN:
+                report.append(f"line {number}: {error}")
+        if len(problems) == limit:
+            break
+    total = len(problems) + left_out.total() + bad
+    if bad > max_bad_share * total:
+        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair the file)")
+    report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
+    report += [f"{count} {kind}" for kind, count in left_out.items()]
+    if not problems:
+        raise UsageError(f"{source} holds no problems ({'; '.join(report) or 'it is empty'})")
+    if report:
+        level = logging.WARNING if bad else logging.INFO
+        text = "; ".join(report)
+        logger.log(level, "%s: %d of %d left out: %s", source, total - len(problems), total, text)
+    return list(problems.values())
+
+
+def decode(line: bytes) -> Row:
+    """A line's JSON object; ValueError if it is anything else."""
+    try:
+        row = json.loads(line.decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    return row
+
+
+def _text(row: Row, *names: str, default: str | None = None) -> str:
+    """The first of these fields that is not null, as text; ValueError if it is no text or empty."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    value = default if name is None else row[name]
+    if value is None:
+        raise ValueError(f"no field {' or '.join(names)}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{name} is neither text nor a number")
+    text = str(value).strip() or default
+    if text is None:
+        raise ValueError(f"{name} is empty")
+    text.encode()  # JSON can spell lone surrogates, on which a tokenizer would fail
+    return text
+
+
+def parse_row(row: Row, default_id: str) -> Problem:
+    """A row of GSM8K, AIME or a user's file; data/README.md has the fields."""
+    answer, solution = _text(row, *ANSWER_FIELDS), ""
+    kind = _text(row, "answer_type", default="number")
+    if kind not in ANSWER_TYPES:
+        raise ValueError(f"answer_type {kind!r} is none of {', '.join(ANSWER_TYPES)}")
+    if kind != "number":
+        if READERS[kind](answer) is None:
+            raise ValueError(f"the gold {answer[:40]!r} is no {kind}")
+    elif "####" in answer:
+        solution, answer = gold_from_gsm8k(answer)
+    elif parse_number(answer) is None:
+        raise ValueError(f"the gold {answer[:40]!r} is not a number")
+    question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
+    scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
+    columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
+    name = _text(row, "id", default=default_id)
+    return Problem(name, question, answer, solution, columns, answer_type=kind)
+
+
+def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:
+    """A row of OpenMathInstruct-1: one solution, right or wrong, to a question of many."""
+    if not isinstance(row.get("is_correct"), bool):
+        raise ValueError("is_correct is neither true nor false")
+    question, answer = _text(row, "question"), _text(row, "expected_answer")
+    solution = _text(row, "generated_solution")
+    if not row["is_correct"]:
+        raise LeftOut("wrong")
+    if "<llm-code>" in solution and not keep_code:
+        raise LeftOut("with code (--keep-code keeps them)")
+    if parse_number(answer) is None:
+        raise LeftOut("without a number for an answer")
+    return Problem(default_id, question, answer, solution)
+
+
+def parse_rollout(row: Row, default_id: str) -> Problem:
+    """A rollout of recipes/experience (`rollout`) with the line that holds it (`record`)."""
+    record, rollout = row["record"], row["rollout"]
+    if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
+        raise ValueError("no rollouts that say whether they are correct")
+    if not rollout["is_correct"]:
+        raise LeftOut("not correct")
+    names = (record, "problem_id"), (record, "generator_id"), (rollout, "rollout_id")
+    name = "-".join(_text(*each) for each in names)
+    question, answer = _text(record, "problem_text"), _text(record, "ground_truth")
+    reasoning, text = split_completion(_text(rollout, "solution"))
+    # What comes before the answer: the thinking if it was shown, else all but the final line.
+    solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
+    if not solution:
+        raise LeftOut("without reasoning")
+    return Problem(name, question, answer, solution)

@@ -1,0 +1,244 @@
+"""What the model reads and writes: tags, system prompt, the one renderer from text to token ids.
+
+SFT, GRPO, evaluation, inference and serving all call `render_prompt`, so they see the same ids.
+The model writes `<think>` itself: nothing is prefilled. The tags are plain text, not new
+vocabulary rows, so an adapter stays small and loads on the unchanged base.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlm.cli.options import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlm.data.problem import Problem
+
+# Llama 3's template names the day: else each day's prompt would be another one.
+DATE = "26 Jul 2024"
+IGNORED = -100  # the label of a token that is not learned, as PyTorch's cross-entropy has it
+# Stands where a message goes while the chat template is rendered; no template or text contains it.
+_SENTINEL = "\ue000content\ue001"
+# Whether special tokens are split is not an argument of the tokenizer that transformers wraps but
+# its state: of two threads, one would encode a user's text with what the other has set.
+_ENCODING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Format:
+    """Two tag names: a completion is reasoning in one, then the final number in the other."""
+
+    reasoning_tag: str
+    answer_tag: str
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """As `rlm.grading.answers.grade` takes them."""
+        return {"reasoning_tag": self.reasoning_tag, "answer_tag": self.answer_tag}
+
+    @property
+    def answer_tags(self) -> tuple[str, str]:
+        """The opening and the closing one."""
+        return f"<{self.answer_tag}>", f"</{self.answer_tag}>"
+
+    @property
+    def system_prompt(self) -> str:
+        return self.ask_for("number")
+
+    def ask_for(self, answer_type: str) -> str:
+        """The system prompt for one of `rlm.grading.text.ANSWER_TYPES`."""
+        what = {"number": "final number", "choice": "letter of your choice", "text": "final answer"}
+        return (
+            f"Reason inside <{self.reasoning_tag}></{self.reasoning_tag}>, then give the "
+            f"{what[answer_type]} inside <{self.answer_tag}></{self.answer_tag}>."
+        )
+
+    def completion(self, reasoning: str, answer: str) -> str:
+        """The text that a perfect completion has.
+
+        >>> FORMATS["deepseek"].completion("1 + 1 = 2", "2")
+        '<think>\\n1 + 1 = 2\\n</think>\\n<answer>2</answer>'
+        """
+        return (
+            f"<{self.reasoning_tag}>\n{reasoning.strip()}\n</{self.reasoning_tag}>\n"
+            f"<{self.answer_tag}>{answer.strip()}</{self.answer_tag}>"
+        )
+
+
+FORMATS = {
+    "deepseek": Format("think", "answer"),
+    "simple": Format("reasoning", "answer"),
+}
+
+
+def trained_format(run: Mapping[str, Any]) -> Format:
+    """The tags of the run that made an adapter (its run.json).
+
+    >>> trained_format({"config": {"reasoning_format": "simple"}}).reasoning_tag
+    'reasoning'
+    """
+    return FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
+
+
+def _render_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
+) -> str:
+    if not tokenizer.chat_template:
+        raise UsageError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
+            "use an instruct model"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            date_string=DATE,
+        )
+    except TemplateError as error:  # it can refuse, such as a system message
+        raise UsageError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses our messages ({error}); "
+            "use another instruct model"
+        ) from error
+
+
+def _encode_template(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of text that we or the template wrote: special tokens in it count as such."""
+    with _ENCODING:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of text that a user or a data set wrote: special tokens in it stay plain text."""
+    with _ENCODING:
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    question: str,
+    format: Format,
+    *,
+    examples: Sequence[tuple[str, str]] = (),
+    answer_type: str = "number",
+    system_prompt: str | None = None,
+) -> list[int]:
+    """Token ids of the chat up to where the assistant begins to write.
+
+    The template is rendered around placeholders and the texts are encoded separately, so that
+    `<|im_end|>` typed by a user cannot close his turn or open another role.
+
+    Args:
+        examples: (question, completion) pairs shown as earlier turns (few-shot).
+        answer_type: what the format's own system prompt asks for.
+        system_prompt: replaces the format's own, as plain text like the question; "" leaves it
+            out.
+
+    Raises:
+        UsageError: the tokenizer has no chat template, or the template alters the messages.
+    """
+    messages, texts = [], []
+    if system_prompt is None:
+        messages.append({"role": "system", "content": format.ask_for(answer_type)})
+    elif system_prompt:  # somebody's text, a model's perhaps
+        messages.append({"role": "system", "content": _SENTINEL})
+        texts.append(system_prompt)
+    for shown_question, shown_completion in examples:
+        messages += [
+            {"role": "user", "content": _SENTINEL},
+            {"role": "assistant", "content": _SENTINEL},
+        ]
+        texts += [shown_question, shown_completion]
+    messages.append({"role": "user", "content": _SENTINEL})
+    texts.append(question)
+
+    pieces = _render_template(tokenizer, messages, add_generation_prompt=True).split(_SENTINEL)
+    if len(pieces) != len(texts) + 1:
+        raise UsageError(
+            f"the chat template of {tokenizer.name_or_path!r} drops or repeats messages: "
+            f"{len(texts)} went in, {len(pieces) - 1} came out"
+        )
+    ids = _encode_template(tokenizer, pieces[0])
+    for text, piece in zip(texts, pieces[1:], strict=True):
+        ids += encode_text(tokenizer, text.strip()) + _encode_template(tokenizer, piece)
+    return ids
+
+
+def render_problem(
+    tokenizer: PreTrainedTokenizerBase,
+    problem: Problem,
+    format: Format,
+    *,
+    examples: Sequence[tuple[str, str]] = (),
+    system_prompt: str | None = None,
+) -> list[int]:
+    """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
+    return render_prompt(
+        tokenizer,
+        problem.question,
+        format,
+        examples=examples,
+        answer_type=problem.answer_type,
+        system_prompt=system_prompt,
+    )
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that the template writes after an assistant message; the tokenizer's EOS else.
+
+    Instruct models do not agree on it: `<|im_end|>`, `<|eot_id|>`, `</s>`.
+    """
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+    rendered = _render_template(tokenizer, messages, add_generation_prompt=False)
+    for token in _encode_template(tokenizer, rendered.rpartition(_SENTINEL)[2]):
+        if token in tokenizer.all_special_ids:
+            return token
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"the tokenizer of {tokenizer.name_or_path!r} has no end token")
+    return tokenizer.eos_token_id
+
+
+def render_completion(
+    tokenizer: PreTrainedTokenizerBase, reasoning: str, answer: str, format: Format
+) -> list[int]:
+    """Token ids of a perfect completion, with the end-of-turn token exactly once, at the end.
+
+    Raises:
+        UsageError: decoding the ids does not give the text back (a tokenizer that eats the tags).
+    """
+    text = format.completion(reasoning, answer)
+    ids = encode_text(tokenizer, text)
+    if tokenizer.decode(ids).strip() != text:
+        raise UsageError(
+            f"the tokenizer of {tokenizer.name_or_path!r} does not give {text[:40]!r}… back"
+        )
+    return [*ids, end_of_turn_id(tokenizer)]
+
+
+def longest_prompts(
+    render: Callable[[Problem], list[int]], problems: Sequence[Problem], count: int = 8
+) -> list[list[int]]:
+    """The prompts of the problems with the longest questions, as token ids."""
+    longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
+    return [render(problem) for problem in longest]
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:
+    """Every token that ends a turn: the tokenizer's, the generation config's, the template's.
+
+    A model that knows several (Llama 3, Phi) looks truncated for ever if only one is honoured.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset(
+        token
+        for token in (tokenizer.eos_token_id, end_of_turn_id(tokenizer), *listed)
+        if token is not None
+    )

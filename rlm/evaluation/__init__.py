@@ -1,0 +1,1 @@
+"""Evaluation: sample, grade, accuracy with intervals, paired comparison, tables and records."""

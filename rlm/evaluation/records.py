@@ -1,0 +1,71 @@
+"""What an evaluation has drawn so far, on the disk: one that was stopped goes on where it was.
+
+runs/evaluation/completions.jsonl: a line for each row and kind of decoding, when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlm.cli import terminal
+from rlm.data.problem import Problem
+from rlm.data.prompts import Format
+from rlm.evaluation.evaluate import Evaluation, grade_completion
+from rlm.runs.atomic_files import Journal
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """The completions of one row. What is found there is graded anew.
+
+    A line counts only if all that it was made of is what it would be made of now: so a row of
+    another adapter, or of other options, is drawn again and not taken for this one.
+    """
+
+    journal: Journal
+    name: str
+    made_of: Mapping[str, Any]  # model, adapter, problems, decoding: as JSON
+
+    def find(
+        self, kind: str, decoding: Mapping[str, Any], problems: Sequence[Problem], format: Format
+    ) -> Evaluation | None:
+        """What was drawn before; None if nothing was, or it was made of something else.
+
+        Args:
+            kind: "greedy" or "sampled"; `decoding` is how exactly.
+        """
+        key = f"{self.name}, {kind}"
+        line = self.journal.rows.get(key)
+        if line is None:
+            return None
+        was, now = line["made_of"], {**self.made_of, **decoding}
+        changed = [
+            f"{name}: {was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]
+        ]
+        if changed:
+            terminal.line(f"{key}: drawn again ({'; '.join(changed)})")
+            return None
+        terminal.line(f"{key}: as it was drawn before ({self.journal.path})")
+        groups = [
+            [grade_completion(**completion, problem=problem, format=format) for completion in group]
+            for problem, group in zip(problems, line["groups"], strict=True)
+        ]
+        return Evaluation(problems, groups)
+
+    def add(self, kind: str, decoding: Mapping[str, Any], evaluation: Evaluation) -> None:
+        """Keep what was drawn; it is on the disk when this returns.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        from rlm.runs.checkpoints import writing  # loads torch
+
+        groups = [
+            [{"text": g.text, "tokens": g.tokens, "truncated": g.truncated} for g in group]
+            for group in evaluation.groups
+        ]
+        line = {"made_of": {**self.made_of, **decoding}, "groups": groups}
+        with writing(self.journal.path):
+            self.journal.add(f"{self.name}, {kind}", line)

@@ -1,0 +1,224 @@
+"""Final answers: find one in a completion and compare it with the gold, exactly.
+
+Two gradings share one reader (`numbers`; `text` for letters and words). *Strict*
+is the training reward: the completion is exactly one non-empty `<think>` block, then one `<answer>`
+that holds one number. *Lenient* asks whether the model knows the answer whatever it wrapped it in,
+and is only ever reported. In both at most one value can be claimed, so a text that lists guesses is
+wrong, and nothing inside the thinking counts. Every pattern is linear and sizes are bounded:
+hostile text costs milliseconds, and no str raises.
+"""
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from rlm.grading.numbers import (
+    MAX_CLAIMS,
+    MAX_NUMBER,
+    Claim,
+    last_number,
+    parse_number,
+    read_number,
+)
+from rlm.grading.text import READERS, read_text
+
+REASONS: tuple[str, ...] = (
+    "correct",  # one number, equal to the gold
+    "wrong",  # one number, another one
+    "gold_unreadable",  # the gold is not one number: never a reward, whatever the completion
+    "no_reasoning",  # strict: no opening think tag
+    "unclosed_reasoning",  # the thinking never ends: nothing after it can be an answer
+    "repeated_reasoning",  # strict: more than one opening or closing think tag
+    "empty_reasoning",  # strict: only whitespace between the think tags
+    "answer_in_reasoning",  # strict: an answer tag inside the thinking
+    "text_outside",  # strict: text before the thinking, after it, or after the answer
+    "no_answer",  # strict: no opening answer tag; lenient: no number after the thinking
+    "unclosed_answer",  # strict: an answer tag that never closes
+    "repeated_answer",  # strict: more than one opening or closing answer tag
+    "not_a_number",  # an answer that is no plain number: words, 3 + 4, x > 5, 9^9, 1/0
+    "several_numbers",  # an answer that claims more than one number
+    "not_a_choice",  # multiple choice: an answer that is not one letter
+)
+
+_MAX_TEXT = 4000  # characters searched for an answer, counted from the end
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`value` is what was compared wherever the reason is correct or wrong."""
+
+    correct: bool
+    reason: str  # one of REASONS
+    answer: str | None  # the candidate text as found (trimmed), None where there is none
+    value: Hashable | None = None  # its number, letter or words
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether one answer was given that could be compared, right or not."""
+        return self.reason in ("correct", "wrong")
+
+
+def ballot(answer: str) -> Hashable | None:
+    """What equal answers share: their number, or their text where they are none. For votes.
+
+    >>> ballot("0.5") == ballot("1/2"), ballot("Paris.") == ballot("paris")
+    (True, True)
+    """
+    number = parse_number(answer)
+    return read_text(answer) if number is None else number
+
+
+_MARKUP = re.compile(r"</?[A-Za-z_]{1,20}>|<\|[a-z_]{1,20}\|>")  # <b>, <|im_end|>, a tag alone
+_BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
+_BRACKETED = re.compile(r"(?<![\\\w])\[([^\[\]\n]{1,60})\]")
+_HASHES = re.compile(r"(?<!#)####(?!#) {0,3}([^\nA-Za-z]{0,20}\d[^\n]*)")
+_ANSWER_IS = re.compile(
+    r"(?i)\banswer\b[^\n.:=\d]{0,40}?(?:\b(?:is|be|equals)\b|:|=)"
+    r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
+)
+_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # as far as one with a digit goes
+
+
+def _boxes(text: str) -> list[str]:
+    """The contents of the outermost balanced boxes, in order."""
+    stack: list[tuple[int, bool]] = []
+    spans: list[tuple[int, int]] = []
+    for match in _BRACE.finditer(text):
+        if match[0] != "}":
+            stack.append((match.end(), match[0] != "{"))
+        elif stack:
+            start, boxed = stack.pop()
+            if boxed:
+                while spans and spans[-1][0] > start:
+                    spans.pop()
+                spans.append((start, match.start()))
+    return [text[start:end] for start, end in spans]
+
+
+def _read_other(region: str, kind: str) -> Claim:
+    """What a region says where the answer is a choice or a text."""
+    value = READERS[kind](region)
+    reason = "" if value is not None else "not_a_choice" if kind == "choice" else "no_answer"
+    return Claim(value, region.strip(), reason)
+
+
+def _find_other(text: str, answer_tag: str, kind: str) -> Claim:
+    """As `_find`, for a choice or a text: tag, last box, "answer is", last line."""
+    end = text.rfind(f"</{answer_tag}>")
+    start = text.rfind(f"<{answer_tag}>", 0, max(end, 0))
+    if start >= 0:
+        return _read_other(_MARKUP.sub(" ", text[start + len(answer_tag) + 2 : end]), kind)
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    if boxes := _boxes(text):
+        return _read_other(re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", boxes[-1]), kind)
+    if said := _ANSWER_IS.findall(text):
+        return _read_other(said[-1], kind)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _read_other(lines[-1] if lines else "", kind)
+
+
+def _find(text: str, answer_tag: str) -> Claim:
+    """What a text claims, from the first kind of region that it has."""
+    end = text.rfind(f"</{answer_tag}>")
+    start = text.rfind(f"<{answer_tag}>", 0, max(end, 0))
+    if start >= 0:
+        return read_number(_MARKUP.sub("\n", text[start + len(answer_tag) + 2 : end]))
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    inside = _BRACKETED.findall(text)[-MAX_CLAIMS:]
+    regions = _boxes(text) or [entry for entry in inside if parse_number(entry) is not None]
+    if regions:  # the last one counts, unless another claims something else
+        *others, last = map(read_number, regions)
+        values = {claim.value for claim in (*others, last)} - {None}
+        hedged = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)
+        return replace(last, value=None, reason="several_numbers") if hedged else last
+    if hashes := _HASHES.findall(text):
+        return read_number(hashes[-1])
+    for line in reversed(_ANSWER_IS.findall(text)):
+        if sentence := _SENTENCE.match(line):
+            return read_number(sentence[0])
+    return last_number(text)
+
+
+def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str | None, str]:
+    """(reasoning or None, text after the last closing tag), neither stripped.
+
+    A closing tag alone ends a reasoning that began with the text. While the thinking is open,
+    also again after an earlier one, there is no answer: the second part is empty.
+    """
+    opening, closing = f"<{reasoning_tag}>", f"</{reasoning_tag}>"
+    first, end = completion.find(opening), completion.rfind(closing)
+    if first < 0 and end < 0:
+        return None, completion
+    if completion.rfind(opening) > end:
+        return completion[first + len(opening) :], ""
+    start = first + len(opening) if 0 <= first < end else 0
+    return completion[start:end], completion[end + len(closing) :]
+
+
+def _strict(completion: str, reasoning_tag: str, answer_tag: str, kind: str) -> Claim:
+    rest, outside, blocks = completion, "", list[str]()
+    for tag, name in (reasoning_tag, "reasoning"), (answer_tag, "answer"):
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if any(opening in block or closing in block for block in blocks):
+            return Claim(None, "", "answer_in_reasoning")
+        if opening not in rest:
+            return Claim(None, "", f"no_{name}")
+        if rest.count(opening) > 1 or rest.count(closing) > 1:
+            return Claim(None, "", f"repeated_{name}")
+        before, _, rest = rest.partition(opening)
+        inside, closed, rest = rest.partition(closing)
+        if not closed:
+            return Claim(None, "", f"unclosed_{name}")
+        if not inside.strip() and not blocks:
+            return Claim(None, "", "empty_reasoning")
+        outside += before
+        blocks.append(inside.strip())
+    if outside.strip() or rest.strip():
+        return Claim(None, blocks[1], "text_outside")
+    if kind != "number":
+        return _read_other(blocks[1], kind)
+    if (value := parse_number(blocks[1])) is None:
+        return Claim(None, blocks[1], read_number(blocks[1]).reason or "not_a_number")
+    return Claim(value, blocks[1])
+
+
+def grade(
+    completion: str,
+    gold: str,
+    *,
+    strict: bool,
+    kind: str = "number",
+    reasoning_tag: str = "think",
+    answer_tag: str = "answer",
+) -> Verdict:
+    """Is the final answer of a completion the gold one?
+
+    Args:
+        kind: of `rlm.grading.text.ANSWER_TYPES`: a number, a letter, or a short text.
+    """
+    target = parse_number(gold) if kind == "number" else READERS[kind](gold)
+    if target is None:
+        return Verdict(False, "gold_unreadable", None)
+    if strict:
+        claim = _strict(completion, reasoning_tag, answer_tag, kind)
+    else:
+        opened = completion.rfind(f"<{reasoning_tag}>") > completion.rfind(f"</{reasoning_tag}>")
+        text = split_completion(completion, reasoning_tag)[1]
+        if opened:
+            claim = Claim(None, "", "unclosed_reasoning")
+        elif kind == "number":
+            claim = _find(text, answer_tag)
+        else:
+            claim = _find_other(text, answer_tag, kind)
+    correct = claim.value == target
+    reason = claim.reason or ("correct" if correct else "wrong")
+    return Verdict(correct, reason, claim.text[:MAX_NUMBER].strip() or None, claim.value)
+
+
+def gold_from_gsm8k(answer_field: str) -> tuple[str, str]:
+    """(solution without the calculator's <<…>> and the #### line, gold) of a GSM8K answer."""
+    solution, hashes, rest = answer_field.rpartition("####")
+    gold = rest.strip()
+    if not hashes or parse_number(gold) is None:
+        raise ValueError(f"no number after #### in {answer_field[-80:]!r}")
+    return re.sub(r"<<[^<>]*>>", "", solution).strip(), gold

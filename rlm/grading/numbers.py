@@ -1,0 +1,252 @@
+"""Numbers in text: read one exactly, or find the one that a text claims.
+
+Reading is lexing. A text becomes a string of token kinds, one character each ("She earns $1,000."
+is `W W $N.`), and what surrounds a number is judged by regular expressions over that string.
+Nothing is evaluated, every pattern is linear, and sizes are bounded: hostile text costs
+milliseconds, in any thread, and no str raises.
+
+What a number may look like: 1000, 1,000, 1 000, 1'000, 1_000, 1{,}000 (groups of exactly three,
+one separator); 0.5, .5, 1e3; 3/4 (unspaced: "36 / 2" is arithmetic), \\frac{3}{4}, ½ and mixed
+1 1/2; a sign; "1.5 million" is multiplied out. Around it: currency, %, up to four unit words,
+quotes, brackets ("(5)" is 5), markdown emphasis, LaTeX delimiters and text commands. A percent
+sign is dropped: 20% is 20. Every Unicode decimal digit is a digit; ①, Ⅷ, 万 are not.
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+MAX_NUMBER = 200  # characters of a number with its decoration
+MAX_CLAIMS = 64  # numbers examined, counted from the end
+_MAX_REGION = 1000  # characters of one answer; a longer region is no number
+_MAX_DIGITS = 40  # digits of one number
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a text claims its answer to be: a value, or why there is none."""
+
+    value: Fraction | str | None  # str: of an answer that is no number
+    text: str
+    reason: str = ""  # one of `rlm.grading.answers.REASONS`
+
+
+_CHARACTERS = {"−": "-", "≈": "=", "≃": "=", "≅": "=", "⁄": "/", "∕": "/", "°": " degrees "}
+_CHARACTERS |= dict.fromkeys("·π!", "^") | dict.fromkeys("→⇒", ":") | dict.fromkeys("…。", ". ")
+_CHARACTERS |= dict.fromkeys("‘’", "'") | dict.fromkeys("“”«»", '"') | {"、": ", ", "•": "*"}
+_CATEGORIES = {"Zs": " ", "Zl": "\n", "Zp": "\n", "Pd": "-", "Sc": "$", "Sm": "^", "Cf": "`"}
+_FORMS = {"<super>": "^", "<sub>": "_", "<fraction>": " "}  # m² is m^2, 1½ is 1 1/2
+
+
+def _to_ascii(match: re.Match[str]) -> str:
+    char = match[0]
+    if char in _CHARACTERS:
+        return _CHARACTERS[char]
+    if (digit := unicodedata.decimal(char, None)) is not None:
+        return str(digit)
+    if "\uff01" <= char <= "\uff5e":  # fullwidth punctuation and letters
+        return chr(ord(char) - 0xFEE0)
+    if (plain := _CATEGORIES.get(unicodedata.category(char))) is not None:
+        return plain
+    form, *codes = unicodedata.decomposition(char).split() or [""]
+    digits = "".join(chr(int(code, 16)) for code in codes) if form in _FORMS else ""
+    return _FORMS[form] + digits.replace("⁄", "/") if digits[:1].isdigit() else char
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole = match[1] and match[1] + " "
+    return f"{whole}{match[2] or match[3]}/{match[4] or match[5]} "
+
+
+# In this order; LaTeX that is left afterwards makes an expression, not a number.
+_REWRITES = {
+    r"(?<!\w)[—―](?=[\d.$])": "-",
+    r"[—―]": ";",
+    r"[^\x00-\x7f]": _to_ascii,
+    r"\{,\}": ",",
+    r"\\!|\\(?:left|right|boxed|fbox|mbox|(?:text|math)[a-z]{0,6})(?![A-Za-z])": "",
+    r"\\[,;: ]|~|\\q?quad(?![A-Za-z])": " ",
+    r"\\[$()\[\]]": "$",
+    r"\\([%{}#&_])": r"\1",
+    r"\\\\": "\n",
+    r"&|\\(?:begin|end)\{[a-z]{1,12}\*?\}": "$",
+    r"\\approx(?![A-Za-z])": "=",
+    r"\^ ?(?:\\circ(?![A-Za-z])|\{\\circ\})": " degrees ",
+    r"(\d?)\\[dt]?frac ?(?:\{ ?(-?\d{1,40}) ?\}|(\d)) ?(?:\{ ?(\d{1,40}) ?\}|(\d))": _fraction,
+    r"(?<=\d)[xX](?=\d)": "*",
+    r"\} ?\^": "^",  # \text{cm}^2
+}
+_PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
+
+_NUMBER = re.compile(
+    r"(?:(?P<whole>\d++) {1,2}(?=[1-9]\d*+/))?+"
+    r"(?P<head>[1-9]\d{0,2}(?P<sep>[ ,'_])\d{3}(?:(?P=sep)\d{3})*(?!\d)|\d++|(?<![\d.])(?=\.\d))"
+    r"(?:/(?P<bottom>\d++)(?!\.\d)|(?P<rest>(?:\.\d++)?(?:[eE][-+]?\d{1,2}(?!\w))?))"
+    r"(?: ?(?P<scale>(?i:hundred|thousand|million|billion|trillion))s?(?!\w))?",
+    re.ASCII,
+)
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+# Token kinds by the letter they are written as. The order matters: the first that fits wins.
+_KINDS = {
+    "N": _NUMBER.pattern,
+    "\n": r"(?<!\$)\n\s*[-*] +|\n\s*",  # with the bullet that may open a line
+    " ": r"\s+",
+    "d": r"[{}()\[\]\"'`]|(?<!\w)[*_]+(?=\S)|(?<=\S)[*_]+(?!\w)",  # decoration, emphasis
+    "$": r"\$|(?:US(?=\$)|USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|Rs\.?)(?![A-Za-z])",
+    "%": r"%|(?i:percent)(?!\w)",
+    "~": r"(?i:not|never)(?!\w)",
+    "|": r"(?i:and(?! a half)|or|nor|but|so|then|thus|hence|because|since|if|where|vs)(?!\w)",
+    "o": r"(?<=\d)[.:](?=\d)|[<>!]=|=[<>]|[*^<>!_|&#@]|\\[A-Za-z]*|"
+    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",  # whatever makes an expression
+    "-": r"-|(?i:minus|negative)(?!\w)",
+    "+": r"\+",
+    "=": r"=",
+    "/": r"/",
+    "c": r"(?<=\d),(?=\d)",  # a comma that groups no thousands: 17,18 and 1,00
+    ",": r"[,;]",
+    ":": r":",
+    ".": r"[.?]",
+    # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are refused, x = 18 is not.
+    "v": r"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|halves|thirds?|(?:four|fif|six|seven|eigh|nin|"
+    r"ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?))(?!\w)",
+    "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
+    "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
+    "w": r"[^\x00-\x7f]+",  # W in any other script, or i
+    "?": r"[\s\S]",
+}
+_LEXER = re.compile("|".join(f"(?P<k{i}>{p})" for i, p in enumerate(_KINDS.values())), re.ASCII)
+_LETTERS = {f"k{i}": kind for i, kind in enumerate(_KINDS)}
+
+
+def _lex(text: str) -> tuple[str, list[str]]:
+    """The token kinds, one character each, and the token texts."""
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    kinds, tokens = [], []
+    for match in _LEXER.finditer(text):
+        kind, token = _LETTERS[match.lastgroup or ""], match[0]
+        if kind == "w":  # 万 multiplies, ① counts
+            kind = "i" if any(map(str.isnumeric, token)) or not token.isprintable() else "W"
+        kinds.append(kind)
+        tokens.append(token)
+    return "".join(kinds), tokens
+
+
+def _value(token: str) -> Fraction | None:
+    match = _NUMBER.fullmatch(token)
+    if match is None or sum(map(str.isdigit, token)) > _MAX_DIGITS:
+        return None
+    number = Fraction(re.sub(r"[ ,'_]", "", match["head"]) + (match["rest"] or ""))
+    if bottom := int(match["bottom"] or 1):
+        number /= bottom
+    else:
+        return None
+    if match["whole"]:
+        if number >= 1:
+            return None  # 3 7/2
+        number += int(match["whole"])
+    return number * 10 ** _SCALES.get((match["scale"] or "").lower(), 0)
+
+
+_ALONE = re.compile(r"[$\n]*([-+]?)[$\n]*N[%$]*(?:/?W\.?){0,4}[$\n]*[.,]?[$\n]*")
+_BREAK = re.compile(r"[,c|~\n]")  # begins a new claim
+_OPERATOR = re.compile(r"[-=o/+v]")  # joins two numbers into one expression
+_SIGN = re.compile(r"(?:^|[ ,|~\n=d$.:])([-+])[d$]*$|=[ d$]*([-+])[ d$]*$")
+_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+v]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")  # spoils
+_LISTING = re.compile(r"[-+ d$%,c|~\n.]*")  # between two entries of a list
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The one number that `text` is, exactly; None if it is anything else."""
+    text = text.strip()
+    if len(text) > MAX_NUMBER:
+        return None
+    kinds, tokens = _lex(text)
+    match = _ALONE.fullmatch(kinds.replace(" ", "").replace("d", ""))
+    value = _value(tokens[kinds.index("N")]) if match else None
+    return -value if match and value and match[1] == "-" else value
+
+
+def _claim(token: str, before: str, after: str) -> Claim:
+    """What a number claims between its neighbours' kinds: nothing, if an operator is next to it."""
+    sign = _SIGN.search(before)
+    mark = (sign[1] or sign[2]) if sign else ""
+    rest = before[: max(sign.start(1), sign.start(2))] if sign else before
+    value = _value(token)
+    if value is None or rest.rstrip(" d$")[-1:] in {*"o/+-~c"} or _RIGHT.match(after):
+        return Claim(None, token)
+    return Claim(-value, "-" + token) if mark == "-" else Claim(value, token)
+
+
+def _claims(text: str) -> tuple[list[Claim], list[str]]:
+    """Every value the text claims, and the token kinds between each and the one before it.
+
+    Numbers joined by operators are one expression. It claims its right-hand side if that is one
+    number, and nothing (None) otherwise.
+    """
+    kinds, tokens = _lex(text)
+    where = [-1, *(i for i, kind in enumerate(kinds) if kind == "N")][-MAX_CLAIMS - 1 :]
+    gaps = [kinds[a + 1 : b] for a, b in pairwise([*where, len(kinds)])]
+    claims, before, first = [], [], 1
+    for last in range(1, len(where)):
+        after = gaps[last]
+        joined = _OPERATOR.search(after) or not after.strip("d$")
+        if joined and not _BREAK.search(after) and last + 1 < len(where):
+            continue
+        alone = first == last or "=" in gaps[last - 1]
+        sides = gaps[last - 1], after
+        claims.append(_claim(tokens[where[last]], *sides) if alone else Claim(None, ""))
+        before.append(kinds[where[first - 1] + 1 : where[last]])
+        first = last + 1
+    return claims, before
+
+
+def read_number(region: str) -> Claim:
+    """The one number a region claims."""
+    region = region.strip()
+    if (value := parse_number(region)) is not None:
+        return Claim(value, region)
+    claims, _ = _claims(region[-_MAX_REGION:])
+    values = {claim.value for claim in claims}
+    if len(values) > 1 or (None in values and len(claims) > 1):
+        return Claim(None, region, "several_numbers")
+    if len(region) > _MAX_REGION or not claims or claims[0].value is None:
+        return Claim(None, region, "not_a_number")
+    return claims[0]
+
+
+def last_number(text: str) -> Claim:
+    """The last number of a text, unless it ends a bare list of numbers."""
+    claims, before = _claims(text.rstrip()[-_MAX_REGION:])
+    if not claims:
+        return Claim(None, "", "no_answer")
+    last = claims[-1]
+    if len(claims) > 1 and claims[-2].value != last.value and _LISTING.fullmatch(before[-1]):
+        opening = before[-2].rstrip(" d$-+")
+        if "\n" not in before[-1] or opening[-1:] in ("", "\n"):  # a line is an entry on its own
+            return Claim(None, last.text, "several_numbers")
+    return last if last.value is not None else Claim(None, last.text, "not_a_number")
+
+
+# A number on its own: 17, 1,080, .5, 1.6e-19, 3/4 and 3.5 km, but not the 2 of step2 or 2nd.
+_NAMED = re.compile(
+    r"(?<![A-Za-z0-9])(?<!\d\.)"
+    r"(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++)"
+    r"(?:/\d++|[eE][-+]?\d{1,2}(?!\w))?(?!(?:st|nd|rd|th)\b)",
+    re.ASCII,
+)
+
+
+def numbers_in(text: str) -> set[Fraction]:
+    """The numbers that a text names, without their signs; of a fraction its parts, too.
+
+    >>> sorted(map(float, numbers_in("Step2 needs 1,080 g, -3.5 km, 3/4 of it and the 2nd.")))
+    [0.75, 3.0, 3.5, 4.0, 1080.0]
+    """
+    words = [match[0] for match in _NAMED.finditer(text)]
+    parts = [part for word in words if "/" in word for part in word.split("/")]
+    found = map(parse_number, [*words, *parts])
+    return {number for number in found if number is not None}

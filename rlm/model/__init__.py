@@ -1,0 +1,1 @@
+"""Models: hardware and number type, base models, LoRA adapters, quantization, attention, export."""

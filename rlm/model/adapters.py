@@ -1,0 +1,271 @@
+"""LoRA adapters: make, load, compute with them, and know which base one belongs to.
+
+Adapters stay unmerged on the model that is trained; only safetensors are read or written.
+"""
+
+from __future__ import annotations
+
+from rlm.model.quantize import import_bitsandbytes
+
+import_bitsandbytes()  # before peft does: it says there why
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlm.cli.options import UsageError
+from rlm.model.base import model_directory
+from rlm.model.quantize import unpacked
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
+    """A fresh LoRA on every linear layer but the head; its output starts at exactly zero."""
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=r,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def check_adapter(path: Path, how_to_make: str) -> Path:
+    """The path, if an adapter's files lie there.
+
+    Raises:
+        UsageError: they do not; the message says what to run.
+    """
+    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing:
+        what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
+        raise UsageError(f"adapter {path} {what}; {how_to_make}")
+    return path
+
+
+def adapter_hash(path: Path) -> str:
+    """What identifies an adapter, wherever it lies: a hash of its tensors and of its settings."""
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES:
+        digest.update((path / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_base(adapter: Path, model: str, model_hash: str) -> None:
+    """Refuse an adapter that was trained on other weights (known from its run.json) or on prompts
+    of another chat template (kept beside it).
+
+    Raises:
+        UsageError: it was.
+    """
+    run = read_run(adapter)
+    if run.get("base_hash") not in (None, model_hash):
+        raise UsageError(
+            f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
+            f"those of --model {model}"
+        )
+    templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
+    if len(templates) > 1:
+        raise UsageError(
+            f"adapter {adapter} was trained with another chat template than that of --model {model}"
+        )
+
+
+def _chat_template(directory: Path) -> str | None:
+    """As the files beside a tokenizer have it; None if they do not, or no such directory is here
+    (what the hub has is identified by its commit)."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = None
+    if config.is_file():
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None  # older files may name several
+
+
+def load_adapter(
+    model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
+) -> PeftModel:
+    """The base with the adapter of a directory on it, in eval mode; or beside those it has, whose
+    layers go on as they were (those that are checkpointed count as training).
+
+    Raises:
+        UsageError: the files cannot be read, it is no LoRA or more than the layers' own, the
+            tensors belong to another base, or one of their values is not finite.
+    """
+    _check_kind(path)
+    options = {"is_trainable": trainable, "use_safetensors": True}
+    training: dict[torch.nn.Module, bool] = {}
+    try:
+        if isinstance(model, PeftModel):
+            policy, training = model, {module: module.training for module in model.modules()}
+            policy.load_adapter(path, name, **options)
+        else:
+            policy = PeftModel.from_pretrained(model, path, name, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
+    for key, tensor in policy.named_parameters():
+        if "lora_embedding_A" in key:
+            raise UsageError(f"adapter {path} also changes the token embeddings: unsupported")
+        if name in key.split(".") and not tensor.isfinite().all():
+            raise UsageError(f"adapter {path}: {key} holds values that are not finite")
+    policy.eval()
+    for module, was in training.items():
+        module.training = was
+    return policy
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what the sampler's merged weights and the learning pass would leave out in silence."""
+    try:
+        config = dict(json.loads((path / ADAPTER_FILES[0]).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        message = f"adapter {path} does not fit this base: {ADAPTER_FILES[0]}: {error}"
+        raise UsageError(message) from error
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")
+    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        if config.get(name):
+            raise UsageError(f"adapter {path} also replaces {config[name]} ({name}): unsupported")
+
+
+def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
+    """The tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
+    return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
+
+
+def exported_tensors(policy: PeftModel) -> dict[str, torch.Tensor]:
+    """What PEFT writes of the adapter "default", by the names in its file."""
+    tensors = get_peft_model_state_dict(policy, adapter_name="default", save_embedding_layers=False)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The LoRA matrices that take part in a forward pass now, by name; {} without an adapter."""
+    return {
+        f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not module.disable_adapters
+        for adapter in module.active_adapters
+        if adapter in module.lora_A
+        for side in ("lora_A", "lora_B")
+    }
+
+
+def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
+    """The layers that wear an adapter."""
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def is_plain_lora(layer: LoraLayer) -> bool:
+    """Whether its adapters are W + s B A and no more: DoRA and its like, and bias terms, are left
+    to PEFT."""
+    return not layer.lora_variant and not any(layer.lora_bias.values())
+
+
+def wears_plain_lora(model: torch.nn.Module) -> bool:
+    return all(map(is_plain_lora, lora_layers(model)))
+
+
+@torch.no_grad()
+def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """The weight of a linear layer, (out, in), with its active adapters added in a new tensor.
+
+    Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
+    """
+    lora = isinstance(linear, LoraLayer)
+    weight = unpacked(linear.get_base_layer() if lora else linear)
+    if not lora or linear.disable_adapters:
+        return weight
+    total = weight.float()
+    for adapter in linear.active_adapters:
+        if adapter in linear.lora_A:
+            down, up = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+            total = total + linear.scaling[adapter] * (up.float() @ down.float())
+    return total.to(weight.dtype)
+
+
+def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
+    """Keep only each layer's input for the backward pass, and compute the layer again there.
+
+    transformers does so in training mode only. We train in eval mode (no dropout), so the layers
+    themselves are told that they train, and what is inside them is not.
+    """
+    if wanted:
+        policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        for layer in _layers(policy):
+            layer.training = True
+
+
+@contextmanager
+def without_checkpointing(policy: PreTrainedModel) -> Iterator[None]:
+    """Inside, all that a backward pass needs is kept."""
+    checkpointed = [layer for layer in _layers(policy) if layer.training]
+    for layer in checkpointed:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in checkpointed:
+            layer.training = True
+
+
+def _layers(policy: PreTrainedModel) -> list[torch.nn.Module]:
+    return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def wearing(policy: PeftModel, adapter: str | None) -> Iterator[None]:
+    """Inside, the policy computes with this adapter of its own, frozen; None is the bare base."""
+    if adapter is None:
+        with policy.disable_adapter():
+            yield
+        return
+    policy.set_adapter(adapter, inference_mode=True)
+    try:
+        yield
+    finally:
+        policy.set_adapter("default")
+
+
+@contextmanager
+def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
+    """Inside, the policy computes as it did when training started: the reference of the KL term.
+
+    After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
+    training started from none.
+    """
+    if start_adapter is not None and "reference" not in policy.peft_config:
+        load_adapter(policy, start_adapter, trainable=False, name="reference")
+    with wearing(policy, None if start_adapter is None else "reference"):
+        yield
+
+
+def read_run(adapter: Path) -> dict[str, object]:
+    """The run.json beside an adapter; {} if another tool made it and left none.
+
+    Raises:
+        UsageError: the file is there and is not readable JSON.
+    """
+    file = adapter / "run.json"
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{file} is not valid JSON: {error}") from error

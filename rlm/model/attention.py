@@ -1,0 +1,177 @@
+"""Attention of the learning pass on a CPU that computes in bf16.
+
+torch's fused kernel for CPUs (2.13) takes twice the time of the products it stands for, at the few
+hundred tokens of a rollout, and sums the gradients of keys and values in bf16 (docs/log.md; in fp32
+it is the faster one). So here they are: a block of a sequence's queries at a time, with the keys
+that any of them sees, so that no more than one (heads × ROWS × S) exists, and made anew in the
+backward pass, so that none is kept.
+
+Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from rlm.cli.options import UsageError
+
+if TYPE_CHECKING:
+    from rlm.kernels.build import Native
+
+ROWS = 128  # queries of a block
+NAME = "rlm_products"  # for transformers' `attn_implementation`
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, native: Native | None = None
+) -> Tensor:
+    """softmax(scale · q kᵀ + mask) v, softmax in fp32, with its gradients for q, k and v.
+
+    Args:
+        q: (B, H·Q, S, D).
+        k: (B, H, S, D), and v.
+        mask: (B or 1, 1, S, S) of the same type: 0, or its lowest number where nothing is seen.
+        native: what is compiled for these shapes, if anything is.
+
+    Returns:
+        (B, H·Q, S, D), laid out as (B, S, H·Q, D).
+    """
+    return _Attend.apply(q, k, v, mask, scale, native)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        native: Native | None,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.scale, ctx.blocks, ctx.native = scale, _blocks(mask), native
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+        for b, row in enumerate(out.transpose(1, 2)):
+            for block in ctx.blocks[b % len(ctx.blocks)]:
+                part = _Part(q[b], k[b], v[b], scale, block, native)
+                mixed = part.weights @ part.values
+                row[:, block.rows] = mixed.view(row[:, block.rows].shape)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
+        for b in range(len(q)):
+            # A key's gradient is a sum over parts: in fp32, rounded once.
+            wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
+            for block in ctx.blocks[b % len(ctx.blocks)]:
+                part = _Part(q[b], k[b], v[b], ctx.scale, block, ctx.native)
+                slope = _by_head(by_out[b][:, block.rows], k[b])
+                wide_v.index_add_(1, block.columns, (part.weights.mT @ slope).float())
+                by_weights = slope @ part.values.mT
+                by_scores = torch._softmax_backward_data(by_weights, part.weights, -1, q.dtype)
+                part_of_q = by_q[b][:, block.rows]
+                part_of_q[:] = (by_scores @ part.keys).mul_(ctx.scale).view(part_of_q.shape)
+                wide_k.index_add_(1, block.columns, (by_scores.mT @ part.scaled).float())
+            by_k[b], by_v[b] = wide_k, wide_v
+        return by_q, by_k, by_v, None, None, None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some queries of a sequence, and the keys that any of them sees."""
+
+    rows: slice
+    columns: Tensor
+    mask: Tensor  # (rows, columns)
+
+
+class _Part:
+    """Attention of a block's queries to its keys."""
+
+    def __init__(
+        self,
+        q: Tensor,  # (H·Q, S, D)
+        k: Tensor,  # (H, S, D)
+        v: Tensor,
+        scale: float,
+        block: _Block,
+        native: Native | None,
+    ) -> None:
+        self.scaled = _by_head(q[:, block.rows], k) * scale
+        self.keys, self.values = (part.index_select(1, block.columns) for part in (k, v))
+        scores = self.scaled @ self.keys.mT
+        if native:
+            self.weights = native.soften(scores, block.mask)
+        else:
+            scores.unflatten(1, (-1, len(block.mask))).add_(block.mask)
+            self.weights = scores.softmax(-1)  # (H, Q·rows, columns); computed in fp32
+
+
+@functools.lru_cache(maxsize=1)
+def _blocks(mask: Tensor) -> list[list[_Block]]:
+    """Those of each sequence. Of the latest mask they are kept: all layers attend by the same
+    tensor, which is what it is looked up by."""
+    lowest = torch.finfo(mask.dtype).min
+    found: list[list[_Block]] = [[] for _ in mask]
+    for blocks, visible in zip(found, mask[:, 0], strict=True):
+        for part in range(0, len(visible), ROWS):
+            rows = slice(part, min(part + ROWS, len(visible)))
+            columns = (visible[rows].amax(0) > lowest).nonzero()[:, 0]
+            if not len(columns):  # padding: what comes out is never read, but must be a number
+                columns = torch.zeros(1, dtype=torch.long)
+            blocks.append(_Block(rows, columns, visible[rows].index_select(1, columns)))
+    return found
+
+
+def _by_head(x: Tensor, k: Tensor) -> Tensor:
+    """(H·Q, S, D) → (H, Q·S, D): the queries of one key-value head as rows of one matrix."""
+    return x.reshape(len(k), -1, x.shape[-1])
+
+
+def _for_transformers(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls for attention; heads and tokens are swapped in its answer."""
+    if dropout or attention_mask is None:
+        raise UsageError("this model's attention needs dropout, or no mask: use --attn eager")
+    scale = plain_scale(query, scaling, options, "use --attn eager")
+    return attend(query, key, value, attention_mask, scale).transpose(1, 2), None
+
+
+def plain_scale(
+    query: Tensor, scaling: float | None, options: Mapping[str, object], advice: str
+) -> float:
+    """The factor of the scores, from what transformers hands to an attention function.
+
+    Raises:
+        UsageError: it asks for more than softmax(scale · q kᵀ + mask) v.
+    """
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise UsageError(f"this model's attention needs {name}: {advice}")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+AttentionInterface.register(NAME, _for_transformers)
+AttentionMaskInterface.register(NAME, eager_mask)

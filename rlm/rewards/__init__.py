@@ -1,0 +1,23 @@
+"""Reward functions, and the scorer that calls them for a whole step."""
+
+from rlm.rewards.functions import (
+    CombinedReward,
+    CorrectnessReward,
+    FormatReward,
+    GSM8KReward,
+    MathReward,
+    ReasoningQualityReward,
+    TruncationPenalty,
+)
+from rlm.rewards.scorer import RewardFunction
+
+__all__ = [
+    "CombinedReward",
+    "CorrectnessReward",
+    "FormatReward",
+    "GSM8KReward",
+    "MathReward",
+    "ReasoningQualityReward",
+    "RewardFunction",
+    "TruncationPenalty",
+]

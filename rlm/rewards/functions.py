@@ -1,0 +1,281 @@
+"""The rewards that come with the package. A user's own: subclass `RewardFunction`, or write a plain
+function with TRL's keyword contract; `rlm.rewards.scorer` says how they are called.
+
+None of these evaluates text, and those that look for an answer want it in an explicit place: a
+number that merely ends a text is no answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rlm.data.prompts import FORMATS, Format
+from rlm.grading.answers import Verdict, grade, split_completion
+from rlm.grading.numbers import parse_number
+from rlm.rewards.scorer import Reward, RewardFunction, ask_one
+
+
+class CorrectnessReward(RewardFunction):
+    """1 if the strict verdict is "correct", else 0: the reward of the solver."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+        self.reasons: Counter[str] = Counter()
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        verdict = _grade(completion, reference_answer, columns, strict=True)
+        self.reasons[verdict.reason] += 1
+        return float(verdict.correct)
+
+    def figures(self) -> dict[str, float]:
+        """How often each reason was given."""
+        found = {f"reason/{code}": float(n) for code, n in sorted(self.reasons.items())}
+        self.reasons.clear()
+        return found
+
+
+class GSM8KReward(RewardFunction):
+    """1 for the right number, 0.3 for one that is off by at most 1; 0.1 more for the format, at
+    most 1 in all. Shaped, so a wrong answer may score: `CorrectnessReward` is the 0/1 one.
+    """
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        correct: float = 1.0,
+        close: float = 0.3,
+        format_bonus: float = 0.1,
+    ) -> None:
+        self.weight = weight
+        self.correct, self.close, self.format_bonus = correct, close, format_bonus
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        verdict = _explicit_answer(completion, reference_answer, columns)
+        strict = _grade(completion, reference_answer, columns, strict=True)
+        reward = self.format_bonus if strict.is_answer else 0.0
+        if verdict.correct:
+            reward += self.correct
+        elif _distance(verdict, reference_answer) <= 1:
+            reward += self.close
+        return min(reward, 1.0)
+
+
+class MathReward(RewardFunction):
+    """1 within `tolerance` of the right number, `partial` within `partial_tolerance`, else 0.
+
+    Args:
+        tolerance: relative to the right number, absolute where that is below 1.
+        partial_tolerance: absolute.
+    """
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        tolerance: float = 1e-4,
+        partial: float = 0.5,
+        partial_tolerance: float = 0.5,
+    ) -> None:
+        self.weight = weight
+        self.tolerance, self.partial = tolerance, partial
+        self.partial_tolerance = partial_tolerance
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        verdict = _explicit_answer(completion, reference_answer, columns)
+        distance = _distance(verdict, reference_answer)
+        if verdict.correct or distance <= self.tolerance * _scale(reference_answer):
+            return 1.0
+        return self.partial if distance <= self.partial_tolerance else 0.0
+
+
+class FormatReward(RewardFunction):
+    """`format_reward` for exactly one pair of each tag, reasoning before answer, both filled;
+    `partial_reward` for one such pair of either; else 0. Says nothing about the answer: a model
+    that is rewarded for nothing else learns empty talk between the right tags.
+    """
+
+    def __init__(
+        self, weight: float = 1.0, format_reward: float = 0.2, partial_reward: float = 0.1
+    ) -> None:
+        self.weight = weight
+        self.format_reward, self.partial_reward = format_reward, partial_reward
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        tags = _tags(columns)
+        spans = [_one_block(completion, tag) for tag in (tags.reasoning_tag, tags.answer_tag)]
+        if None not in spans and spans[0].end() <= spans[1].start():
+            return self.format_reward
+        return self.partial_reward if any(spans) else 0.0
+
+
+class ReasoningQualityReward(RewardFunction):
+    """A little for reasoning that looks like reasoning: length, steps, connecting words.
+
+    Surface only, so easily flattered: give it a small weight beside a verified answer, or none. It
+    counts different words and different lines: repeating one phrase does not add up.
+    """
+
+    STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
+    WORDS = re.compile(
+        r"\b(?:because|therefore|thus|since|so|then|hence|first|next|finally|"
+        r"потому|поэтому|значит|следовательно|сначала|затем|далее|итак)\b",
+        re.IGNORECASE,
+    )
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        min_words: int = 10,
+        step_bonus: float = 0.1,
+        keyword_bonus: float = 0.05,
+        max_reward: float = 0.3,
+    ) -> None:
+        self.weight = weight
+        self.min_words, self.step_bonus = min_words, step_bonus
+        self.keyword_bonus, self.max_reward = keyword_bonus, max_reward
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        block = _one_block(completion, _tags(columns).reasoning_tag)
+        if block is None:
+            return 0.0
+        reasoning = block[1]
+        reward = 0.1 if len(set(reasoning.lower().split())) >= self.min_words else 0.0
+        lines = {line.strip() for line in reasoning.splitlines() if self.STEP.match(line)}
+        reward += self.step_bonus if len(lines) >= 2 else 0.0
+        words = {word.lower() for word in self.WORDS.findall(reasoning)}
+        reward += self.keyword_bonus * min(len(words), 2)
+        return min(reward, self.max_reward)
+
+
+class TruncationPenalty(RewardFunction):
+    """`penalty` for a completion without an end token, else 0."""
+
+    def __init__(self, weight: float = 1.0, penalty: float = -1.0) -> None:
+        self.weight, self.penalty = weight, penalty
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        return self.penalty if columns.get("is_truncated") else 0.0
+
+
+class CombinedReward(RewardFunction):
+    """The weighted mean of its parts (`normalize=False`: the weighted sum). Parts are logged.
+
+    A part that gives no verdict (None or NaN) leaves the mean; if none gives one, or what is left
+    weighs nothing (a penalty alone), there is none. A part may be a plain function with TRL's
+    contract too; its weight is 1.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardFunction | Callable[..., Any]],
+        normalize: bool = True,
+        weight: float = 1.0,
+    ) -> None:
+        if not rewards:
+            raise ValueError("CombinedReward needs at least one reward")
+        self.weight, self.normalize = weight, normalize
+        self.parts: dict[str, RewardFunction] = {}
+        for reward in rewards:
+            part = reward if isinstance(reward, RewardFunction) else _OneByOne(reward)
+            name = getattr(reward, "__name__", type(reward).__name__)
+            self.parts[f"{name}_{len(self.parts) + 1}" if name in self.parts else name] = part
+        if sum(part.weight for part in self.parts.values()) <= 0:
+            raise ValueError("the weights of a CombinedReward must add up to more than 0")
+        self._sums: Counter[str] = Counter()
+
+    def get_component_rewards(
+        self, completion: str, reference_answer: str, **columns: Any
+    ) -> dict[str, Reward]:
+        """What each part says, by its class's name, not weighted."""
+        return {n: part(completion, reference_answer, **columns) for n, part in self.parts.items()}
+
+    def __call__(
+        self, completion: str, reference_answer: str, **columns: Any
+    ) -> Reward | Awaitable[Reward]:
+        """Awaitable if a part is."""
+        found = self.get_component_rewards(completion, reference_answer, **columns)
+        if any(map(inspect.isawaitable, found.values())):
+            return self._combine_later(found)
+        return self._combine(found)
+
+    async def _combine_later(self, found: Mapping[str, Any]) -> Reward:
+        return self._combine(
+            {name: await r if inspect.isawaitable(r) else r for name, r in found.items()}
+        )
+
+    def _combine(self, found: Mapping[str, Reward]) -> Reward:
+        values = {n: v for n, v in found.items() if v is not None and not math.isnan(v)}
+        for name, value in values.items():
+            self._sums[f"reward/{name}"] += value
+        weights = [self.parts[name].weight for name in values]
+        if not weights or (self.normalize and sum(weights) <= 0):  # a penalty is left, alone
+            return None
+        total = sum(w * v for w, v in zip(weights, values.values(), strict=True))
+        return total / sum(weights) if self.normalize else total
+
+    def figures(self) -> dict[str, float]:
+        """Sums of the parts' rewards, and what the parts themselves have to say."""
+        found = dict(self._sums)
+        self._sums.clear()
+        for part in self.parts.values():
+            found |= part.figures()
+        return found
+
+
+class _OneByOne(RewardFunction):
+    """A plain function with TRL's contract, asked about one completion at a time."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
+        question = columns.pop("question", "")
+        row = {"completion": completion, "reference_answer": reference_answer, **columns}
+        return ask_one(self.function, {"question": question, **row})
+
+
+# --- what rewards are made of ---------------------------------------------------------------------
+
+
+def _tags(columns: Mapping[str, Any]) -> Format:
+    return FORMATS[columns.get("reasoning_format", "deepseek")]
+
+
+def _grade(completion: str, answer: str, columns: Mapping[str, Any], *, strict: bool) -> Verdict:
+    kind = columns.get("answer_type", "number")
+    return grade(completion, answer, strict=strict, kind=kind, **_tags(columns).tags)
+
+
+def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
+    """The lenient verdict, if the answer stands in an answer tag, a box or after ####."""
+    tags = _tags(columns)
+    rest = split_completion(completion, tags.reasoning_tag)[1]
+    if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
+        return Verdict(False, "no_answer", None)
+    return _grade(completion, answer, columns, strict=False)
+
+
+def _scale(answer: str) -> float:
+    gold = parse_number(answer)
+    return 1.0 if gold is None else max(1.0, abs(float(gold)))
+
+
+def _distance(verdict: Verdict, answer: str) -> float:
+    """Between the number that was claimed and the right one; infinite if there is no such pair."""
+    claimed, gold = parse_number(verdict.answer or ""), parse_number(answer)
+    if not verdict.is_answer or claimed is None or gold is None:
+        return math.inf
+    return float(abs(claimed - gold))
+
+
+def _one_block(text: str, tag: str) -> re.Match[str] | None:
+    """The one filled block of a tag; None if there is none, or a second opening or closing tag."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    if text.count(opening) != 1 or text.count(closing) != 1:
+        return None
+    block = re.search(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
+    return block if block and block[1].strip() else None

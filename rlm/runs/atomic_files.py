@@ -1,0 +1,117 @@
+"""Files that survive a kill: JSON lines synced one by one, whole files replaced at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlm.cli.options import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; [] if it is not there.
+
+    A last line that a kill tore is left out, and cut off from the file with a warning.
+
+    Args:
+        repair: false leaves the file as it is: another process may be writing that line.
+
+    Raises:
+        UsageError: any other line is no JSON object.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if repair and len(whole) < len(content):
+        logger.warning("%s: the last line was torn and is dropped", path)
+        with path.open("rb+") as stream:
+            stream.truncate(len(whole))
+            os.fsync(stream.fileno())
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path}: line {number} is no JSON object; repair it") from error
+    return rows
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log up to the first line that a crash damaged; [] if it is not there.
+
+    What lies behind a checkpoint is on the disk, so such a line is of a step that is done again.
+    """
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+        for line in stream:  # not splitlines: a model may write U+2028
+            try:
+                rows.append(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                break
+    return rows
+
+
+def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows; when this returns, they are on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as stream:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        stream.write(text.encode("utf-8", "backslashreplace"))  # as below
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file: the old one stays until the new one is complete and on the disk.
+
+    Half a surrogate pair (of a file's name, say) cannot be encoded: it becomes its escape, which in
+    JSON reads back as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.new")  # one name: no litter
+    try:
+        scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
+        sync(scratch)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def replace_json(path: Path, content: Any) -> None:
+    """The same, as indented JSON."""
+    replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Have a file or a directory on the disk before what comes next."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Journal:
+    """What was paid for, by key: a resumed run finds it here and does not ask again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = {row["key"]: row for row in read_lines(path)}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Keep a row; it is on the disk when this returns."""
+        with self._lock:
+            append_lines(self.path, [{"key": key} | row])
+            self.rows[key] = {"key": key} | row

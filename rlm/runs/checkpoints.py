@@ -1,0 +1,180 @@
+"""Checkpoints that are complete or do not exist.
+
+    checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
+
+A checkpoint is written under another name, synced to disk, its manifest of hashes last, then
+renamed. The newest whose hashes hold is loaded; others are set aside, never deleted. Nothing in it
+can execute: tensors are safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.runs.atomic_files import replace_json, sync
+
+TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+# What reading a damaged or hostile checkpoint raises.
+DAMAGE = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
+
+
+class Checkpoints:
+    """The checkpoints of one run; who writes here holds the run's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def clean(self) -> None:
+        """Remove what a process that was killed left half-written or half-deleted."""
+        for leftover in self.folder.glob(".step_*"):
+            shutil.rmtree(leftover)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, object],
+        *,
+        keep: int,
+        protect: int | None = None,
+    ) -> None:
+        """Write the checkpoint `step`, then delete all but the newest `keep`.
+
+        Args:
+            protect: the newest checkpoint of this step or an earlier one is kept as well.
+
+        Raises:
+            UsageError: it cannot be written; those before it are untouched.
+        """
+        target = self._path(step)
+        scratch = self.folder / f".{target.name}.new"
+        with writing(target):
+            try:
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+                save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
+                sync(scratch / TENSORS)
+                replace_json(scratch / STATE, {**state, "step": step})
+                manifest = {name: file_hash(scratch / name) for name in (TENSORS, STATE)}
+                replace_json(scratch / MANIFEST, manifest)
+                if target.exists():
+                    self._delete(target)
+                scratch.rename(target)
+                sync(self.folder)
+            except BaseException:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
+        steps = self.steps()
+        kept = {*steps[-keep:], *[s for s in steps if protect is not None and s <= protect][-1:]}
+        for old in set(steps) - kept:
+            self._delete(self._path(old))
+
+    def load(
+        self, *, at_most: int | None = None, set_aside: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, object]] | None:
+        """Tensors and state of the newest checkpoint whose hashes hold, or None.
+
+        Args:
+            at_most: only checkpoints of this step and earlier ones.
+            set_aside: rename damaged ones, so that they are neither tried nor counted again.
+        """
+        for step in reversed(self.steps()):
+            if at_most is not None and step > at_most:
+                continue
+            folder = self._path(step)
+            try:
+                check(folder)
+                state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+                if state["step"] != step:
+                    raise ValueError(f"it is of step {state['step']}")
+                return load_file(folder / TENSORS), state
+            except DAMAGE as error:
+                done = "damaged and set aside" if set_aside else "damaged"
+                terminal.line(f"checkpoint {folder.name} is {done}: {error}")
+            if set_aside:
+                folder.rename(_unused(folder.with_name(f"{folder.name}.damaged")))
+        return None
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, in order; by name, for clocks may jump."""
+        names = [folder.name.removeprefix("step_") for folder in self.folder.glob("step_*")]
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+    def _delete(self, folder: Path) -> None:
+        """Renamed first: a kill in the middle leaves no half of a checkpoint under its name."""
+        doomed = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def check(folder: Path) -> None:
+    """
+    Raises:
+        OSError, ValueError: a file is missing, or is not what the manifest says.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or set(manifest) != {TENSORS, STATE}:
+        raise ValueError("the manifest names other files")
+    for name, digest in manifest.items():
+        if file_hash(folder / name) != digest:
+            raise ValueError(f"{name} has changed")
+
+
+def check_space(option: str, path: Path, needed: int) -> None:
+    """
+    Args:
+        needed: bytes.
+
+    Raises:
+        UsageError: the disk that holds `path` has less.
+    """
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise UsageError(
+            f"{option} {path}: {needed / 2**20:.0f} MB are needed, {free / 2**20:.0f} MB are free"
+        )
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what keeps a file from being written is said in one line.
+
+    Raises:
+        UsageError: instead of the system's own error.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{path} cannot be written: {reason}; what was saved before is untouched: make room "
+            "and run it again (with --resume, if it was under way)"
+        ) from error
+
+
+def file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{path.name.rpartition('.damaged')[0]}.damaged{number}")
+    return path

@@ -1,0 +1,242 @@
+"""The run directory: config, metrics, samples, checkpoints; who may write there, and when to leave.
+
+runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
+          checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from rlm.cli import terminal
+from rlm.runs.checkpoints import Checkpoints, writing
+from rlm.cli.options import Interrupted, UsageError
+from rlm.runs.signals import Interrupts
+from rlm.runs.atomic_files import read_log, replace_file, replace_json, sync
+from rlm.runs.trackers import Tracker, open_tracker
+
+LOCK = ".lock"
+LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more for each step
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Make the directory and write in it, before hours of work depend on it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write_test_{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+class RunDirectory:
+    """Where one training run writes, alone. Use it with `with`: then signals wait for a step's end.
+
+    A second process that opens it is refused until this one has left or died.
+    """
+
+    tracker: Tracker | None = None  # is shown all that is logged
+
+    def __init__(self, path: Path, *, resume: bool, writes: bool = True) -> None:
+        """Open or make it.
+
+        Args:
+            writes: false in the processes of a launch that only follow: what they log is dropped.
+
+        Raises:
+            UsageError: it cannot be written, another process trains in it, it holds what no run
+                wrote, or an earlier run that is there cannot be moved away.
+        """
+        self.path = path
+        self.writes = writes
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self.metrics_file = path / "metrics.jsonl"
+        self.samples_file = path / "samples.jsonl"
+        self._interrupts = Interrupts(alone="WORLD_SIZE" not in os.environ)
+        if not writes:
+            return
+        check_writable("--run-dir", path)
+        if not _is_run(path):
+            raise UsageError(
+                f"--run-dir {path} holds other files than those of a run, which would be replaced "
+                "and deleted there: name an empty or a new directory"
+            )
+        self._lock = lock(path)
+        if not resume:
+            if self.checkpoints.folder.exists():
+                self._put_away()
+            for name in LOGS:
+                (path / name).unlink(missing_ok=True)
+        self.checkpoints.clean()
+
+    def _put_away(self) -> None:
+        here = self.path.resolve()  # what a link leads to: it leads to the new run afterwards
+        if Path.cwd().is_relative_to(here):
+            raise UsageError(
+                f"--run-dir {self.path} holds another run, which cannot be moved away from under "
+                "the current directory: name a new directory, or start this from elsewhere"
+            )
+        previous = here.with_name(here.name + ".prev")
+        try:
+            if previous.is_dir():
+                shutil.rmtree(previous)
+            here.rename(previous)  # and with it the lock
+            here.mkdir(exist_ok=True)
+        except OSError as error:  # a mount point, say
+            raise UsageError(
+                f"--run-dir {self.path} holds another run, which cannot be moved to {previous} "
+                f"({error.strerror}): name a new directory"
+            ) from error
+        self._lock.close()
+        self._lock = lock(self.path)
+        (previous / LOCK).unlink()
+        terminal.line(f"{self.path} held another run; it is kept as {previous}")
+
+    def __enter__(self) -> RunDirectory:
+        self._interrupts.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._interrupts.__exit__(*error)
+        if self.tracker:
+            self.tracker.close()
+        if self.writes:
+            self._lock.close()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal asks this process to stop after its step."""
+        return self._interrupts.received is not None
+
+    def leave_if(self, interrupted: bool) -> None:
+        """
+        Raises:
+            Interrupted: with what was received; SIGTERM if another process received it.
+        """
+        if interrupted:
+            saved = self.checkpoints.steps()
+            note = f"{self.path} is saved up to step {saved[-1]}" if saved else "interrupted"
+            number = self._interrupts.received or signal.SIGTERM
+            raise Interrupted(number, note if self.writes else "")
+
+    def write_config(self, config: Mapping[str, object]) -> None:
+        if self.writes:
+            with writing(self.path / "config.json"):
+                replace_json(self.path / "config.json", config)
+
+    def track(self, name: str, config: Mapping[str, object]) -> None:
+        """Show elsewhere, too, what is logged from here on."""
+        if self.writes:
+            self.tracker = open_tracker(name, self.path, config)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Append one step's figures; a figure that is not finite is written as null."""
+        if not self.writes:
+            return
+        self.append(
+            self.metrics_file, [{k: v if math.isfinite(v) else None for k, v in metrics.items()}]
+        )
+        if self.tracker:
+            self.tracker.log(metrics)
+
+    def log_samples(self, rows: list[dict[str, object]]) -> None:
+        if not self.writes:
+            return
+        self.append(self.samples_file, rows)
+        if self.tracker:
+            self.tracker.log_samples(rows)
+
+    def append(self, file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add lines to a log; a checkpoint has them on the disk."""
+        with writing(file), file.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All steps logged so far; a torn last line (a kill while writing) is left out."""
+        return [
+            {name: math.nan if value is None else value for name, value in row.items()}
+            for row in read_log(self.metrics_file)
+        ]
+
+    def write_csv(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """train_logs.csv: figures of each step, for a spreadsheet."""
+        file = self.path / "train_logs.csv"
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        with writing(file), file.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def truncate(self, step: int) -> None:
+        """Forget what the logs have from `step` on: a resumed run will log it again."""
+        if not self.writes:
+            return
+        for file in self._logs():
+            kept = [row for row in read_log(file) if row["step"] < step]
+            with writing(file):
+                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+                replace_file(file, "".join(lines))
+
+    def sync_logs(self) -> None:
+        """Have on the disk what was logged: a checkpoint says that it is there."""
+        if self.writes:
+            for file in self._logs():
+                sync(file)
+
+    def _logs(self) -> list[Path]:
+        return [file for name in LOGS if (file := self.path / name).exists()]
+
+
+def _is_run(path: Path) -> bool:
+    """Whether nothing is in a directory (but for hidden files: a kill leaves some of ours), or what
+    a run leaves there."""
+    marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json"]
+    empty = all(file.name.startswith(".") for file in path.iterdir())
+    return empty or any(next(path.glob(mark), None) for mark in marks)
+
+
+def lock(path: Path) -> IO[str]:
+    """Hold a directory for this process: until the file is closed, or the process ends, however.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    stream = (path / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.seek(0)
+        holder = stream.read().strip() or "another process"
+        stream.close()
+        raise UsageError(
+            f"--run-dir {path}: {holder} trains there; wait for it or name another directory"
+        ) from error
+    except OSError as error:  # some network file systems have none
+        terminal.line(f"{path} cannot be locked ({error.strerror}): keep other runs out of it")
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
+
+
+def git_commit() -> str | None:
+    """The commit of the code that runs; None outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -1,0 +1,219 @@
+"""A run in another tool, beside the run directory: Weights & Biases, TensorBoard or Trackio.
+
+metrics.jsonl, samples.jsonl and train_logs.csv are written always; `--tracker` shows the same
+elsewhere. A tool that is missing, out of reach or broken is said in one line and left out; training
+never waits for it to work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import math
+import netrc
+import os
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlm.cli import terminal
+
+TRACKER_NAMES = ("none", "wandb", "tensorboard", "trackio")
+PROJECT = "rlm"
+# Names that dashboards of other GRPO tools use, written beside our own.
+ALIASES = {
+    "reward/mean": "rollouts/returns_mean",
+    "loss/policy": "training/loss",
+    "loss/kl": "training/kl",
+    "optim/grad_norm": "training/grad_norm",
+    "eval/accuracy": "val/accuracy",
+}
+TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
+TABLE_ROWS = 16  # of a table; samples.jsonl has all
+
+
+def chosen_tracker(tracker: str, use_wandb: bool) -> str:
+    """What `--tracker` and the shorter `--use-wandb` say together.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if use_wandb and tracker not in ("none", "wandb"):
+        raise ValueError(f"--use-wandb and --tracker {tracker} are two trackers")
+    return "wandb" if use_wandb else tracker
+
+
+class BackEnd(Protocol):
+    where: str  # what to open to see the run
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def table(self, step: int, rows: Sequence[Sequence[object]]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """What is logged goes to a back-end until the first thing that it raises."""
+
+    def __init__(self, name: str, back_end: BackEnd, sample_every: int) -> None:
+        """
+        Args:
+            sample_every: steps between tables of completions (0: none).
+        """
+        self._name, self._sample_every = name, sample_every
+        self._back_end: BackEnd | None = back_end
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """A step's figures, under our names and under `ALIASES`."""
+        figures = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        figures |= {ALIASES[name]: value for name, value in figures.items() if name in ALIASES}
+        step = int(figures.pop("step"))
+        self._try(lambda back_end: back_end.log(step, figures))
+
+    def log_samples(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The first completions of a step as a table.
+
+        Args:
+            groups: as samples.jsonl holds them.
+        """
+        step = groups[0]["step"]
+        if not self._sample_every or step % self._sample_every:
+            return
+        rows = [
+            (step, group["question"], group["answer"], *completion)
+            for group in groups
+            for completion in zip(
+                group["completions"], group["rewards"], group["advantages"], strict=True
+            )
+        ]
+        self._try(lambda back_end: back_end.table(step, rows[:TABLE_ROWS]))
+
+    def close(self) -> None:
+        self._try(lambda back_end: back_end.close())
+        self._back_end = None
+
+    def _try(self, call: Callable[[BackEnd], None]) -> None:
+        if self._back_end is None:
+            return
+        try:
+            call(self._back_end)
+        except Exception as error:  # whatever it is, the run is worth more
+            self._back_end = None
+            terminal.line(f"tracker {self._name} failed and is left out from here on: {error!r}")
+
+
+class _Wandb:
+    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+        wandb = self._wandb = importlib.import_module("wandb")
+        offline = "WANDB_MODE" not in os.environ and not _has_wandb_key()
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run_dir.name,
+            id=_run_id(run_dir),
+            resume="allow",
+            dir=run_dir,
+            config=dict(config),
+            mode="offline" if offline else None,  # none: as WANDB_MODE says
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # A resumed run logs steps again, which W&B's own counter would refuse.
+        self._run.define_metric("*", step_metric="step")
+        self.where = self._run.url or f"`wandb sync {Path(self._run.dir).parent}` uploads it"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **figures})
+
+    def table(self, step: int, rows: Sequence[Sequence[object]]) -> None:
+        table = self._wandb.Table(columns=list(TABLE_COLUMNS), data=[list(row) for row in rows])
+        self._run.log({"step": step, "samples": table})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+        module = importlib.import_module("torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+        rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
+        self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}")
+        self.where = f"tensorboard --logdir {run_dir / 'tensorboard'}"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def table(self, step: int, rows: Sequence[Sequence[object]]) -> None:
+        lines = [TABLE_COLUMNS, ["---"] * len(TABLE_COLUMNS), *rows]
+        cells = [[_cell(value) for value in line] for line in lines]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(c)} |" for c in cells), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Trackio:
+    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+        self._trackio = importlib.import_module("trackio")
+        with contextlib.redirect_stdout(None):  # a page of advice
+            self._run = self._trackio.init(
+                project=PROJECT, name=run_dir.name, config=dict(config), resume="allow"
+            )
+        self.where = f"trackio show --project {PROJECT}"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def table(self, step: int, rows: Sequence[Sequence[object]]) -> None:
+        table = self._trackio.Table(columns=list(TABLE_COLUMNS), data=[list(row) for row in rows])
+        self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(None):
+            self._run.finish()
+
+
+BACK_ENDS: dict[str, Callable[[Path, Mapping[str, object]], BackEnd]] = {
+    "wandb": _Wandb,
+    "tensorboard": _TensorBoard,
+    "trackio": _Trackio,
+}
+
+
+def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
+    """The tracker of this name (of `TRACKER_NAMES`), or None and a line that says why."""
+    if name == "none":
+        return None
+    try:
+        back_end = BACK_ENDS[name](run_dir, config)
+    except ImportError as error:
+        terminal.line(f"no tracker: {error}; pip install -e '.[track]' brings {name}")
+        return None
+    except Exception as error:  # no network, no account, a bug in it: the run is worth more
+        terminal.line(f"no tracker: {name} does not start: {error!r}")
+        return None
+    terminal.line(f"tracker: {name}; {back_end.where}")
+    return Tracker(name, back_end, config.get("sample_every", 0))
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B would log in without asking on the terminal."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _run_id(run_dir: Path) -> str:
+    """The same for a run and its resumption: of where it is and when its first file was made."""
+    identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

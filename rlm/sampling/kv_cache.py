@@ -1,0 +1,269 @@
+"""Keys and values of what is being decoded, each kept once for all that share it.
+
+A row attends to three segments: the beginning that all prompts share (the system prompt), the
+rest of its own prompt, shared by the prompt's n completions, and its own completion. The first
+two are stored once; torch multiplies them with the queries of all their rows in one product, and
+decode.c, where it could be compiled, reads all three where they lie. Keys are
+stored (D, T) and values (T, D), as the products read them: of a part of their T, oneDNN would
+rearrange a transposed view in every product.
+
+Letters: N rows, P prompt slots, R rows of a prompt, H key-value heads, Q queries per such head,
+D head width, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rlm.kernels.build import Native
+from rlm.model.base import head_width, key_value_heads
+
+# attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a cache holds: fixed when it is made, so nothing can run out half way."""
+
+    seats: int  # rows decoded at once
+    slots: int  # prompts held at once
+    prompt_tokens: int  # of a prompt, without the shared beginning
+    new_tokens: int  # of a completion
+    prefix_tokens: int = 0  # of the shared beginning
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which keys and values are stored."""
+        return self.prefix_tokens + self.slots * self.prompt_tokens + self.seats * self.new_tokens
+
+
+def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes."""
+    heads = config.num_hidden_layers * key_value_heads(config)
+    return 2 * heads * head_width(config) * dtype.itemsize
+
+
+def coarse(length: int, grain: int, most: int) -> int:
+    """`length` rounded up to a multiple of `grain`, but `most` at most.
+
+    Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
+    megabyte, up to a thousand of them.
+    """
+    return min(-(-length // grain) * grain, most)
+
+
+class Cache:
+    """Preallocated storage, and the attention over it."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        room: Room,
+        dtype: torch.dtype,
+        device: torch.device,
+        native: Native | None = None,
+    ) -> None:
+        """
+        Args:
+            native: what is compiled for this config and number type; None multiplies matrices.
+        """
+        self.room, self._native = room, native
+        layers, heads, width = (
+            config.num_hidden_layers,
+            key_value_heads(config),
+            head_width(config),
+        )
+
+        def store(tokens: int, *shape: int) -> tuple[Tensor, Tensor]:
+            """Keys (L, …, H, D, T) and values (L, …, H, T, D)."""
+            shape = (layers, *shape, heads)
+            # Zeros for products: what is masked is still multiplied, and 0 · NaN would be NaN.
+            made = torch.empty if native else torch.zeros
+            return (
+                made(*shape, width, tokens, dtype=dtype, device=device),
+                made(*shape, tokens, width, dtype=dtype, device=device),
+            )
+
+        self._prefix = store(room.prefix_tokens)
+        self._prompts = store(room.prompt_tokens, room.slots)
+        self._own = store(room.new_tokens, room.seats)
+        self._device, self._heads = device, heads
+
+    def read_prefix(self) -> Attend:
+        """Attention of the pass that reads the shared beginning, one row."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            keys, values = self._prefix
+            keys[layer, :, :, : k.shape[2]] = k[0].mT
+            values[layer, :, : k.shape[2]] = v[0]
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+
+        return attend
+
+    def read_prompts(self, slots: Sequence[int], tokens: int, prefix: int) -> Attend:
+        """Attention of a pass that reads prompts into slots: (len(slots), tokens), right-padded.
+
+        Args:
+            prefix: tokens of the shared beginning that stand before them (0 for none).
+        """
+        where = torch.tensor(slots, device=self._device)
+        shape = (tokens, prefix + tokens)
+        seen = torch.ones(shape, dtype=torch.bool, device=self._device).tril(prefix)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            keys, values = self._prompts
+            keys[layer][where, :, :, :tokens] = k.mT
+            values[layer][where, :, :tokens] = v
+            before = (
+                self._prefix[0][layer, :, :, :prefix].mT,
+                self._prefix[1][layer, :, :prefix],
+            )
+            parts = [
+                torch.cat((old.expand(len(new), -1, -1, -1), new), 2)
+                for old, new in zip(before, (k, v), strict=True)
+            ]
+            shares = q.shape[1] // parts[0].shape[1]
+            grouped = shares > 1
+            if grouped and q.is_cuda:  # no fused kernel there takes a mask and grouped heads
+                parts = [part.repeat_interleave(shares, 1) for part in parts]
+                grouped = False
+            return F.scaled_dot_product_attention(
+                q, *parts, attn_mask=seen, scale=scale, enable_gqa=grouped
+            )
+
+        return attend
+
+    def decode(
+        self,
+        slots: Sequence[int],
+        prefix_lengths: Sequence[int],
+        prompt_lengths: Sequence[int],
+        own_lengths: Sequence[int],
+    ) -> Attend:
+        """Attention of a pass that reads one token for each of seats 0…N-1.
+
+        Args:
+            slots: where the prompt of each row stands.
+            own_lengths: tokens of each row's completion before this one.
+        """
+        # With the new token, which is stored before anything is read.
+        lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
+        if self._native:
+            stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
+            where = ([0] * len(slots), slots, range(len(slots)))
+            return self._native.decode(stores, where, lengths)
+        return self._decode_by_products(slots, lengths)
+
+    def _decode_by_products(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Attend:
+        """`decode` in torch; in each of the three segments, how many tokens each row reads."""
+        needed = [max(part) for part in tokens]
+        lengths = [torch.tensor(part, device=self._device) for part in tokens]
+        room = (self.room.prefix_tokens, self.room.prompt_tokens, self.room.new_tokens)
+        longest = [coarse(n, 64, most) for n, most in zip(needed, room, strict=True)]
+        mask = self._mask(lengths, longest)
+        own = lengths[2] - 1
+        seats = torch.arange(len(slots), device=self._device)
+        grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
+        # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
+        products = (_shared_by_all, partial(_shared_by_some, grid=grid, place=place), torch.bmm)
+        stores = (
+            self._prefix,
+            [part[:, : max(slots) + 1].flatten(1, 2) for part in self._prompts],
+            [part[:, : len(slots)].flatten(1, 2) for part in self._own],
+        )
+        # Of all layers at once, because a thousand views a step take as long as some products:
+        # of each layer (H, D, T), (P·H, D, T) or (N·H, D, T), and values (…, T, D).
+        segments = [
+            (product, keys[..., :size].unbind(), values[..., :size, :].unbind())
+            for product, (keys, values), size in zip(products, stores, longest, strict=True)
+            if size
+        ]
+        sizes = [size for size in longest if size]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            keys, values = self._own
+            keys[layer][seats, :, :, own] = k[:, :, 0]
+            values[layer][seats, :, own] = v[:, :, 0]
+            (n, heads, width), shared = q[:, :, 0].shape, k.shape[1]
+            # Queries that share a key-value head become rows of one matrix.
+            q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
+            scores = torch.cat([product(q, keys[layer]) for product, keys, _ in segments], -1)
+            # (N·H, Q, T). A softmax of 16-bit numbers is computed in fp32, and rounded in the end.
+            weights = (scores.unflatten(0, (n, shared)) + mask).softmax(-1).flatten(0, 1)
+            parts = zip(segments, weights.split(sizes, -1), strict=True)
+            out = [product(part, values[layer]) for (product, _, values), part in parts]
+            return sum(out[1:], start=out[0]).view(n, heads, 1, width)
+
+        return attend
+
+    def _mask(self, lengths: Sequence[Tensor], longest: Sequence[int]) -> Tensor:
+        """(N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
+        beyond = [
+            torch.arange(size, device=self._device) >= length[:, None]
+            for length, size in zip(lengths, longest, strict=True)
+        ]
+        mask = torch.zeros(
+            len(lengths[0]), sum(longest), dtype=self._own[0].dtype, device=self._device
+        )
+        return mask.masked_fill_(torch.cat(beyond, 1), -torch.inf)[:, None, None]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a row to another seat, so that the occupied seats stay a block."""
+        keys, values = self._own
+        keys[:, target, ..., :length] = keys[:, source, ..., :length]
+        values[:, target, :, :length] = values[:, source, :, :length]
+
+
+def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
+    """Where the (row, head) pairs stand when they are sorted by slot, head, row: and back.
+
+    Returns:
+        grid: (P·H·R,), for each place the pair (row · H + head); unused places name pair 0,
+            and what is computed there is never read.
+        place: (N·H,), for each pair its place.
+
+    >>> [part.tolist() for part in _grid([1, 0, 1], 1)]
+    [[1, 0, 0, 2], [2, 0, 3]]
+    """
+    members: list[list[int]] = [[] for _ in range(max(slots) + 1)]
+    for row, slot in enumerate(slots):
+        members[slot].append(row)
+    width = max(map(len, members))
+    grid = torch.zeros(len(members), heads, width, dtype=torch.long)
+    place = torch.empty(len(slots), heads, dtype=torch.long)
+    head = torch.arange(heads)
+    for slot, rows in enumerate(members):
+        here = torch.tensor(rows, dtype=torch.long)
+        grid[slot, :, : len(rows)] = here * heads + head[:, None]
+        place[here] = (slot * heads + head) * width + torch.arange(len(rows))[:, None]
+    return grid.flatten(), place.flatten()
+
+
+def _shared_by_all(left: Tensor, right: Tensor) -> Tensor:
+    """(N·H, Q, A) times (H, A, B) → (N·H, Q, B): one product per head for all rows."""
+    # Reshapes name every size: where a segment is empty, -1 could be anything.
+    heads, (pairs, queries, inner) = len(right), left.shape
+    rows = pairs // heads
+    stacked = left.unflatten(0, (rows, heads)).transpose(0, 1)
+    product = torch.bmm(stacked.reshape(heads, rows * queries, inner), right)
+    product = product.view(heads, rows, queries, right.shape[-1]).transpose(0, 1)
+    return product.reshape(pairs, queries, right.shape[-1])
+
+
+def _shared_by_some(left: Tensor, right: Tensor, grid: Tensor, place: Tensor) -> Tensor:
+    """(N·H, Q, A) times (P·H, A, B) → (N·H, Q, B): one product per slot and head for its rows."""
+    queries, inner = left.shape[1:]
+    together = len(grid) // len(right) * queries
+    stacked = left.index_select(0, grid).view(len(right), together, inner)
+    product = torch.bmm(stacked, right)
+    return product.view(len(grid), queries, right.shape[-1]).index_select(0, place)

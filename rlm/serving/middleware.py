@@ -1,0 +1,180 @@
+"""The wall around the app, in plain ASGI: every request passes it before code that knows models.
+
+In this order: a request id, limits on headers, the host it is addressed to, the key, the rate, the
+body. Whatever is not in PUBLIC needs the key: a route that is added later is closed by itself, and
+so is one that does not exist. The path is compared as the router will compare it; authorising by
+prefix or by a rebuilt URL has opened other servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlm.serving import logging as logs
+from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys
+from rlm.serving.errors import Problem
+
+PUBLIC = frozenset({"/", "/health", "/ready"})  # for GET and HEAD
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_HEADERS = {  # where the app says nothing else
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class SecuritySettings:
+    keys: Keys
+    allowed_hosts: AllowedHosts
+    max_body: int = 65536  # bytes
+    max_header_bytes: int = 16384  # of the request line and all headers
+    max_headers: int = 64
+    body_seconds: float = 10.0  # for the whole body
+    requests_per_minute: int = 120  # per key; an open server has one user, whom nothing limits
+    failures_per_minute: int = 20  # wrong keys, from whomever: addresses can be made up
+
+
+def secure(app: ASGIApp, settings: SecuritySettings) -> ASGIApp:
+    """`app` behind the wall. The app finds in scope["state"] the `request_id` and the `key_id`."""
+    buckets: dict[str, Bucket] = {}
+    failures = Bucket(settings.failures_per_minute)
+
+    def authorize(scope: Scope) -> str:
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
+            return "public"
+        key_id = settings.keys.allows(scope["headers"])
+        if key_id is None:
+            # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
+            if settings.keys.tried(scope["headers"]) and (wait := failures.take()):
+                raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
+            raise Problem(401, "unauthorized", "a valid API key is needed")
+        if settings.keys.required:
+            bucket = buckets.setdefault(key_id, Bucket(settings.requests_per_minute))
+            if wait := bucket.take():
+                raise Problem(429, "rate_limited", "too many requests", retry_after=wait)
+        return key_id
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        check_headers(scope, settings)
+        if not settings.allowed_hosts.allows(scope["headers"]):
+            raise Problem(400, "bad_host", "this server does not go by the name in Host")
+        scope["state"]["key_id"] = authorize(scope)
+        await app(scope, await read_body(scope, receive, settings), send)
+
+    async def entry(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _answer(serve, scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await app(scope, receive, send)
+        else:  # there are no websockets here, and none may slip past
+            await send({"type": "websocket.close", "code": 1008})
+
+    return entry
+
+
+def check_headers(scope: Scope, settings: SecuritySettings) -> None:
+    """Raises a 431 for too much, a 400 for a body with two lengths (how requests are smuggled)."""
+    headers: Headers = scope["headers"]
+    size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in headers)
+    names = [name for name, _ in headers]
+    if size > settings.max_header_bytes or len(names) > settings.max_headers:
+        detail = f"headers: at most {settings.max_header_bytes} bytes, {settings.max_headers} lines"
+        raise Problem(431, "headers_too_large", detail)
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise Problem(400, "bad_request", "Content-Length and Transfer-Encoding exclude each other")
+
+
+async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) -> Receive:
+    """Read the whole body within its limits; gives a `receive` that hands it to the app at once."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    if b"content-encoding" in headers:
+        raise Problem(415, "unsupported_media_type", "send the body without Content-Encoding")
+    too_large = Problem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit() or int(length[:20]) > settings.max_body:
+        raise too_large
+    body, more = bytearray(), True
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _Gone
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > settings.max_body:
+                    raise too_large
+    except TimeoutError:
+        detail = f"the body did not arrive within {settings.body_seconds:g} s"
+        raise Problem(408, "request_timeout", detail) from None
+    messages = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
+
+    async def replay() -> Message:
+        return messages.popleft() if messages else await receive()  # then: the disconnect
+
+    return replay
+
+
+class _Gone(Exception):
+    """The client hung up before it had asked anything."""
+
+
+async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run `serve`; add the id and the headers to its response, or make one; write the log line."""
+    started, status = time.monotonic(), 499  # until an answer starts: the client hung up
+    request_id = _request_id(scope["headers"])
+    scope.setdefault("state", {})["request_id"] = request_id
+    logs.request_id.set(request_id)
+
+    async def respond(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-ID"] = request_id
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    try:
+        await serve(scope, receive, respond)
+    except _Gone:
+        pass
+    except Exception as error:
+        problem = error
+        if not isinstance(error, Problem):
+            logs.log_error("failure", error)
+            problem = Problem(500, "internal", "the server failed; the log has the request id")
+        if status == 499:  # of half an answer uvicorn cuts the connection, so that it is seen
+            await problem.response(request_id)(scope, receive, respond)
+    finally:
+        route = getattr(scope.get("route"), "path", None)
+        logs.log(
+            "request",
+            method=scope["method"][:16],
+            path=route or logs.safe_path(scope["path"]),
+            status=status,
+            ms=round((time.monotonic() - started) * 1000, 1),
+            key_id=scope["state"].get("key_id"),
+        )
+
+
+def _request_id(headers: Headers) -> str:
+    sent = [value for name, value in headers if name == b"x-request-id"]
+    if len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]):
+        return sent[0].decode("ascii")
+    return uuid.uuid4().hex

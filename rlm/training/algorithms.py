@@ -1,0 +1,97 @@
+"""The algorithms as data: a row of choices each. Loads no torch.
+
+`grpo` computes what the choices say and knows no names. docs/algorithms.md has the papers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What tells the members of the family apart."""
+
+    source: str
+    scale_by_std: bool  # of the group; else rewards are only centred
+    aggregation: str  # "sequence", "constant" or "token": `rlm.training.grpo.row_weights`
+    clip_eps_low: float  # the ratio is clipped at 1 - this; 1 is no bound
+    clip_eps_high: float  # and at 1 + this
+    ratio: str = "token"  # new to old probability of each "token", or of the "sequence"
+    objective: str = "ppo"  # or "weighted": the clipped ratio is a constant weight
+    dynamic_sampling: bool = False  # groups without a difference are replaced
+    overlong_share: float = 0.0  # of max_new_tokens, where the soft penalty rises
+
+    @property
+    def of_loss(self) -> dict[str, object]:
+        """The choices that `rlm.training.grpo.policy_loss` takes."""
+        names = ("clip_eps_low", "clip_eps_high", "ratio", "objective")
+        return {name: getattr(self, name) for name in names}
+
+    def formula(self, length: str = "max_new_tokens") -> str:
+        """The effective objective in a line: what --help, a run's first lines and the docs show.
+
+        Args:
+            length: the constant of "constant" aggregation.
+        """
+        low, high = f"{1 - self.clip_eps_low:g}", f"{1 + self.clip_eps_high:g}"
+        bounds = f"clip(ρ, {low}, {high})" if self.clip_eps_low < 1 else f"min(ρ, {high})"
+        parts = [
+            "A = (r − mean)/(std + 1e-4)" if self.scale_by_std else "A = r − mean",
+            {
+                "ppo": f"l = −min(ρ A, {bounds} A)",
+                "weighted": f"l = −constant[{bounds}] A log π",
+            }[self.objective],
+            {
+                "token": "ρ of each token",
+                "sequence": "ρ of a completion: geometric mean over its tokens",
+            }[self.ratio],
+            {
+                "sequence": "mean over tokens, then over rollouts",
+                "constant": f"sum over tokens / (rollouts · {length})",
+                "token": "mean over all tokens of the step",
+            }[self.aggregation],
+        ]
+        if self.dynamic_sampling:
+            parts.append("groups without a difference are replaced")
+        if self.overlong_share:
+            share = f"{self.overlong_share:.0%}".replace("%", " %")
+            parts.append(f"r falls over the last {share} of max_new_tokens")
+        return "; ".join(parts)
+
+
+ALGORITHMS = {
+    "grpo": Algorithm("DeepSeekMath, arXiv 2402.03300", True, "sequence", 0.2, 0.2),
+    "drgrpo": Algorithm("Dr. GRPO, arXiv 2503.20783", False, "constant", 0.2, 0.2),
+    "dapo": Algorithm(
+        "DAPO, arXiv 2503.14476",
+        True,
+        "token",
+        0.2,
+        0.28,
+        dynamic_sampling=True,
+        overlong_share=0.2,
+    ),
+    "gspo": Algorithm("GSPO, arXiv 2507.18071", True, "sequence", 3e-4, 4e-4, ratio="sequence"),
+    # The bound of the weight is ScaleRL's (arXiv 2510.13786): at most 5, at least nothing.
+    "cispo": Algorithm(
+        "CISPO in MiniMax-M1, arXiv 2506.13585", True, "token", 1.0, 4.0, objective="weighted"
+    ),
+}
+
+
+def soft_overlong(
+    length: int, truncated: bool, *, max_new_tokens: int, buffer: int, penalty: float = -1.0
+) -> float:
+    """What is added to the reward of a completion that is long (DAPO, equation 13).
+
+    0 up to max_new_tokens - buffer, then a straight line down to `penalty` at max_new_tokens. A
+    completion without an end token gets the whole penalty, whatever its length. buffer 0: off.
+
+    >>> [soft_overlong(n, False, max_new_tokens=20, buffer=5) for n in (15, 16, 20)]
+    [0.0, -0.2, -1.0]
+    """
+    excess = length - (max_new_tokens - buffer)
+    if not buffer or (excess <= 0 and not truncated):
+        return 0.0
+    return penalty if truncated else penalty * min(1.0, excess / buffer)

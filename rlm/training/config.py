@@ -1,0 +1,292 @@
+"""The options of GRPO training: what `train_grpo.py --help` lists and `GRPOTrainer` takes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from rlm.cli.options import check_values, flag, layered, mark_preset
+from rlm.data.prompts import FORMATS
+from rlm.model.quantize import QUANTIZATIONS, chosen_quantization
+from rlm.runs.trackers import TRACKER_NAMES, chosen_tracker
+from rlm.training.algorithms import ALGORITHMS, Algorithm
+
+logger = logging.getLogger(__name__)
+
+SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # taken if it is there
+
+# What `--preset NAME` and `from_preset` set. A flag on the command line or in YAML beats it.
+PRESETS: dict[str, dict[str, object]] = {
+    "grpo": {"algorithm": "grpo"},
+    "drgrpo": {"algorithm": "drgrpo"},
+    "dapo": {"algorithm": "dapo"},
+    "reasoning_small": {  # models of 0.5 to 3 billion parameters
+        "algorithm": "drgrpo",
+        "group_size": 8,
+        "batch_size": 4,
+        "train_batch_size": 2,
+        "max_new_tokens": 512,
+        "learning_rate": 5e-6,
+        "use_lora": True,
+        "use_4bit": True,
+    },
+    "reasoning_large": {  # of 7 billion and more
+        "algorithm": "dapo",
+        "group_size": 16,
+        "batch_size": 8,
+        "train_batch_size": 4,
+        "max_new_tokens": 2048,
+        "learning_rate": 1e-6,
+        "use_lora": True,
+        "use_4bit": True,
+    },
+}
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
+
+
+@dataclass
+class GRPOConfig:
+    """One training run. A step is one round of sample → score → compare → learn."""
+
+    model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
+    dataset: str | None = flag(None, "gsm8k, word-problems[:LEVELS], or FILE.jsonl")
+    max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)", min=1)
+    max_prompt_length: int | None = flag(
+        None, "leave out problems with longer prompts, in tokens", min=1
+    )
+    sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
+    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
+    reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
+    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
+    attn: str = flag("auto", "attention of the learning pass", choices=ATTENTIONS)
+    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
+
+    algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
+    use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")
+    token_level_loss: bool | None = flag(None, "mean over all tokens of the step")
+    fixed_length_normalizer: int | None = flag(None, "sum over tokens / (rollouts x this)", min=1)
+    clip_eps_low: float | None = flag(
+        None, "the ratio is clipped to at least 1 - this (1: to no bound)", min=0, max=1
+    )
+    clip_eps_high: float | None = flag(None, "and at most 1 + this", min=0)
+    dynamic_sampling: bool | None = flag(None, "replace groups without a difference")
+    max_refill_rounds: int = flag(3, "times a step may sample replacements", min=0)
+    overlong_buffer: int | None = flag(
+        None, "last tokens over which the reward falls (0: none)", min=0
+    )
+    overlong_penalty: float = flag(-1.0, "its depth, at max_new_tokens and if truncated", max=0)
+    mask_truncated: bool = flag(False, "leave completions without an end token out of the loss")
+    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing", min=0)
+    kl_estimator: str = flag("k3", "how KL is estimated", choices=KL_ESTIMATORS)
+    kl_target: float | None = flag(
+        None, "KL per token to which the weight is adapted (none: no)", above=0
+    )
+
+    steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"], min=1)
+    batch_size: int = flag(20, "problems in a step", min=1)
+    group_size: int = flag(8, "completions of each problem")
+    max_new_tokens: int = flag(96, "longest completion", min=1)
+    temperature: float = flag(1.0, "of sampling and scoring alike")
+    top_p: float = flag(1.0, "1: another value would not be the distribution that is scored")
+    top_k: int = flag(0, "0: off, for the same reason")
+    seats: int = flag(128, "completions decoded at the same time", min=1)
+    sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
+    sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
+
+    learning_rate: float = flag(1e-4, "peak; LoRA wants about ten times full fine-tuning's", min=0)
+    lr_schedule: str = flag("linear", "after warm-up", choices=("constant", "linear", "cosine"))
+    min_lr_ratio: float = flag(
+        0.1, "where linear and cosine end, as a share of the peak", min=0, max=1
+    )
+    warmup_steps: int = flag(1, "steps in which the rate rises", min=0)
+    weight_decay: float = flag(0.0, "AdamW's", min=0)
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
+    updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step", min=1)
+    train_batch_size: int | None = flag(
+        None, "completions in a micro-batch (none: by tokens)", min=1
+    )
+    train_batch_tokens: int | None = flag(
+        None, "padded tokens in a micro-batch (none: by memory)", min=1
+    )
+    checkpointing: bool = flag(False, "compute activations twice rather than keep them")
+    use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])
+    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    lora_alpha: int = flag(32, "scale times rank, of a new adapter", min=1)
+    lora_dropout: float = flag(0.0, "0: dropped units would not be the policy that sampled")
+
+    eval_every: int = flag(10, "steps between greedy evaluations (0: only first and last)", min=0)
+    eval_samples: int = flag(100, "validation problems, always the same", min=1)
+    save_every: int = flag(10, "steps between checkpoints (0: only at the end)", min=0)
+    keep_checkpoints: int = flag(2, "newest checkpoints kept", min=1)
+    sample_every: int = flag(5, "steps between printed samples (0: none)", min=0)
+    max_minutes: float | None = flag(
+        None, "stop at the step after this many minutes, and export", above=0
+    )
+    resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
+    accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
+    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
+    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
+    seed: int = flag(0, "of problems and sampling")
+    run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
+    output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self._fill_in()
+        self._check_contradictions()
+        if self.group_size < min(8, type(self).group_size):  # a recipe may have its own default
+            _warn_once(
+                f"warning: --group-size {self.group_size}: fewer than 8 completions make a noisy "
+                "baseline, and groups without a difference likely"
+            )
+
+    @classmethod
+    def from_preset(cls, name: str, **options: object) -> GRPOConfig:
+        """The preset's values, and over them `options`.
+
+        Raises:
+            ValueError: there is no such preset; the message names those that are.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
+        values = layered(cls, PRESETS[name], options)
+        config = cls(**values)
+        mark_preset(config, values.keys() - options.keys())
+        return config
+
+    @property
+    def aggregation(self) -> str:
+        """As `rlm.training.grpo.row_weights` names it."""
+        if self.token_level_loss:
+            return "token"
+        return "constant" if self.fixed_length_normalizer else "sequence"
+
+    @property
+    def choices(self) -> Algorithm:
+        """The algorithm as it is with these options."""
+        return replace(
+            ALGORITHMS[self.algorithm],
+            scale_by_std=self.use_std_normalization,
+            aggregation=self.aggregation,
+            clip_eps_low=self.clip_eps_low,
+            clip_eps_high=self.clip_eps_high,
+            dynamic_sampling=self.dynamic_sampling,
+            overlong_share=self.overlong_buffer / self.max_new_tokens,
+        )
+
+    @property
+    def formula(self) -> str:
+        """What is minimised, in a line, with these options."""
+        constant = self.fixed_length_normalizer
+        return self.choices.formula(str(constant) if constant else "max_new_tokens")
+
+    @property
+    def sampling_rounds(self) -> int:
+        """How often a step may sample."""
+        return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
+
+    def _fill_in(self) -> None:
+        """What the algorithm decides and no option does, and an option by its other spelling."""
+        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
+        self.use_4bit = self.quantize == "4bit"
+        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
+        algorithm = ALGORITHMS[self.algorithm]
+        token_level = self.fixed_length_normalizer is None and algorithm.aggregation == "token"
+        by_constant = not self.token_level_loss and algorithm.aggregation == "constant"
+        values = {
+            "use_std_normalization": algorithm.scale_by_std,
+            "token_level_loss": token_level,
+            "fixed_length_normalizer": self.max_new_tokens if by_constant else None,
+            "clip_eps_low": algorithm.clip_eps_low,
+            "clip_eps_high": algorithm.clip_eps_high,
+            "dynamic_sampling": algorithm.dynamic_sampling,
+            "overlong_buffer": int(algorithm.overlong_share * self.max_new_tokens),
+        }
+        self._filled_in = [name for name in values if getattr(self, name) is None]
+        for name in self._filled_in:
+            setattr(self, name, values[name])
+
+    def _check_contradictions(self) -> None:
+        if self.group_size < 2:
+            raise ValueError(
+                "--group-size must be at least 2: a completion is compared inside its group"
+            )
+        if self.temperature <= 0:
+            raise ValueError(
+                "--temperature must be above 0: equal completions have nothing to compare"
+            )
+        if self.kl_target is not None and not self.kl_weight:
+            raise ValueError("--kl-target needs a --kl-weight to begin with")
+        if self.top_p != 1 or self.top_k != 0:
+            raise ValueError(
+                "--top-p must be 1 and --top-k 0 in training: tokens would be drawn from a "
+                "distribution cut short, and scored under the whole one"
+            )
+        if self.lora_dropout != 0:
+            raise ValueError(
+                "--lora-dropout must be 0 in training: the policy that is updated would not be "
+                "the one that sampled, and no ratio would begin at 1"
+            )
+        if not self.use_lora:
+            raise ValueError(
+                "--no-use-lora: the base is never written here, training changes an adapter"
+            )
+        if self.token_level_loss and self.fixed_length_normalizer:
+            raise ValueError(
+                "--token-level-loss divides by the step's tokens, --fixed-length-normalizer by a "
+                "constant; give one of them"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
+                f"{self.max_new_tokens}: every completion would be punished"
+            )
+        if (self.sampler == "vllm") != (self.sampler_url is not None):
+            raise ValueError("--sampler vllm and --sampler-url go together")
+        if self.attn == "flash_attention_2":
+            raise ValueError(
+                "--attn flash_attention_2: completions share their prompt through a mask that it "
+                "does not take; sdpa does (train_sft.py has no such mask)"
+            )
+        if self.doctor and self.resume:
+            raise ValueError("--doctor looks at the start of a run; leave out --resume")
+        if self.output.resolve() == (self.sft_adapter or Path()).resolve():
+            raise ValueError("--output would overwrite --sft-adapter; name another directory")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then constant, linear or cosine down to min_lr_ratio of the peak."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        height = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+        }[self.lr_schedule]
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)
+
+
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {
+    "max_new_tokens": 512,
+    "steps": 200,
+    "learning_rate": 2e-5,
+}
+
+
+def algorithms_help() -> str:
+    """The table of ALGORITHMS, for --help."""
+    lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
+    return "\n".join(["algorithms:", *lines])
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

@@ -1,0 +1,108 @@
+"""Several processes on one training run: `torchrun` (or `accelerate launch` on GPUs) starts them.
+
+Each process samples its share of a step's problems; then all know the whole step, so rewards,
+advantages and denominators are one process's; each learns on its share of the rollouts, and the
+gradients are added up once per update.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among the others. Alone (size 1) every method is free."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls) -> Team:
+        """Meet the processes of this launch, as the launcher's environment names them."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        team = cls(dist.get_rank(), size)
+        terminal.console.quiet = not team.leads
+        terminal.line(f"{size} processes share this run")  # a launcher may have started only one
+        return team
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part: every size-th."""
+        return list(items[self.rank :: self.size])
+
+    def gather(self, shares: Sequence[T]) -> list[T]:
+        """All parts, in the order from which `share` took them."""
+        if self.size == 1:
+            return list(shares)
+        parts: list[list[T]] = [[] for _ in range(self.size)]
+        with _others_may_end():
+            dist.all_gather_object(parts, list(shares))
+        return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
+
+    def agree(self, value: T) -> T:
+        """What the leading process says: clocks and disks differ."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with _others_may_end():
+            dist.broadcast_object_list(box)
+        return box[0]
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so in one of the processes: a signal may reach any of them."""
+        return True in self.gather([value])
+
+    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Every gradient becomes its sum over the processes; None counts as zero."""
+        if self.size == 1:
+            return
+        parameters = list(parameters)
+        flat = torch.cat(
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
+                for p in parameters
+            ]
+        )
+        with _others_may_end():
+            dist.all_reduce(flat)
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+@contextmanager
+def _others_may_end() -> Iterator[None]:
+    """A process that waits for one that has ended: the reason stands in the other's output."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistBackendError) and "gloo" not in str(error):
+            raise
+        raise UsageError(
+            "another of the processes that share this run has ended or does not answer; "
+            "what it printed says why"
+        ) from error

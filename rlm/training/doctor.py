@@ -1,0 +1,247 @@
+"""`train_grpo.py --doctor`: why is, or will be, my reward flat? Looks before anything is trained.
+
+Draws one group for each of 32 problems from the model that training would start from, scores them
+with the run's own reward, and names what stands in the way, with what to change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlm.cli import terminal
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS, Format, end_of_turn_id, render_prompt
+from rlm.evaluation.evaluate import Evaluation, evaluate
+from rlm.training import setup as start
+from rlm.training.config import GRPOConfig
+
+PROBLEMS = 32
+MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault
+LORA_RATES = 1e-6, 1e-5, 2e-3  # nothing moves, slow, …, the policy breaks
+MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and what to do about it. `fault`: training would be in vain."""
+
+    name: str
+    text: str
+    advice: str
+    fault: bool = True
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    figures: dict[str, float]
+    findings: list[Finding]
+
+
+def examine(trainer: Any, problems: Sequence[Problem]) -> int:
+    """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
+    start.plan(trainer, problems, 0)
+    diagnosis = diagnose(trainer, problems)
+    shown = {name: f"{value:.1%}" for name, value in diagnosis.figures.items()}
+    terminal.facts(
+        f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
+        {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
+    )
+    for finding in diagnosis.findings:
+        terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
+        terminal.line(f"       -> {finding.advice}")
+    if not diagnosis.findings:
+        terminal.line("nothing stands in the way of training")
+    return int(any(finding.fault for finding in diagnosis.findings))
+
+
+def diagnose(trainer: Any, problems: Sequence[Problem]) -> Diagnosis:
+    """Sample, score, and look for what is known to go wrong."""
+    config, problems = trainer.config, list(problems[:PROBLEMS])
+    with terminal.progress("sampling", len(problems) * config.group_size) as advance:
+        drawn = evaluate(
+            trainer.sampler,
+            trainer.tokenizer,
+            problems,
+            trainer.format,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            k=config.group_size,
+            seed=config.seed,
+            on_finish=advance,
+        )
+    texts = [[g.text for g in group] for group in drawn.groups]
+    truncated = [[g.truncated for g in group] for group in drawn.groups]
+    rewards = trainer.scorer(problems, texts, truncated).rewards
+    figures = _figures(drawn, rewards)
+    findings = [
+        *_template(trainer.tokenizer, trainer.format),
+        *_parsing(drawn, trainer.format, figures),
+        *_reward(trainer, problems[0], figures, rewards),
+        *_signal(figures, config),
+        *_options(figures, config),
+    ]
+    return Diagnosis(figures, findings)
+
+
+def _figures(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
+    given = [[r for r in row if r is not None] for row in rewards]
+    flat = [row for row in given if len(row) < 2 or max(row) - min(row) <= 1e-8]
+    lenient = [g.lenient.is_answer for g in drawn.completions]
+    k = drawn.k
+    return {
+        "reward, mean": sum(map(sum, given)) / max(1, sum(map(len, given))),
+        "pass@1, strict": drawn.pass_at(1, True)["mean"],
+        "pass@1, lenient": drawn.pass_at(1, False)["mean"],
+        f"pass@{k}, strict": drawn.pass_at(k, True)["mean"],
+        f"pass@{k}, lenient": drawn.pass_at(k, False)["mean"],
+        "groups without signal": len(flat) / len(given),
+        "one answer found, strict": drawn.format_rate,
+        "one answer found, lenient": sum(lenient) / len(lenient),
+        "truncated": drawn.truncated_rate,
+    }
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
+    """A chat template that belongs to another tokenizer, or leaves out what we say."""
+    text = tokenizer.decode(render_prompt(tokenizer, "QUESTION", format))
+    foreign = sorted(
+        marker
+        for marker in set(MARKER.findall(text))
+        if len(tokenizer.encode(marker, add_special_tokens=False)) > 1
+    )
+    if foreign:
+        yield Finding(
+            "wrong chat template",
+            f"it writes {', '.join(foreign)}, which this tokenizer does not know as tokens: "
+            "the model reads letters where it was taught a mark",
+            "use the tokenizer and template that came with the model",
+        )
+    if "".join(format.system_prompt.split()) not in "".join(text.split()):
+        yield Finding(
+            "wrong chat template",
+            "the system prompt, which asks for the tags, does not reach the model",
+            "use a template with a system role, or teach the format first: train_sft.py",
+        )
+    if not foreign and end_of_turn_id(tokenizer) not in tokenizer.all_special_ids:
+        yield Finding(
+            "no end token",
+            "the template ends an answer with no special token: nothing can stop a completion",
+            "use an instruct model with its own template",
+        )
+
+
+def _parsing(drawn: Evaluation, format: Format, figures: dict[str, float]) -> Iterator[Finding]:
+    """Answers that are there and that the strict reading does not find."""
+    strict, lenient = (figures[f"one answer found, {name}"] for name in ("strict", "lenient"))
+    ended = [g for g in drawn.completions if not g.truncated]
+    for name, other in FORMATS.items():
+        opened = sum(f"<{other.reasoning_tag}>" in g.text for g in drawn.completions)
+        if other != format and opened > MANY * len(drawn.completions) and strict < MANY:
+            yield Finding(
+                "parser mismatch",
+                f"{opened / len(drawn.completions):.0%} of the completions think inside "
+                f"<{other.reasoning_tag}>, the reward looks for <{format.reasoning_tag}>",
+                f"--reasoning-format {name}",
+            )
+            return
+    if lenient - strict > MANY:
+        reasons = drawn.reasons(True)
+        why = next((r for r in reasons if r not in ("correct", "wrong")), "")
+        yield Finding(
+            "parser mismatch",
+            f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
+            f"is rewarded (most often: {why})",
+            "teach the format first: python train_sft.py; or reward what it writes: --reward",
+            fault=strict < 1 - MOST,
+        )
+    elif ended and strict < MANY:
+        yield Finding(
+            "no answers",
+            f"{strict:.0%} of the completions hold an answer that can be read",
+            "teach the format first: python train_sft.py",
+        )
+
+
+def _reward(
+    trainer: Any,
+    problem: Problem,
+    figures: dict[str, float],
+    rewards: Sequence[Sequence[float | None]],
+) -> Iterator[Finding]:
+    """A reward that does not prefer what is right: asked about texts whose worth is known."""
+    tags = trainer.format
+    right = tags.completion("It follows.", problem.answer)
+    worthless = {
+        "an empty completion": "",
+        "empty tags": tags.completion("", ""),
+        "every number up to 200": tags.completion("x", " ".join(map(str, range(201)))),
+        "the question": problem.question,
+        "a wrong answer": tags.completion("It follows.", f"{problem.answer}7"),
+    }
+    asked = [right, *worthless.values()]
+    (found,) = trainer.scorer([problem], [asked], [[False] * len(asked)]).rewards
+    best, *others = [-1e9 if r is None else r for r in found]
+    paid = [name for name, r in zip(worthless, others, strict=True) if r >= best]
+    if paid:
+        yield Finding(
+            "reward can be had without being right",
+            f"{', '.join(paid)} scores as much as a right answer in the right format",
+            "fine if that is what you want to teach; else look at the reward function",
+            fault=False,
+        )
+        return
+    given, share = {r for row in rewards for r in row}, figures["pass@1, strict"]
+    if len(given) == 1 and 0 < share < 1:
+        yield Finding(
+            "reward sees nothing",
+            f"{share:.0%} of the completions are right, and all are rewarded alike",
+            "look at the reward function",
+        )
+
+
+def _signal(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
+    """Groups that are all right or all wrong teach nothing."""
+    share = figures["groups without signal"]
+    if share <= MOST:
+        return
+    if figures["pass@1, strict"] > 0.5:
+        advice = "harder problems, or a higher --temperature"
+    else:
+        advice = "easier problems, a larger --group-size, or more SFT first"
+    yield Finding(
+        "no signal",
+        f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
+        f"problems a step about {config.batch_size * (1 - share):.0f} teach something",
+        advice,
+        fault=share > 0.97,
+    )
+
+
+def _options(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
+    low, slow, high = LORA_RATES
+    if config.learning_rate < slow:
+        yield Finding(
+            "learning rate too low",
+            f"{config.learning_rate:g} hardly moves a LoRA adapter in {config.steps} steps",
+            "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning",
+            fault=config.learning_rate < low,
+        )
+    elif config.learning_rate > high:
+        yield Finding(
+            "learning rate too high",
+            f"{config.learning_rate:g} breaks a policy within a few steps",
+            "--learning-rate 1e-5 to 2e-4",
+        )
+    if figures["truncated"] > MANY:
+        yield Finding(
+            "truncation",
+            f"{figures['truncated']:.0%} of the completions do not end within "
+            f"{config.max_new_tokens} tokens, so they have no answer",
+            "raise --max-new-tokens, or teach shorter reasoning with train_sft.py",
+            fault=figures["truncated"] > MOST,
+        )

@@ -1,0 +1,191 @@
+"""How much memory a run will take, said before it starts, and the micro-batch that follows from it.
+
+What a forward pass keeps for the backward pass is measured on a few tokens of the very model,
+not estimated from its shape; everything else is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.model import attention
+from rlm.model.adapters import without_checkpointing
+from rlm.model.hardware import available_memory
+from rlm.sampling.engine import Sampler, shared_beginning
+from rlm.sampling.vllm import RemoteSampler
+from rlm.training.config import GRPOConfig
+from rlm.training.grpo import Rollout
+from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
+
+PROBE_TOKENS = 64
+# Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
+# thousand (and 128 for prompts) where it computes in bf16, some thousands a GPU.
+CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}  # tokens
+GPU_MICRO_BATCH = 8192
+SMALLEST_MICRO_BATCH = 64
+LOGITS_COPIES = 3  # in fp32, of those that are scored at once: themselves and their exponentials
+# What `attention` holds of a block of queries at a time: weights and scores, their gradients.
+ATTENTION_COPIES = 4
+HEADROOM = 0.9  # of what is available
+# What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
+# holes between what is kept for the backward pass, which glibc hardly fills again (docs/log.md).
+CODE = {"cpu": 3 * 2**26, "cuda": 0}
+HOLES = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes; of the GPU if the model is there."""
+
+    loaded: int  # now: weights, libraries
+    sampling: int  # the sampler's copy of the weights, keys and values
+    optimizer: int  # gradients, two moments, the best adapter so far
+    learning: int  # what a micro-batch keeps for its backward pass, and its logits
+    kept: int  # by libraries and the allocator, of what nobody needs any longer
+    available: int  # beyond what is loaded
+    train_batch_tokens: int  # of a micro-batch
+
+    @property
+    def peak(self) -> int:
+        """Sampling and learning take turns: what one needs, the other has given back."""
+        return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
+
+    def __str__(self) -> str:
+        """
+        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 2**29, 2**34, 512))[:45]
+        'about 2.5 GB at the peak (loaded 1.0, samplin'
+        """
+        gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
+        return (
+            f"about {self.peak / 2**30:.1f} GB at the peak (loaded {gb['loaded']}, sampling "
+            f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}, kept by "
+            f"libraries {gb['kept']}); {gb['available']} GB are free; micro-batches of "
+            f"{self.train_batch_tokens} tokens"
+        )
+
+
+def plan_memory(
+    policy: PreTrainedModel,
+    masters: Sequence[Tensor],
+    sampler: Sampler | RemoteSampler,
+    config: GRPOConfig,
+    longest_prompts: Sequence[Sequence[int]],
+    eval_problems: int,
+) -> MemoryPlan:
+    """Measure, count, and choose the micro-batch if the config leaves it open.
+
+    Args:
+        masters: the fp32 tensors that are trained.
+        longest_prompts: the few longest that will come, as token ids.
+
+    Raises:
+        UsageError: the model cannot take a completion of the longest.
+    """
+    prefix = shared_beginning(longest_prompts)
+    longest = max(map(len, longest_prompts))
+    sampling = max(
+        sampler.bytes_for([n] * count, longest - prefix, config.max_new_tokens)
+        for count, n in ((config.batch_size, config.group_size), (eval_problems, 1))
+        if count
+    )
+    longest_sequence = longest + config.max_new_tokens
+    model = policy.config.get_text_config()
+    context = getattr(model, "max_position_embeddings", None)
+    if context and longest_sequence > context:
+        raise UsageError(
+            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
+            f"model's {context}; leave that problem out, or lower the limit"
+        )
+    device = policy.device.type
+    available = available_memory(device)
+    optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in masters)
+    with without_checkpointing(policy):
+        per_token = activation_bytes(policy)
+    learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
+    tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
+    if tokens is None:
+        tokens = micro_batch_tokens(policy)
+        room = HEADROOM * available - optimizer - code
+        while tokens > SMALLEST_MICRO_BATCH and (1 + holes) * learning(tokens) > room:
+            tokens = max(tokens // 2, SMALLEST_MICRO_BATCH)
+    plan = MemoryPlan(
+        loaded=_loaded(device),
+        sampling=sampling,
+        optimizer=optimizer,
+        learning=learning(tokens),
+        kept=code + int(holes * learning(tokens)),
+        available=available,
+        train_batch_tokens=tokens,
+    )
+    if plan.peak - plan.loaded > available:
+        terminal.line(
+            "warning: this may not fit into memory; --checkpointing, --seats, --max-new-tokens "
+            "and --quantize bring it down"
+        )
+    return plan
+
+
+def micro_batch_tokens(model: PreTrainedModel) -> int:
+    """Padded tokens in a micro-batch, where memory allows it."""
+    if model.device.type == "cuda":
+        return GPU_MICRO_BATCH
+    return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
+
+
+def _learning_bytes(
+    policy: PreTrainedModel, per_token: int, checkpointing: bool, longest_sequence: int, tokens: int
+) -> int:
+    """What a micro-batch of so many tokens, or the longest sequence if that is more, takes.
+
+    Args:
+        per_token: what the forward pass keeps of one without checkpointing.
+    """
+    model = policy.config.get_text_config()
+    layers = model.num_hidden_layers
+    if checkpointing:  # each layer's input, and one layer in full
+        per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
+    else:  # gradients of the layer at work
+        per_token += per_token // layers
+    by_products = model._attn_implementation == attention.NAME
+    heads = model.num_attention_heads if by_products else 0
+    tokens = max(tokens, longest_sequence)
+    scored = WIDE_ROWS if policy.device.type == "cpu" else LOGITS_CHUNK
+    bytes_each = LOGITS_CHUNK * policy.dtype.itemsize + LOGITS_COPIES * scored * 4
+    logits = model.vocab_size * bytes_each
+    attending = ATTENTION_COPIES * heads * min(tokens, attention.ROWS) * tokens
+    return tokens * per_token + logits + attending * policy.dtype.itemsize
+
+
+def activation_bytes(policy: PreTrainedModel) -> int:
+    """What the forward pass of one token keeps for the backward pass, measured."""
+    seen: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    half = PROBE_TOKENS // 2
+    probe = [Rollout(0, [0] * half, [0] * (half + 1), 1.0, 1.0, [0.0] * (half + 1))]
+    (micro,) = split(probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        logprobs, _ = token_logprobs(policy, micro, 1.0)
+    del logprobs  # and with it what was kept
+    return sum(seen.values()) // PROBE_TOKENS
+
+
+def _loaded(device_type: str) -> int:
+    if device_type == "cuda":
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss

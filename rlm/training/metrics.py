@@ -1,0 +1,294 @@
+"""A training step in figures and in one line. Metrics are named `area/name`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from rlm.cli import terminal
+from rlm.cli.options import to_dict
+from rlm.model.hardware import peak_memory_gb, pick_device
+from rlm.runs.alerts import new_warnings
+from rlm.runs.directory import RunDirectory, git_commit
+from rlm.sampling import Completion
+from rlm.training.config import GRPOConfig
+from rlm.training.grpo import Group, LossSums, has_signal
+from rlm.training.logprobs import MicroBatch
+from rlm.training.state import TrainingState
+
+
+def announce(trainer: Any, problems: int, validation: int) -> None:
+    """What a `train_grpo.GRPOTrainer` will do, before it does."""
+    config = trainer.config
+    trainable = sum(tensor.numel() for tensor in trainer.adapter.values())
+    limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
+    terminal.facts(
+        "Stage 2: GRPO",
+        {
+            "model": f"{trainer.model_name} + {config.sft_adapter or 'a new adapter'}",
+            "device": pick_device(),
+            "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
+            "trainable": f"{trainable:,} parameters",
+            "sampler": trainer.sampler.path,
+            "algorithm": f"{config.algorithm}: {config.formula}",
+            "a step": f"{config.batch_size} problems × {config.group_size} completions",
+            "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
+            "options": ", ".join(f"{k} {v}" for k, v in changed_options(config).items()),
+            "run": f"{config.run_dir} (all options: config.json)",
+        },
+    )
+
+
+def changed_options(config: GRPOConfig) -> dict[str, object]:
+    """Options that are not the dataclass's defaults, with what the algorithm filled in."""
+    return {
+        option.name: getattr(config, option.name)
+        for option in fields(config)
+        if getattr(config, option.name) != option.default
+    }
+
+
+def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
+    """What happened, and what to do next."""
+    accuracy, at_start = summary["accuracy"], summary["start_accuracy"]
+    validated = "not measured"
+    if accuracy is not None:
+        validated = f"{accuracy:.1%} at step {summary['step']}"
+        validated += "" if at_start is None else f", {at_start:.1%} at the start"
+        if at_start is not None and at_start > accuracy:
+            validated += "; no step was better: try a lower --learning-rate"
+    terminal.facts(
+        "Stage 2 done",
+        {
+            "validation accuracy": validated,
+            "time": terminal.duration(summary["seconds"]),
+            "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
+            "curves": config.run_dir / "curves.png",
+            "adapter": config.output,
+            "next": f'python inference.py --adapter {config.output} "your question"',
+        },
+    )
+
+
+def run_summary(
+    config: GRPOConfig,
+    model: str,
+    state: TrainingState,
+    rows: Sequence[Mapping[str, float]],
+    validated_on: int,
+) -> dict[str, object]:
+    """What stands in the run.json beside the adapter: where it comes from and how it did.
+
+    Args:
+        rows: the metrics of all steps.
+    """
+    return {
+        "stage": "grpo",
+        "base_model": model,
+        "base_hash": state.base_hash,
+        "quantize": config.quantize,
+        "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
+        "dataset": config.dataset,
+        "step": state.best_step if state.best else len(rows),
+        "accuracy": state.best_accuracy if state.best else None,
+        "start_accuracy": rows[0].get("eval/start_accuracy"),
+        "validated_on": validated_on,
+        "steps_run": len(rows),
+        "commit": git_commit(),
+        "seconds": state.seconds,
+        "peak_memory_gb": peak_memory_gb(),
+        "config": to_dict(config),
+    }
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add what is inside to `seconds[phase]`."""
+    began = time.monotonic()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+def mean_metrics(
+    processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
+) -> dict[str, float]:
+    """Means over all calls of a reward in all processes, each with how many groups it was of.
+
+    >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
+    {'a': 0.75, 'b': 1.0}
+    """
+    parts = [(count, metrics) for calls in processes for count, metrics in calls if count]
+    total = sum(count for count, _ in parts)
+    names = dict.fromkeys(name for _, metrics in parts for name in metrics)
+    return {name: sum(n * m.get(name, 0.0) for n, m in parts) / total for name in names}
+
+
+def step_metrics(
+    groups: Sequence[Sequence[Completion]],
+    rewards: Tensor,
+    penalties: Tensor,
+    kept: Tensor,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """What was sampled and how long it took. Every rollout counts, also of groups that were
+    dropped: else dynamic sampling would flatter the reward.
+
+    Args:
+        rewards: (P, G), as the verifier gave them, NaN where there was no verdict.
+        penalties: (P, G), what was added for length.
+        kept: (P,) of bool, the groups that were learned from; dynamic sampling drops the others.
+        seconds: of "sample", "score", "learn".
+    """
+    completions = [completion for group in groups for completion in group]
+    lengths = [len(completion.token_ids) for completion in completions]
+    judged = rewards[~rewards.isnan()]
+    zero_signal = int((~has_signal(rewards)).sum())
+    metrics = {
+        "reward/mean": judged.mean().item() if len(judged) else 0.0,
+        "reward/std": judged.std().item() if len(judged) > 1 else 0.0,
+        "reward/no_verdict": int(rewards.isnan().sum()),
+        "reward/zero_signal_groups": zero_signal,
+        "reward/zero_signal_share": zero_signal / len(groups),
+        "completion/length_mean": sum(lengths) / len(lengths),
+        "completion/length_max": max(lengths),
+        "completion/truncated_rate": sum(c.truncated for c in completions) / len(completions),
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        "tokens/per_second": sum(lengths) / seconds["sample"],
+    }
+    if penalties.any():
+        metrics["reward/overlong"] = penalties.mean().item()
+    if not kept.all():
+        used = rewards[kept]
+        metrics["sampling/dropped_groups"] = int((~kept).sum())
+        metrics["reward/kept_mean"] = used.nanmean().item() if len(used) else 0.0
+    return metrics
+
+
+@dataclass
+class LearningTally:
+    """What the micro-batches of a step add up to."""
+
+    grad_norm: float = 0.0
+    sums: list[LossSums] = field(default_factory=list)  # of the last update
+    update: int = 0
+    tokens: int = 0  # this and all below: of the first update
+    entropy: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+
+    def add(
+        self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
+    ) -> None:
+        """
+        Args:
+            logprobs, entropy: (n, T), of the policy.
+        """
+        if update != self.update:
+            self.update, self.sums = update, []
+        self.sums.append(sums)
+        if update == 0:
+            gap = (logprobs - micro.sampler_logprobs).abs()[micro.completion_mask]
+            self.tokens += sums.tokens
+            self.entropy += entropy.sum().item()
+            self.gap += gap.sum().item()
+            self.gap_max = max(self.gap_max, gap.max().item())
+
+    @classmethod
+    def joined(cls, tallies: Sequence[LearningTally]) -> LearningTally:
+        """The tallies of several processes as one; they agree on the gradient norm."""
+        return cls(
+            grad_norm=tallies[0].grad_norm,
+            sums=[part for tally in tallies for part in tally.sums],
+            tokens=sum(tally.tokens for tally in tallies),
+            entropy=sum(tally.entropy for tally in tallies),
+            gap=sum(tally.gap for tally in tallies),
+            gap_max=max(tally.gap_max for tally in tallies),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens; {} where nothing was learned from."""
+        if not self.tokens:
+            return {}
+        clipped = sum(part.clipped_low + part.clipped_high for part in self.sums)
+        return {
+            "loss/policy": sum(part.policy for part in self.sums),
+            "loss/kl": sum(part.kl_total for part in self.sums) / self.tokens,
+            "loss/kl_weighted": sum(part.kl for part in self.sums),  # as the loss adds it up
+            "policy/entropy": self.entropy / self.tokens,
+            "policy/clip_fraction": clipped / self.tokens,
+            "optim/grad_norm": self.grad_norm,
+            "sampler/logprob_gap_mean": self.gap / self.tokens,
+            "sampler/logprob_gap_max": self.gap_max,
+        }
+
+
+def step_line(metrics: Mapping[str, float], steps: int) -> str:
+    """The step as a person reads it."""
+    seconds = metrics["time/sample"] + metrics["time/score"] + metrics["time/learn"]
+    parts = [
+        f"step {metrics['step'] + 1}/{steps}",
+        f"reward {metrics['reward/mean']:.3f}",
+        f"signal {1 - metrics['reward/zero_signal_share']:.0%}",
+        f"length {metrics['completion/length_mean']:.0f}",
+        f"truncated {metrics['completion/truncated_rate']:.0%}",
+    ]
+    if "sampling/dropped_groups" in metrics:
+        parts.append(f"dropped {metrics['sampling/dropped_groups']} groups")
+    if "policy/entropy" in metrics:
+        parts.append(f"entropy {metrics['policy/entropy']:.3f}")
+        parts.append(f"grad {metrics['optim/grad_norm']:.2f}")
+    if metrics.get("loss/kl"):
+        parts.append(f"kl {metrics['loss/kl']:.4f}")
+    parts.append(
+        f"{seconds:.0f} s (sample {metrics['time/sample']:.0f}, learn {metrics['time/learn']:.0f})"
+    )
+    left = (steps - metrics["step"] - 1) * seconds
+    if left:
+        parts.append(f"{terminal.duration(left)} left")
+    if "eval/accuracy" in metrics:
+        parts.append(f"validation {metrics['eval/accuracy']:.1%}")
+    return "  ".join(parts)
+
+
+def log_step(
+    run: RunDirectory,
+    config: GRPOConfig,
+    metrics: Mapping[str, float],
+    groups: Sequence[Group],
+    advantages: Tensor,
+) -> None:
+    """One line on the terminal, one in metrics.jsonl, every completion in samples.jsonl.
+
+    Args:
+        advantages: (P, G).
+    """
+    run.log(metrics)
+    terminal.line(step_line(metrics, config.steps))
+    if run.writes:
+        for warning in new_warnings(run.metrics()):
+            terminal.line(f"warning: {warning}")
+    run.log_samples(
+        [
+            {
+                "step": metrics["step"],
+                "problem": group.problem.id,
+                "question": group.problem.question,
+                "answer": group.problem.answer,
+                "answer_type": group.problem.answer_type,
+                "completions": group.texts,
+                "rewards": group.rewards,
+                "advantages": row,
+            }
+            for group, row in zip(groups, advantages.tolist(), strict=True)
+        ]
+    )
+    if config.sample_every and metrics["step"] % config.sample_every == 0:
+        first = groups[0]
+        reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
+        verdict = f"reward {reward}, gold {first.problem.answer}"
+        terminal.sample(first.problem.question, first.texts[0], verdict)

@@ -1,0 +1,244 @@
+"""TRL's SFTTrainer, with two things of our own: a loss that on a CPU does no work for tokens that
+are not learned, and checkpoints from which a stopped run goes on to the very same end.
+
+TRL's own loss leaves prompts out before the product with the vocabulary only where Triton runs;
+elsewhere it scores every position and drops what is masked (1.16, `_use_triton`). Two thirds of a
+word problem's tokens are prompt, and that product is a third of a small model's step.
+
+transformers' own checkpoints hold pickles, may be half-written, and in a second epoch go on with
+other batches than the run would have had (5.23): the order of an epoch is drawn from a generator
+whose state at the epoch's beginning they do not keep.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import trl
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.data.prompts import IGNORED
+from rlm.model.adapters import adapter_tensors
+from rlm.model.base import decoder_and_head, native_for
+from rlm.runs.checkpoints import check_space
+from rlm.runs.directory import RunDirectory
+from rlm.runs.resume import differences, newest_checkpoint, optimizer_tensors, restore_optimizer
+from rlm.training.logprobs import score_tokens
+from rlm.training.state import LOG_BYTES
+
+LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
+SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
+KEEP = 2  # checkpoints
+# Options that may differ when a run is resumed: what is learned does not depend on them, or a hash
+# of what they name is compared instead.
+MAY_CHANGE = {
+    *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
+    *("eval_samples", "micro_batch", "attn", "use_4bit", "max_minutes", "tracker", "use_wandb"),
+    *("output", "run_dir", "dry_run"),
+}
+
+
+class SFTTrainer(trl.SFTTrainer):
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Mean negative log-likelihood of the labels: TRL's figure, and its gradient."""
+        if return_outputs or model is not self.model or model.device.type != "cpu":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        decoder, head = decoder_and_head(model)
+        hidden = decoder(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            use_cache=False,
+        ).last_hidden_state[:, :-1]  # (B, S - 1, hidden): before each label
+        labels = inputs["labels"][:, 1:]
+        learned = labels != IGNORED  # (B, S - 1)
+        native, _ = native_for(model)
+        logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, native)
+        count = learned.sum() if num_items_in_batch is None else num_items_in_batch
+        return -logprobs.sum() / count
+
+    def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
+        """In nats per learned token."""
+        return self.evaluate(datasets.Dataset.from_list(list(examples)))["eval_loss"]
+
+    def train_from(self, step: int) -> None:
+        """Train from a step on, whose adapter and optimizer are `Progress`'s to restore."""
+        if step == 0:
+            self.train()
+            return
+        state = TrainerState(global_step=step, train_batch_size=self.args.train_batch_size)
+        state.compute_steps(self.args, max_steps=self.args.max_steps)
+        with tempfile.TemporaryDirectory() as folder:  # all that transformers is to find
+            state.save_to_json(str(Path(folder) / "trainer_state.json"))
+            self.train(resume_from_checkpoint=folder)
+
+    def _load_from_checkpoint(self, *arguments: object, **options: object) -> None:
+        """transformers' step of resuming that would look for an adapter's files."""
+
+
+class Progress(TrainerCallback):
+    """What happens between two steps: a report, a checkpoint, and whether to stop."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        policy: torch.nn.Module,
+        steps: int,
+        origin: Mapping[str, Any],
+        max_minutes: float | None = None,
+    ) -> None:
+        """
+        Args:
+            steps: of the whole run.
+            origin: its config, data, base and start; what goes on must have the same.
+            max_minutes: stop at the step after so many, counted from here.
+
+        Raises:
+            UsageError: too little room on the disk.
+        """
+        self.run, self.steps, self.origin = run, steps, origin
+        self.adapter = adapter_tensors(policy)
+        self.step = 0  # what was done before
+        self._seconds_before = 0.0
+        self._max_minutes = max_minutes
+        self._loaded: dict[str, Tensor] = {}
+        self._schedule: dict[str, Any] = {}
+        self._epoch_began = torch.get_rng_state()
+        self._started = self._saved = time.monotonic()
+        size = 3 * sum(t.numel() * t.element_size() for t in self.adapter.values())
+        check_space("--run-dir", run.path, (KEEP + 1) * size + LOG_BYTES)
+
+    @property
+    def seconds(self) -> float:
+        """Spent on the run, by the processes before this one too."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def restore(self) -> None:
+        """Load the newest checkpoint; the trainer gets it when training begins.
+
+        Raises:
+            UsageError: there is none, or it is of another run.
+        """
+        tensors, state = newest_checkpoint(self.run, ("origin", "schedule"))
+        if state["origin"]["base_hash"] != self.origin["base_hash"]:
+            raise UsageError(f"--resume: {self.run.path} was trained on another model")
+        changes = differences(state["origin"], self.origin, MAY_CHANGE)
+        if changes:
+            raise UsageError(
+                f"--resume: {self.run.path} was begun otherwise ({'; '.join(changes)}); name what "
+                "it was begun with, or leave out --resume to start anew"
+            )
+        self.step, self._loaded, self._schedule = state["step"], tensors, state["schedule"]
+        self._seconds_before = state["seconds"]
+        self.run.truncate(self.step)
+        terminal.line(f"resumed {self.run.path} before step {self.step + 1}")
+
+    def mean_loss(self) -> float:
+        """Over all steps, from the log: a row has the mean of the steps since the one before."""
+        total, done = 0.0, 0
+        for row in self.run.metrics():
+            total += row["loss/sft"] * (row["step"] + 1 - done)
+            done = row["step"] + 1
+        return total / done
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: object,
+    ) -> None:
+        name_of = {id(tensor): name for name, tensor in self.adapter.items()}
+        self._names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        if not self._loaded:
+            return
+        with torch.no_grad():
+            for name, tensor in self.adapter.items():
+                tensor.copy_(self._loaded[f"adapter/{name}"])
+        restore_optimizer(optimizer, self._names, self._loaded)
+        lr_scheduler.load_state_dict(self._schedule)
+        for group, rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        # The order of the epoch is drawn next. A resumed epoch draws it again, skips what was done,
+        # and goes on with the generator as it was there.
+        if self._loaded:
+            between = state.global_step % (self.steps // int(args.num_train_epochs)) == 0
+            torch.set_rng_state(self._loaded["random/now" if between else "random/epoch"])
+            if between:
+                self._loaded = {}
+        self._epoch_began = torch.get_rng_state()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if self._loaded:
+            torch.set_rng_state(self._loaded["random/now"])
+            self._loaded = {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        minutes = (time.monotonic() - self._started) / 60
+        if self._max_minutes is not None and minutes >= self._max_minutes:
+            terminal.line(f"--max-minutes {self._max_minutes:g} reached")
+            control.should_training_stop = True
+        control.should_training_stop |= self.run.interrupted
+        control.should_log |= control.should_training_stop or state.global_step == self.steps
+        control.should_log |= self._save_is_due()  # also between the twentieths of the run
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: object,
+    ) -> None:
+        if not logs or "loss" not in logs:
+            return
+        done = state.global_step
+        figures = {ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs}
+        self.run.log({"step": done - 1, **figures})
+        a_step = (time.monotonic() - self._started) / (done - self.step)
+        left = terminal.duration(a_step * (self.steps - done))
+        terminal.line(f"step {done}/{self.steps}  loss {float(logs['loss']):.3f}  {left} left")
+        if done < self.steps and (self._save_is_due() or control.should_training_stop):
+            self._save(done, optimizer, lr_scheduler)
+
+    def _save_is_due(self) -> bool:
+        return time.monotonic() - self._saved >= SAVE_SECONDS
+
+    def _save(self, step: int, optimizer: Any, lr_scheduler: Any) -> None:
+        tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
+        tensors |= optimizer_tensors(optimizer, self._names)
+        tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
+        state = {
+            "origin": self.origin,
+            "schedule": lr_scheduler.state_dict(),
+            "seconds": self.seconds,
+        }
+        self.run.sync_logs()
+        self.run.checkpoints.save(step, tensors, state, keep=KEEP)
+        self._saved = time.monotonic()

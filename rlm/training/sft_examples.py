@@ -1,0 +1,74 @@
+"""What SFT learns: problems as token ids, of which the completions alone are in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rlm.cli import terminal
+from rlm.cli.options import UsageError
+from rlm.data.problem import Problem
+from rlm.data.prompts import IGNORED, Format, render_completion, render_problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+Example = dict[str, list[int]]  # input_ids and labels
+
+
+def to_examples(
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    format: Format,
+    *,
+    dataset: str,
+    max_length: int,
+) -> list[Example]:
+    """What is learned, without what is too long.
+
+    Raises:
+        UsageError: a problem has no solution.
+    """
+    unsolved = sum(not problem.solution for problem in problems)
+    if unsolved:
+        raise UsageError(
+            f"--dataset {dataset}: {unsolved} of {len(problems)} problems have no solution "
+            "to learn from; SFT needs a `solution` field"
+        )
+    examples = [to_example(tokenizer, problem, format) for problem in problems]
+    return [e for e in examples if len(e["input_ids"]) <= max_length]
+
+
+def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format) -> Example:
+    """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORED before."""
+    prompt = render_problem(tokenizer, problem, format)
+    completion = render_completion(tokenizer, problem.solution, problem.answer, format)
+    return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
+
+
+def check_loss_mask(batch: Mapping[str, Tensor], examples: Sequence[Example]) -> None:
+    """That the batch the trainer will see learns exactly what the examples say, padding apart.
+
+    Raises:
+        RuntimeError: the collator changed ids or labels.
+    """
+    for row, example in enumerate(examples):
+        length = len(example["input_ids"])
+        ids, labels = batch["input_ids"][row].tolist(), batch["labels"][row].tolist()
+        if ids[:length] != example["input_ids"] or labels[:length] != example["labels"]:
+            raise RuntimeError("the collator does not keep input_ids and labels as they are")
+        if any(label != IGNORED for label in labels[length:]):
+            raise RuntimeError("the collator puts padding into the loss")
+
+
+def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
+    """The rendered text, the part that is learned marked."""
+    learned = [
+        i
+        for i, label in zip(example["input_ids"], example["labels"], strict=True)
+        if label != IGNORED
+    ]
+    context = example["input_ids"][: len(example["input_ids"]) - len(learned)]
+    terminal.line(f"--- not learned ({len(context)} tokens)\n{tokenizer.decode(context)}")
+    terminal.line(f"--- learned ({len(learned)} tokens)\n{tokenizer.decode(learned)}\n")

@@ -1,0 +1,1159 @@
+"""The evidence grid: statistics by hand, rules for reading, and every arm on a tiny model."""
+
+import importlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from benchmarks.evidence import __main__ as command_line
+from benchmarks.evidence import (
+    by_family,
+    failures,
+    grid,
+    intervals,
+    plan,
+    pools,
+    reading,
+    report,
+    results,
+    scrutiny,
+    sections,
+    training,
+)
+from benchmarks.evidence.intervals import crossed_bootstrap, difference, scores
+from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, parse
+from rlm.runs import atomic_files as records
+
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT.parent / "shared" / "data"
+
+TOY = {
+    "solved": 8, "sft_batch": 4, "lora_r": 4, "steps": 2, "batch_size": 2, "group_size": 2,
+    "max_new_tokens": 6, "base_new_tokens": 6, "greedy_problems": 4, "sampled_problems": 3,
+    "base_sampled": 2, "samples": 3, "other_problems": 4, "other_sampled": 2, "curve_problems": 4,
+    "curve_every": 1, "prompt_problems": 2, "trl_batch": 2, "seeds": (0,),
+}  # fmt: skip
+
+
+def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
+    paths = {"grid": folder / "grid", "docs": folder / "docs", "weights": folder / "weights"}
+    return EvidenceConfig(model=str(model_dir), **{**paths, **TOY, **options})
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+def test_cells_come_seed_by_seed_after_what_they_need():
+    cells = EvidenceConfig().all_cells()
+    assert len(cells) == len(set(cells)) == 2 + 3 * 13
+    for place, cell in enumerate(cells):
+        assert all(needed in cells[:place] for needed in cell.needs)
+    seeds = [cell.seed for cell in cells]
+    assert seeds == sorted(seeds)
+
+
+def test_cells_are_chosen_by_pattern():
+    config = EvidenceConfig(cells=("grpo-*", "*-s2"))
+    names = [cell.name for cell in config.chosen_cells()]
+    assert names[:2] == ["grpo-s0", "grpo-s1"]
+    assert set(names[2:]) == {f"{arm}-s2" for arm in ARMS if not arm.startswith("base")}
+    with pytest.raises(UsageError, match="no such cell"):
+        EvidenceConfig(cells=("gpro-*",)).chosen_cells()
+
+
+def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
+    EvidenceConfig(grid=tmp_path).fix()
+    EvidenceConfig(grid=tmp_path, seeds=(0, 7), minutes=1.0).fix()  # these may change
+    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
+        EvidenceConfig(grid=tmp_path, steps=13).fix()
+
+
+def test_the_base_is_one_cell_whatever_the_seeds():
+    from benchmarks.evidence.judging import command_of
+
+    config = EvidenceConfig(seeds=(9,))
+    bases = [cell for cell in config.all_cells() if ARMS[cell.arm].kind == "base"]
+    assert bases == [Cell("base_zero", 0), Cell("base_few", 0)]
+    assert command_of(config, bases[0]) == "python -m benchmarks.evidence --cells base_zero-s0"
+
+
+def test_a_grid_keeps_the_test_sets_it_was_begun_with(tmp_path, monkeypatch):
+    def fix(grid: str, installed: bool) -> None:
+        monkeypatch.setattr(pools, "gym_installed", lambda: installed)
+        EvidenceConfig(grid=tmp_path / grid).fix()
+
+    fix("without", False)
+    fix("without", False)
+    with pytest.raises(UsageError, match="without reasoning-gym, which is installed now: pip unin"):
+        fix("without", True)
+    (tmp_path / "old").mkdir()
+    settings = EvidenceConfig().settings()
+    assert pools.OTHER not in settings  # results are compared by these
+    plan.write_atomically(tmp_path / "old" / "settings.json", settings)
+    fix("old", True)  # of a grid from before this was written down
+    assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
+    with pytest.raises(UsageError, match="with reasoning-gym, which is not installed: pip install"):
+        fix("old", False)
+
+
+def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
+    tmp_path, monkeypatch
+):
+    refused, write = [], plan.write_atomically
+
+    def other() -> None:
+        try:
+            EvidenceConfig(grid=tmp_path, steps=13).fix()
+        except UsageError as error:
+            refused.append(str(error))
+
+    second = threading.Thread(target=other)
+
+    def slowly(file, content) -> None:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.2)
+        write(file, content)
+
+    monkeypatch.setattr(plan, "write_atomically", slowly)
+    EvidenceConfig(grid=tmp_path).fix()
+    second.join()
+    (said,) = refused
+    assert "begun with --steps 6, not 13" in said
+    assert read_json(tmp_path / "settings.json")["steps"] == 6
+
+
+def test_a_config_travels_to_a_cells_process():
+    config = EvidenceConfig(seeds=(3, 4), cells=("x",), minutes=2.5)
+    back = EvidenceConfig.from_payload(json.loads(json.dumps(config.payload())))
+    assert replace(back, grid=config.grid) == config
+    assert back.grid.is_absolute()
+
+
+def test_presets_and_positions_are_read():
+    config = parse(EvidenceConfig, ["ship", "grpo-s1", "--preset", "gsm8k"], presets=PRESETS)
+    assert (config.command, config.cell, config.greedy_problems) == ("ship", "grpo-s1", 1319)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "0"], ["--trl-batch", "7"], ["--samples", "1"], ["nonsense"], ["ship", "x-s0"]],
+)
+def test_mistakes_are_refused(arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_main(command_line.main, EvidenceConfig, argv=[*arguments, "--grid", str(tmp_path)])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+# --- problems -----------------------------------------------------------------------------------
+
+
+def test_only_grpo_meets_the_practised_families_and_nobody_their_solutions():
+    config = EvidenceConfig()
+    learned = pools.pools(config, seed=1)
+    families = {p.columns["family"] for p in learned.solved}
+    assert families == set(pools.TAUGHT)
+    assert families.isdisjoint(pools.PRACTISED)
+    practised = {p.columns["family"] for p in learned.practice}
+    assert practised == {*pools.TAUGHT, *pools.PRACTISED}
+    assert not any(p.solution for p in learned.practice)
+    assert all(p.solution for p in learned.practice_solved)
+    assert len(learned.practice) == config.steps * config.batch_size
+    assert len(learned.solved) == config.solved
+
+
+def test_no_problem_is_learned_and_judged():
+    config = EvidenceConfig()
+    learned = pools.pools(config, seed=0)
+    parts = [{p.question for p in part} for part in (learned.solved, learned.practice)]
+    parts += [{p.question for p in learned.validation}]
+    parts += [{p.question for p in one.problems} for one in pools.judged_sets(config)]
+    assert all(a.isdisjoint(b) for a, b in permutations(parts, 2))
+
+
+def test_each_operation_is_taught_and_practised():
+    by_name = {family.name: family for family in pools.FAMILIES}
+    signs = {name: by_name[name].steps[0].split()[3] for name in (*pools.TAUGHT, *pools.PRACTISED)}
+    assert sorted(signs[name] for name in pools.PRACTISED) == ["*", "+", "-", "/"]
+    assert {signs[name] for name in pools.TAUGHT} == {"*", "+", "-", "/"}
+
+
+def test_seeds_differ_in_what_is_learned_and_not_in_what_is_judged():
+    config = EvidenceConfig()
+    one, other = (pools.pools(config, seed) for seed in (0, 1))
+    assert one.solved != other.solved
+    assert one.validation == other.validation
+    assert pools.pools(config, 0) == one
+
+
+def test_shuffled_golds_are_other_problems_golds():
+    problems = pools.pools(EvidenceConfig(), 0).practice
+    mixed = pools.without_golds(problems, seed=0)
+    assert [p.question for p in mixed] == [p.question for p in problems]
+    assert sorted(p.answer for p in mixed) == sorted(p.answer for p in problems)
+    kept = sum(a.answer == b.answer for a, b in zip(mixed, problems, strict=True))
+    assert kept < 0.1 * len(problems)
+
+
+def test_the_base_samples_fewer():
+    config = EvidenceConfig(base_sampled=3, sampled_problems=5)
+    sizes = [
+        {one.name: one.sampled for one in pools.judged_sets(config, base=base)}["taught"]
+        for base in (True, False)
+    ]
+    assert sizes == [3, 5]
+
+
+def test_gsm8k_must_be_the_published_files(tmp_path):
+    with pytest.raises(UsageError, match="is missing"):
+        pools.check_gsm8k(f"gsm8k:{tmp_path}")
+    for name in pools.GSM8K_FILES:
+        (tmp_path / name).write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    with pytest.raises(UsageError, match="not the published file"):
+        pools.check_gsm8k(f"gsm8k:{tmp_path}")
+    with pytest.raises(UsageError, match="word-problems or gsm8k"):
+        pools.check_gsm8k("gsm8k")
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs GSM8K's published files")
+def test_gsm8k_is_judged_on_all_of_its_test_problems():
+    config = EvidenceConfig(dataset=f"gsm8k:{GSM8K}", **PRESETS["gsm8k"])
+    judged = pools.judged_sets(config)[0]
+    learned = pools.pools(config, 0)
+    assert (judged.name, len(judged.problems), judged.sampled) == ("gsm8k", 1319, 50)
+    assert len(learned.solved) == 800
+    assert {p.question for p in learned.solved}.isdisjoint(p.question for p in learned.practice)
+    assert not any(p.solution for p in learned.practice)
+
+
+def test_gym_tasks_are_mixed_and_no_question_comes_twice(monkeypatch):
+    def create_dataset(task, size, seed, **options):
+        # Every question twice in a row.
+        return [{"question": f"{task} {i // 2}", "answer": i // 2} for i in range(size)]
+
+    monkeypatch.setitem(
+        sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset)
+    )
+    made = pools.gym_problems(6)
+    assert [p.columns["family"] for p in made] == [*pools.GYM_TASKS, *list(pools.GYM_TASKS)[:2]]
+    assert len({p.question for p in made}) == 6
+
+
+@pytest.mark.skipif(not pools.gym_installed(), reason="needs the extra `evidence`")
+def test_gym_problems_have_numbers_for_golds():
+    from rlm.grading.numbers import parse_number
+
+    made = pools.gym_problems(40)
+    assert len({p.question for p in made}) == len({p.id for p in made}) == 40
+    assert all(parse_number(p.answer) is not None for p in made)
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def test_equal_scores_have_no_spread():
+    found = crossed_bootstrap(np.full((3, 7), 0.25))
+    assert (found.mean, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
+    assert (found.seeds, found.problems) == (3, 7)
+
+
+def test_two_problems_give_the_whole_range():
+    # One seed, scores 0 and 1: a resample is 0, ½ or 1 with chances ¼, ½, ¼.
+    found = crossed_bootstrap([[0.0, 1.0]])
+    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+
+
+def test_more_seeds_of_the_same_scores_do_not_make_the_problems_surer():
+    row = np.arange(50) % 2
+    one, ten = crossed_bootstrap([row]), crossed_bootstrap([row] * 10)
+    # Were problems drawn anew for each seed, the interval would be √10 times narrower.
+    assert ten.high - ten.low == pytest.approx(one.high - one.low, rel=0.05)
+    expected = 1.96 * math.sqrt(0.25 / 50)  # of a mean of 50 coins
+    assert one.mean - one.low == pytest.approx(expected, rel=0.15)
+
+
+def test_seeds_that_differ_widen_the_interval():
+    row = np.arange(50) % 2
+    found = crossed_bootstrap([np.zeros(50), row, np.ones(50)])
+    assert found.low < 0.1
+    assert found.high > 0.9
+
+
+def test_a_difference_is_paired():
+    rng = np.random.default_rng(0)
+    before = rng.integers(0, 2, (3, 40)) * 0.5
+    found = difference(before, before + 0.25)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
+    alone = difference(before[:1], before + 0.25)  # an arm without seeds beside each
+    assert alone.seeds == 3
+    with pytest.raises(ValueError, match="not paired"):
+        difference(before[:2], before)
+    with pytest.raises(ValueError, match="no scores"):
+        crossed_bootstrap(np.empty((0, 0)))
+
+
+def a_test(greedy="01", sampled=("1100", "0000"), ids=("a", "b")):
+    both = {"strict": sampled, "lenient": sampled, "majority": {"strict": [0.5, 0.0]}}
+    return {
+        "problems": list(ids),
+        "families": ["f"] * len(ids),
+        "greedy": {"strict": greedy, "lenient": "1" * len(greedy)},
+        "sampled": both,
+    }
+
+
+def test_scores_of_a_test_set_by_hand():
+    test = a_test()
+    assert scores(test, "greedy", "strict") == [0.0, 1.0]
+    assert scores(test, "greedy", "lenient") == [1.0, 1.0]
+    assert scores(test, "sampled", "strict") == [0.5, 0.0]
+    assert scores(test, "majority", "strict") == [0.5, 0.0]
+    # 2 of 4 are right: two draws miss both with chance C(2,2) / C(4,2) = 1/6.
+    assert scores(test, "pass@2", "strict") == pytest.approx([5 / 6, 0.0])
+    assert scores(test, "pass@1", "strict") == scores(test, "sampled", "strict")
+    assert scores(test, "pass@4", "strict") == [1.0, 0.0]
+
+
+def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
+    def result(arm, seed, sampled, ids=("a", "b")):
+        return {"arm": arm, "seed": seed, "tests": {"t": a_test(sampled=sampled, ids=ids)}}
+
+    ours = [result("grpo", 0, ("1111", "0000")), result("grpo", 1, ("0000", "1111"))]
+    start = [result("sft", 1, ("1111", "1111")), result("sft", 2, ("1111", "1111"))]
+    a, b = intervals.common(start, ours, ["t"], "sampled", "strict")
+    assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
+    base = [result("base_few", 0, ("1111",))]  # sampled the first problem only
+    a, b = intervals.common(base, ours, ["t"], "sampled", "strict")
+    assert (a.tolist(), b.tolist()) == ([[1]], [[1], [0]])
+    with pytest.raises(ValueError, match="no seed"):
+        intervals.common(start[1:], ours, ["t"], "sampled", "strict")
+    other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
+    with pytest.raises(ValueError, match="different problems"):
+        intervals.matrix(other, ["t"], "greedy", "strict")
+
+
+def test_maj_at_8_is_the_mean_over_groups_of_8():
+    from benchmarks.evidence.judging import _majority
+    from rlm.evaluation.evaluate import Graded
+    from rlm.grading.answers import Verdict
+
+    def graded(answer):
+        verdict = Verdict(answer == "5", "correct" if answer == "5" else "wrong", answer, answer)
+        return Graded("", verdict, verdict, 1, False)
+
+    answers = ["5"] * 5 + ["6"] * 3 + ["5"] * 4 + ["6"] * 4  # won, then a tie
+    assert _majority([graded(answer) for answer in answers], strict=True) == 0.75
+
+
+# --- reading by rule ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "holds"),
+    [
+        ("cost: 3 * 4 = 12", 12, True),
+        ("2 + 3 * 4 = 14.", 14, True),
+        ("2 + 3 × 4 = 20", 14, False),
+        ("10 - 3 - 2 = 5", 5, True),
+        ("8 -3 = 5", 5, True),
+        ("-8 + 3 = -5", -5, True),
+        ("7 / 2 = 3.5", 3.5, True),
+        ("7 / 0 = 3", None, False),
+        ("3 x $4", None, None),
+        ("1.5 * 4 = $6", 6, True),
+    ],
+)
+def test_equations_are_found_and_checked(text, value, holds):
+    found = reading.equations(text)
+    if holds is None:
+        assert found == []
+        return
+    (equation,) = found
+    assert equation.value == value
+    assert equation.holds is holds
+
+
+ROW = {
+    "question": "Ann, 9, buys 3 pens at 4 dollars.",
+    "solution": "cost: 3 * 4 = 12",
+    "answer": "12",
+}
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "answer", "sort"),
+    [
+        ("cost: 3 + 4 = 7", "7", "wrong operation"),
+        ("cost: 3 * 4 = 13", "13", "arithmetic"),
+        ("cost: 4 * 3 = 13", "13", "arithmetic"),  # the order of factors is no mistake
+        ("cost: 3 * 3 = 9", "9", "wrong numbers"),
+        ("cost: 3 * 9 = 27", "27", "distractor"),
+        ("cost: 3 * 8 = 24", "24", "invented number"),
+        ("cost: 3 * 4 = 12\nleft: 12 - 4 = 8", "8", "extra step"),
+        ("cost: 3 * 4 = 12", "13", "answer differs"),
+        ("twelve", "13", "no equation"),
+    ],
+)
+def test_a_wrong_answer_is_sorted(reasoning, answer, sort):
+    text = f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>"
+    completion = {"text": text, "strict": "wrong", "truncated": False}
+    assert reading.first_sort(ROW, completion) == sort
+    assert sort in reading.SORTS
+
+
+def test_numbers_the_other_way_round_are_no_other_numbers():
+    row = {"question": "5 and 29", "solution": "difference: 29 - 5 = 24", "answer": "24"}
+    text = "<think>\ndifference: 5 - 29 = 2\n</think>\n<answer>2</answer>"
+    completion = {"text": text, "strict": "wrong", "truncated": False}
+    assert reading.first_sort(row, completion) == "wrong order"
+
+
+def test_sorts_that_come_before_reading():
+    wrong = {"text": "<think>", "strict": "unclosed_reasoning", "truncated": True}
+    assert reading.first_sort(ROW, wrong) == "truncated"
+    assert reading.first_sort(ROW, wrong | {"truncated": False}) == "format"
+    two_steps = ROW | {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}
+    text = "<think>\na: 3 * 4 = 12\n</think>\n<answer>12</answer>"
+    one_step = {"text": text, "strict": "wrong", "truncated": False}
+    assert reading.first_sort(two_steps, one_step) == "dropped step"
+
+
+def test_a_reward_without_reasoning_is_seen():
+    def says(reasoning):
+        return f"<think>\n{reasoning}\n</think>\n<answer>12</answer>"
+
+    rows = [
+        (says("3 * 4 = 12"), "12", True),
+        (says("it is 12"), "12", True),  # without reasoning
+        (says("3 * 4 = 12 so 1 + 1 = 3"), "12", True),  # a false step
+        (says("a b c d " * 3), "13", False),  # repeats
+    ]
+    found = reading.watch(rows)
+    assert (found["completions"], found["right"]) == (4, 3)
+    assert found["right_without_reasoning"] == pytest.approx(1 / 3)
+    assert found["right_with_false_step"] == pytest.approx(1 / 3)
+    assert found["repeated"] == 0.25
+    assert found["reasoning_words"] == (5 + 3 + 11 + 12) / 4
+    assert not reading.repeats("a b c d " * 2)
+    assert reading.watch([])["right_without_reasoning"] == 0
+
+
+# --- every arm on a tiny model ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def in_process():
+    """Cells run in this process: imports take longer than a tiny model's whole cell."""
+
+    def run_child(module, function, payload, log, inherited):
+        return getattr(importlib.import_module(module), function)(**payload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid.harness, "run_child", run_child)
+        # A random model is never right: rejection sampling keeps its first completions anyway.
+        patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
+        patch.setattr("train_grpo.learning_curves", lambda *_: None)  # tested elsewhere
+        patch.setattr(training, "_kept", lambda text, gold: (f"{gold} + 0 = {gold}", gold))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir, tmp_path_factory, in_process) -> EvidenceConfig:
+    config = toy(model_dir, tmp_path_factory.mktemp("evidence"))
+    assert grid.run(config) == ([], [])
+    return config
+
+
+def result_of(config, name):
+    arm, _, seed = name.rpartition("-s")
+    return read_json(config.folder(Cell(arm, int(seed))) / "result.json")
+
+
+def adapter_of(config, arm):
+    return load_file(config.folder(Cell(arm, 0)) / "adapter" / "adapter_model.safetensors")
+
+
+def same(a, b):
+    """Up to bf16, in which an adapter is exported where bf16 is computed in."""
+    return all(torch.equal(a[name].bfloat16(), b[name].bfloat16()) for name in a.keys() | b.keys())
+
+
+def test_every_arm_trains_and_is_judged(finished):
+    for cell in finished.all_cells():
+        found = result_of(finished, cell.name)
+        assert set(found["tests"]) >= set(pools.WORDS)
+        taught = found["tests"]["taught"]
+        assert len(taught["greedy"]["strict"]) == len(taught["problems"]) == 4
+        drawn = 2 if cell.arm.startswith("base") else 3
+        assert [len(bits) for bits in taught["sampled"]["lenient"]] == [3] * drawn
+        assert found["command"].startswith("python -m benchmarks.evidence --cells")
+        assert str(finished.grid) not in json.dumps(found)
+        assert not list((finished.folder(cell) / "train").glob("checkpoint*"))
+
+
+def test_rivals_cost_what_grpo_costs(finished):
+    ours = result_of(finished, "grpo-s0")["training"]
+    assert ours["samples"] == 2 * 2 * 2
+    assert result_of(finished, "trl-s0")["training"]["samples"] == ours["samples"]
+    rejection = result_of(finished, "rejection-s0")["training"]
+    assert rejection["samples"] == ours["samples"]
+    assert rejection["kept"] == 4  # one distinct reasoning of each problem
+    assert rejection["examples"] >= rejection["kept"]
+    start = result_of(finished, "sft-s0")["training"]
+    more = result_of(finished, "sft_continued-s0")["training"]["examples"]
+    assert more == max(1, round(ours["seconds"] / start["seconds"] * start["examples"]))
+
+
+def test_algorithms_draw_what_they_are_named_for(finished):
+    for arm in ("drgrpo", "dapo", "gspo", "cispo"):
+        config = read_json(finished.folder(Cell(arm, 0)) / "train" / "config.json")
+        assert config["algorithm"] == arm
+    training = result_of(finished, "dapo-s0")["training"]
+    drawn = [step["samples"] for step in training["steps"]]
+    assert training["samples"] == sum(drawn) == training["samples_until"][-1]
+    # Of 1 problem a step (0.6 of 2); nobody is ever right, so each is replaced as often as it may
+    # be, until the practice problems are used up.
+    assert drawn == [2 * 4, 2 * 4]
+
+
+def test_continued_sft_goes_on_from_the_start(finished):
+    run = read_json(finished.folder(Cell("sft_continued", 0)) / "adapter" / "run.json")
+    assert run["start_adapter"] == str(finished.folder(Cell("sft", 0)).resolve() / "adapter")
+    assert not same(adapter_of(finished, "sft_continued"), adapter_of(finished, "sft"))
+
+
+def test_sft_refuses_a_start_that_is_missing_or_its_own_output(tmp_path, capsys):
+    import train_sft
+
+    for arguments, text in (
+        (["--adapter", str(tmp_path / "nowhere")], "does not exist"),
+        (["--adapter", "x", "--output", "x"], "would overwrite"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run_main(train_sft.main, train_sft.SFTConfig, argv=arguments)
+        assert end.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_rate_of_zero_changes_nothing_and_a_random_reward_something(finished):
+    start = adapter_of(finished, "sft")
+    assert same(adapter_of(finished, "rate_zero"), start)
+    assert not same(adapter_of(finished, "random_reward"), start)
+    before, after = (result_of(finished, name)["tests"] for name in ("sft-s0", "rate_zero-s0"))
+    exported = {tensor.dtype for tensor in adapter_of(finished, "rate_zero").values()}
+    if exported == {torch.float32}:  # rounded to bf16 it may draw otherwise
+        assert before == after
+
+
+def test_curves_have_a_point_for_each_snapshot(finished):
+    ours, theirs = (result_of(finished, f"{arm}-s0") for arm in ("grpo", "trl"))
+    for one in (ours, theirs):
+        assert [point["samples"] for point in one["curve"]] == [4, 8]
+        assert one["curve"][0]["seconds"] < one["curve"][1]["seconds"]
+        assert one["curve"][1]["seconds"] == one["training"]["seconds"]
+    assert len(result_of(finished, "random_reward-s0")["curve"]) == 1
+
+
+def test_a_cells_command_says_what_differs_from_the_defaults(tmp_path):
+    from benchmarks.evidence.judging import command_of
+
+    start = "python -m benchmarks.evidence --cells"
+    assert command_of(EvidenceConfig(), Cell("grpo", 2)) == f"{start} grpo-s2"
+    config = EvidenceConfig(steps=3, trl_malloc=True, dataset=f"gsm8k:{tmp_path}", seeds=(9,))
+    expected = f"{start} grpo-s9 --seeds 9 --trl-malloc --dataset gsm8k:DIRECTORY --steps 3"
+    assert command_of(config, Cell("grpo", 9)) == expected
+
+
+def test_what_is_done_is_not_done_again(finished, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("a finished cell was run again")
+
+    monkeypatch.setattr(grid.harness, "run_child", fail)
+    assert grid.run(finished) == ([], [])
+    assert grid.run(replace(finished, cells=("grpo-*",))) == ([], [])
+
+
+def test_the_list_says_what_is_left_and_how_long_it_takes(finished, capsys):
+    grid.show(replace(finished, seeds=(0, 1)))
+    shown = capsys.readouterr().out
+    assert "grpo-s1" in shown
+    assert "15 of 28 done" in shown
+    assert "cells of arms" not in shown  # seed 0 has one of each
+    empty = replace(finished, grid=finished.grid.with_name("empty"), cells=("sft-*",))
+    grid.show(empty)
+    assert "0 of 1 done; about 0 s left, and 1 cells of arms" in capsys.readouterr().out
+
+
+def test_a_cell_needs_its_start(model_dir, tmp_path, in_process):
+    with pytest.raises(UsageError, match="grpo-s0 needs sft-s0"):
+        grid.run(toy(model_dir, tmp_path, cells=("grpo-s0",)))
+
+
+def test_no_cell_starts_after_the_minutes(model_dir, tmp_path, in_process, capsys):
+    config = toy(model_dir, tmp_path, minutes=0.0, cells=("base_zero-s0",))
+    assert grid.run(config) == ([Cell("base_zero", 0)], [])
+    assert "minutes 0 are over" in capsys.readouterr().out
+
+
+def test_a_cell_that_another_process_is_at_is_left_alone(model_dir, tmp_path, in_process, capsys):
+    config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
+    with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
+        assert lock is not None
+        assert grid.run(config) == ([Cell("base_zero", 0)], [])
+    assert "another process is at it" in capsys.readouterr().out
+
+
+def test_a_killed_grid_leaves_its_cell_to_the_child(tmp_path):
+    """The child inherits the lock: while it lives nobody else may begin the cell."""
+    with grid.locked(tmp_path) as lock:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    with grid.locked(tmp_path) as lock:
+        assert lock is None
+    child.kill()
+    child.wait()
+    with grid.locked(tmp_path) as lock:
+        assert lock is not None
+
+
+def test_a_cell_is_locked_from_training_to_judging(model_dir, tmp_path, monkeypatch):
+    config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
+    parts = []
+
+    def run_child(module, function, payload, log, inherited):
+        with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
+            assert lock is None
+        assert len(inherited) == 1
+        os.fstat(*inherited)
+        parts.append(function)
+
+    monkeypatch.setattr(grid.harness, "run_child", run_child)
+    grid.run(config)
+    assert parts == ["train_cell", "judge_cell"]
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    config = toy("m", tmp_path, cells=("sft-*", "grpo-s0"), seeds=(0, 1))
+    begun = []
+
+    def run_child(module, function, payload, log, inherited):
+        cell = Cell(payload["arm"], payload["seed"])
+        begun.append((function, cell.name))
+        if cell.name == "sft-s0":
+            raise grid.harness.ChildFailed("exited with 1")
+        if function == "judge_cell":
+            plan.write_atomically(config.folder(cell) / "result.json", {})
+
+    monkeypatch.setattr(grid.harness, "run_child", run_child)
+    assert command_line.main(config) == 1
+    assert begun == [("train_cell", "sft-s0"), ("train_cell", "sft-s1"), ("judge_cell", "sft-s1")]
+    said = capsys.readouterr().out
+    assert f"sft-s0: failed; the end of {config.folder(Cell('sft', 0))}/log.txt says why" in said
+    assert "grpo-s0: left for later" in said
+    assert "failed: sft-s0; 2 cells are left" in said
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
+    """Killed in the second step, and again between two test sets."""
+    from benchmarks.evidence import judging
+    from rlm.training import metrics as report
+
+    config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
+    source, target = (c.folder(Cell("sft", 0)) for c in (finished, config))
+    target.parent.mkdir(parents=True)
+    target.symlink_to(source.resolve())  # the same start
+
+    first_steps, log_step = [], report.log_step
+
+    def killed_in_the_second_step(run, options, metrics, *rest):
+        first_steps.append(metrics["step"])
+        if metrics["step"] == 1 and first_steps.count(1) == 1:
+            raise Killed
+        log_step(run, options, metrics, *rest)
+
+    monkeypatch.setattr(report, "log_step", killed_in_the_second_step)
+    with pytest.raises(Killed):
+        grid.run(config)
+    assert "step 1 of 2" in grid.state(config, Cell("random_reward", 0))
+
+    judged, write = [], judging.write_atomically
+
+    def killed_after_one_set(file, content):
+        if judged and len(judged) == 1:
+            judged.append("killed")
+            raise Killed
+        judged.append(file.name)
+        write(file, content)
+
+    monkeypatch.setattr(judging, "write_atomically", killed_after_one_set)
+    with pytest.raises(Killed):
+        grid.run(config)
+    assert first_steps == [0, 1, 1]  # step 0 was not run again
+    assert grid.run(config) == ([], [])
+    assert judged.count("taught.json") == 1  # nor this set judged again
+    assert same(adapter_of(config, "random_reward"), adapter_of(finished, "random_reward"))
+    assert (
+        result_of(config, "random_reward-s0")["tests"]
+        == result_of(finished, "random_reward-s0")["tests"]
+    )
+
+
+def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypatch):
+    from benchmarks.evidence import trl_cell
+
+    config = toy(model_dir, tmp_path)
+    cell, start = Cell("trl", 0), finished.folder(Cell("sft", 0)) / "adapter"
+    steps, end = [], trl_cell.KeptClock.on_step_end
+
+    def killed_in_the_second_step(self, args, state, control, **options):
+        steps.append(state.global_step)
+        if steps == [1, 2]:
+            raise Killed
+        end(self, args, state, control, **options)
+
+    monkeypatch.setattr(trl_cell.KeptClock, "on_step_end", killed_in_the_second_step)
+    with pytest.raises(Killed):
+        trl_cell.train_with_trl(config, cell, start)
+    # Another kill, while the next checkpoint was written.
+    folder = config.folder(cell) / "train"
+    shutil.copytree(folder / "checkpoint-1", folder / "checkpoint-2")
+    (folder / "checkpoint-2" / "trainer_state.json").unlink()
+    rows = trl_cell.train_with_trl(config, cell, start)
+    assert steps == [1, 2, 2]
+    assert len(rows) == 2
+    assert (config.folder(cell) / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_checkpoint_that_a_kill_tore_is_no_point(tmp_path):
+    config, cell = EvidenceConfig(grid=tmp_path), Cell("trl", 0)
+    for step, state in {1: "{}", 2: "{", 3: None}.items():
+        checkpoint = config.folder(cell) / "train" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        if state:
+            (checkpoint / "trainer_state.json").write_text(state)
+    assert list(training.points(config, cell)) == [1]
+
+
+def test_the_commit_of_training_is_marked_where_files_were_changed(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        name = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True)
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1\n")
+    git("add", "code.py")
+    git("commit", "-q", "-m", "x")
+    (tmp_path / "notes").write_text("untracked")
+    monkeypatch.setattr(training.harness, "ROOT", tmp_path)
+    monkeypatch.setattr("rlm.runs.directory.git_commit", lambda: 40 * "a")
+    assert training.harness.code_commit() == 40 * "a"
+    (tmp_path / "code.py").write_text("2\n")
+    assert training.harness.code_commit() == 40 * "a" + "-dirty"
+    monkeypatch.setattr("rlm.runs.directory.git_commit", lambda: None)  # no checkout
+    assert training.harness.code_commit() is None
+
+
+def test_a_coin_falls_the_same_again():
+    texts = {"prompts": ["p"] * 400, "completions": [f"{i}" for i in range(400)]}
+    once, again, other = (training.random_reward(seed)(**texts) for seed in (0, 0, 1))
+    assert once == again != other
+    assert 150 < sum(once) < 250
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(finished) -> str:
+    report.write_report(finished)
+    return (finished.docs / "README.md").read_text()
+
+
+def test_the_report_renders_every_section(finished, page):
+    for title in (
+        "All arms", "GRPO's lead", "Controls", "By test set", "pass@k", "Along the way",
+        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "The base's prompts",
+        "Cells",
+    ):  # fmt: skip
+        assert f"## {title}" in page
+    for picture in ("pass_at_k.png", "curves.png", "families.png"):
+        assert f"({picture})" in page
+        assert (finished.docs / picture).stat().st_size > 5000
+    assert "Over fewer than 10 seeds they are too narrow as to seeds" in page
+    assert "Wrong answers" not in page  # nobody wrote any down
+    assert "Not run" not in page
+    assert str(finished.grid.parent) not in page
+    for block in page.split("\n\n"):  # every row of a table has as many entries as its head
+        rows = [line for line in block.splitlines() if line.startswith("| ")]
+        assert len({line.count(" | ") for line in rows}) <= 1
+
+
+def test_a_report_needs_no_grid_but_its_copies(finished, page, tmp_path):
+    report.write_report(replace(finished, grid=tmp_path / "none"))
+    assert (finished.docs / "README.md").read_text() == page
+
+
+def test_seconds_of_two_machines_are_not_compared(finished, page, tmp_path):
+    """A cell that another machine trained is named, and its ratio is left out."""
+    shutil.copytree(finished.docs / "evidence", tmp_path / "docs" / "evidence")
+    file = tmp_path / "docs" / "evidence" / "trl-s0.json"
+    cell = json.loads(file.read_text())
+    cell["machine"] |= {"instruction_sets": ["avx2", "sme"], "onednn_max_cpu_isa": "AVX2"}
+    file.write_text(json.dumps(cell))
+    report.write_report(replace(finished, grid=tmp_path / "none", docs=tmp_path / "docs"))
+    other = (tmp_path / "docs" / "README.md").read_text()
+    for text in ("; trl-s0: ", "(sme)", "(ONEDNN_MAX_CPU_ISA=AVX2)"):
+        assert text in other
+    for text in ("other machine", "whose seconds do not compare"):
+        assert text in other
+        assert text not in page
+
+
+def test_grids_in_folders_of_the_docs_stand_beside_this_one(finished, page, tmp_path):
+    """A longer one, in which GRPO's answers are all right and its start's are all wrong."""
+    docs = tmp_path / "docs"
+    shutil.copytree(finished.docs / "evidence", docs / "evidence")
+    (docs / "demo").mkdir()  # no grid
+    for name, bit in (("sft-s0", "0"), ("grpo-s0", "1")):
+        cell = json.loads((finished.docs / "evidence" / f"{name}.json").read_text())
+        cell["settings"]["steps"] = 60
+        cell["training"]["samples"] = 7680
+        for test in cell["tests"].values():
+            test["greedy"]["strict"] = bit * len(test["problems"])
+        file = docs / "longer" / "evidence" / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(cell))
+    (docs / "conclusions.md").write_text("## What is concluded\n\nNothing yet.\n")
+    report.write_report(replace(finished, grid=tmp_path / "none", docs=docs))
+    other = (docs / "README.md").read_text()
+    assert "## What is concluded\n\nNothing yet.\n\n## All arms" in other
+    section = other.partition("## Longer runs")[2].partition("\n## ")[0]
+    here, longer = (line.split(" | ") for line in section.splitlines()[6:8])
+    size = finished.batch_size * finished.group_size
+    assert here[:2] == ["| here", "word-problems"]
+    assert here[2] == f"{finished.steps} × {size}, rate {finished.learning_rate:g}"
+    assert longer[0] == "| [longer](longer/README.md)"
+    assert longer[2] == f"60 × {size}, rate {finished.learning_rate:g}"
+    assert longer[5:] == ["+100.0 (+100.0 to +100.0)", "–", "– |"]
+    assert (docs / "longer_runs.png").stat().st_size > 5000
+    assert "Longer runs" not in page
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no cell is done"):
+        report.write_report(EvidenceConfig(grid=tmp_path / "a", docs=tmp_path / "b"))
+
+
+@pytest.mark.parametrize("arms", [["sft"], ["grpo"], ["base_zero"], ["sft", "trl"]])
+def test_a_report_of_some_cells_says_no_more_than_they_do(finished, tmp_path, arms):
+    config = replace(finished, grid=tmp_path / "grid", docs=tmp_path / "docs", seeds=(7,))
+    for arm in arms:  # which are of a seed that this command does not name
+        folder = config.folder(Cell(arm, 0))
+        folder.mkdir(parents=True)
+        source = finished.folder(Cell(arm, 0)) / "result.json"
+        (folder / "result.json").write_bytes(source.read_bytes())
+    report.write_report(config)
+    page = (config.docs / "README.md").read_text()
+    assert "Beside TRL" not in page
+    assert "Controls" not in page
+    assert ("GRPO's lead" in page) == (arms == ["grpo"]) or "GRPO's lead" not in page
+    assert "Not run: " in page
+
+
+def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
+    folder = tmp_path / "evidence"
+    folder.mkdir()
+    for name in ("sft-s0", "grpo-s0", "base_zero-s0"):
+        (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
+    other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
+    (folder / "sft-s1.json").write_text(json.dumps(other))
+    last = scrutiny.cells(results.load_results(folder))[-1]
+    assert last.startswith("Not run: base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
+
+
+def test_the_table_of_cells_has_both_commits(finished):
+    cell = result_of(finished, "sft-s0") | {"commit": 40 * "c"}
+    assert cell["training"].pop("commit", "") != ""  # every trained cell has one, or None
+    assert "| – | cccccccc |" in "\n".join(scrutiny.cells({"sft": [cell]}))  # from before
+    cell["training"]["commit"] = 40 * "b" + "-dirty"
+    page = "\n".join(scrutiny.cells({"sft": [cell]}))
+    assert "| trained at | judged at |" in page
+    assert "| bbbbbbbb-dirty | cccccccc |" in page
+
+
+def test_the_seeds_are_those_of_training(finished):
+    trained = result_of(finished, "sft-s0") | {"seed": 3}
+    bases = {"base_zero": [result_of(finished, "base_zero-s0")]}
+    assert "Training seeds: 3." in "\n".join(sections.head(bases | {"sft": [trained]}))
+    assert "Training seeds: none." in "\n".join(sections.head(bases))
+
+
+def test_means_over_other_seeds_are_not_read_side_by_side(finished):
+    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
+    assert "other seeds" not in "\n".join(sections.summary(found, pools.WORDS))
+    found["sft"].append(found["sft"][0] | {"seed": 3})
+    assert "other seeds had other starts" in "\n".join(sections.summary(found, pools.WORDS))
+
+
+def test_only_test_sets_that_all_cells_share_are_compared(finished):
+    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")}
+    assert "Left out" not in "\n".join(sections.head(found))
+    tests = found["grpo"][0]["tests"]
+    tests[pools.OTHER] = tests["taught"]
+    assert results.pooled_sets(found) == list(pools.WORDS)
+    assert "Left out, as not every cell was judged on it: reasoning-gym." in sections.head(found)
+    for page in (sections.by_set(found, pools.WORDS), by_family.families(found, finished.docs)):
+        assert "reasoning-gym" not in "\n".join(page)
+
+
+def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
+    def result(arm, seed, greedy):
+        test = a_test(greedy, sampled=("10", "10"), ids=("a", "b", "c"))
+        return {"arm": arm, "seed": seed, "tests": {"t": test}}
+
+    found = {
+        "grpo": [result("grpo", 0, "011")],
+        # Over its own seeds it has 3 of 6, but 0 of 3 on the one that GRPO has, too.
+        "sft_continued": [result("sft_continued", 0, "000"), result("sft_continued", 1, "111")],
+        "rejection": [result("rejection", 0, "001")],
+    }
+    line = next(line for line in sections.leads(found, ["t"]) if line.startswith("- greedy, str"))
+    assert "(rejection sampling, same samples) **+33.3" in line
+    assert "On the 2 problems that are sampled too: +50.0 (" in line
+
+
+def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
+    folder = tmp_path / "evidence"
+    folder.mkdir()
+    found = result_of(finished, "sft-s0")
+    (folder / "sft-s0.json").write_text(json.dumps(found))
+    found["settings"]["steps"] = 99
+    (folder / "sft-s1.json").write_text(json.dumps(found | {"cell": "sft-s1", "seed": 1}))
+    with pytest.raises(UsageError, match="other settings"):
+        results.load_results(folder)
+
+
+def test_a_control_that_gains_is_named(finished, page):
+    found = results.load_results(finished.docs / "evidence")
+    control = json.loads(json.dumps(found["random_reward"]))
+    for test in control[0]["tests"].values():
+        test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
+    page = "\n".join(sections.controls(found | {"random_reward": control}, pools.WORDS))
+    assert "the cause is to be found" in page
+    assert "+100.0 (+100.0 to +100.0)" in page
+
+
+def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
+
+    found = results.load_results(finished.docs / "evidence")
+    better = json.loads(json.dumps(found["grpo"]))
+    for test in better[0]["tests"].values():
+        test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
+    lines = scrutiny.algorithms(found | {"cispo": better}, pools.WORDS)
+    (middle,) = [i for i, line in enumerate(lines) if line.startswith("Their leads")]
+    beside_ours, over_others = (
+        {line.split(" | ")[0].strip("| "): line for line in part}
+        for part in (lines[:middle], lines[middle:])
+    )
+    assert (
+        "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
+        in beside_ours["CISPO"]
+    )
+    assert beside_ours["GSPO"].count("tie") == 2
+    assert over_others["GRPO"].count("0.0 (0.0 to 0.0)") == 6  # nobody is ever right
+    assert over_others["CISPO"].count("+100.0 (+100.0 to +100.0)") == 3  # greedy, over three arms
+
+
+def test_numbers_are_written_with_their_intervals():
+    assert results.points(intervals.Interval(-0.021, -0.05, 0.01, 3, 9)) == "−2.1 (−5.0 to +1.0)"
+    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 10, 9)) == "above zero"
+    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 10, 9)) == "below zero"
+    few = intervals.Interval(0.1, 0.05, 0.2, 4, 9)
+    assert results.verdict(few) == "above zero, for these 4 seeds"
+    few = intervals.Interval(-0.1, -0.2, -0.05, 2, 9)
+    assert results.verdict(few) == "below zero, for these 2 seeds"
+    assert results.verdict(intervals.Interval(0.1, -0.05, 0.2, 3, 9)) == "zero lies inside"
+    assert results.verdict(intervals.Interval(0.1, 0.0004, 0.2, 3, 9)) == "zero lies inside"  # 0.0
+    one_seed = intervals.Interval(0.1, 0.05, 0.2, 1, 9)
+    assert results.verdict(one_seed) == "above zero, for one seed"
+
+
+def test_failures_are_written_for_reading_and_keep_what_a_person_wrote(finished, capsys):
+    config = replace(finished, command="failures", cell="grpo-s0")
+    failures.write_failures(config)
+    folder = config.docs / "failures"
+    assert {file.name for file in folder.iterdir()} == {"sft-s0.yaml", "grpo-s0.yaml"}
+    content = yaml.safe_load((folder / "grpo-s0.yaml").read_text())
+    assert content["wrong_of"] == [12, 12]
+    assert len(content["wrong"]) == 12
+    assert {"question", "gold", "solution", "completion", "sort"} <= set(content["wrong"][0])
+    content["wrong"][3]["by_hand"] = "wrong operation"
+    (folder / "grpo-s0.yaml").write_text(yaml.safe_dump(content))
+    failures.write_failures(config)
+    again = failures.read_failures(folder / "grpo-s0.yaml")
+    assert [e["by_hand"] for e in again["wrong"]].count("wrong operation") == 1
+    report.write_report(config)
+    page = (config.docs / "README.md").read_text()
+    assert "| wrong operation | " in page
+    assert "1 (0)" in page  # one by hand, none by rule
+    content["wrong"][3]["by_hand"] = "whim"
+    (folder / "grpo-s0.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(UsageError, match="'whim' is none of"):
+        failures.write_failures(config)
+    (folder / "grpo-s0.yaml").unlink()
+    (folder / "sft-s0.yaml").unlink()
+
+
+def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monkeypatch):
+    config = replace(finished, command="failures", cell="sft-s0", docs=tmp_path)
+    failures.write_failures(config)
+    file = tmp_path / "failures" / "sft-s0.yaml"
+    content = yaml.safe_load(file.read_text())
+    content["wrong"][0]["by_hand"] = "arithmetic"
+    del content["wrong"][1]["by_hand"]
+    file.write_text(yaml.safe_dump(content))
+    before = file.read_text()
+
+    def killed(path):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "sync", killed)
+        with pytest.raises(Killed):
+            failures.write_failures(config)
+    assert file.read_text() == before
+    page = "\n".join(scrutiny.failures(file.parent))
+    anew = content["wrong"][0]["sort"] != "arithmetic"
+    assert f"; 1 of them read and sorted by hand, {anew:d} otherwise than by the rule; " in page
+    failures.write_failures(config)
+    assert [e["by_hand"] for e in failures.read_failures(file)["wrong"]][:2] == ["arithmetic", None]
+
+
+def test_right_answers_with_doubtful_reasoning_are_listed():
+    def row(name, reasoning):
+        text = f"<think>\n{reasoning}\n</think>\n<answer>12</answer>"
+        done = {"text": text, "strict": "correct", "truncated": False}
+        return ROW | {"id": name, "set": "taught", "completions": [done]}
+
+    rows = [row("a", "3 * 4 = 12"), row("b", "1 + 1 = 3 and 3 * 4 = 12"), row("c", "it is so")]
+    content = failures.chosen_failures("x-s0", rows, {})
+    assert content["wrong"] == []
+    assert {e["id"]: e["why"] for e in content["doubtful"]} == {
+        "b": "an equation does not hold",
+        "c": "no equation leads to the answer",
+    }
+    assert "completion: |-\n" in failures.as_yaml(content)
+
+
+def test_the_shipped_adapter_is_small_complete_and_says_where_it_comes_from(finished, model_dir):
+    from benchmarks.evidence.ship import best_on_validation, ship
+    from inference import load_rlm_model
+
+    assert best_on_validation(finished) == Cell("grpo", 0)
+    ship(finished)
+    tensors = load_file(finished.weights / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    trained = adapter_of(finished, "grpo")
+    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
+    run = read_json(finished.weights / "run.json")
+    assert run["cell"] == "grpo-s0"
+    assert run["greedy_after_rounding"]["taught"]["total"] == 4
+    card = (finished.weights / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "| families nobody saw | 4 |" in card
+    assert "Wrong. " in card
+    assert "Right. " not in card  # a random model is never right, and nothing is made up
+    texts = [file for file in finished.weights.iterdir() if file.suffix != ".safetensors"]
+    everything = "".join(file.read_text() for file in texts)
+    assert str(finished.grid) not in everything
+    model, _ = load_rlm_model(finished.weights, model=str(model_dir))
+    assert model.rlm_format.reasoning_tag == "think"
+
+
+def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finished, tmp_path):
+    from benchmarks.evidence.ship import ship
+
+    run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
+    for cell, name in (("sft", "sft_lora"), ("grpo", "final_rlm_lora")):
+        shutil.copytree(finished.folder(Cell(cell, 0)) / "adapter", run / name)
+    config = replace(finished, command="ship", cell=str(run), weights=weights, other_problems=4)
+    with pytest.raises(UsageError, match="make demo"):
+        ship(config)
+    counted = {"correct": 2, "total": 4, "low": 0.15, "high": 0.85}
+    drawn = {"mean": 0.25, "low": 0.1, "high": 0.4}
+    summary = {
+        "accuracy": {
+            row: {"strict": counted, "lenient": counted} for row in ("base", "sft", "grpo")
+        },
+        "sampled_accuracy": {row: {"strict": drawn} for row in ("sft", "grpo")},
+        "gain": {"points": 12.9, "low": 8.8, "high": 17.1},
+        "seconds": {"total": 1140.0},
+        "machine": "2 cores, cpu",
+        "command": "python examples/demo.py --problems 4",
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    ship(config)
+    card = (weights / "README.md").read_text()
+    assert "`python examples/demo.py --problems 4` at commit" in card
+    assert "SFT on 16 worked solutions, then 2 steps of 2 problems" in card
+    assert "19 minutes in all on 2 cores, cpu;" in card
+    assert "| after GRPO | 50.0 (15.0–85.0) | 50.0 (15.0–85.0) | 25.0 (10.0–40.0) |" in card
+    assert "+12.9 points (+8.8 to +17.1)" in card
+    assert "| families nobody saw | 4 |" in card
+    tensors = load_file(weights / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert read_json(weights / "run.json")["command"] == summary["command"]
+
+
+def test_a_base_has_nothing_to_ship(finished):
+    from benchmarks.evidence.ship import ship
+
+    with pytest.raises(UsageError, match="trains no adapter"):
+        ship(replace(finished, command="ship", cell="base_zero-s0"))
+
+
+@pytest.mark.slow
+def test_a_grid_that_is_killed_goes_on(model_dir, tmp_path):
+    """The real command, its processes killed while GRPO trains; then the same command again."""
+    options = {k: v for k, v in TOY.items() if k != "seeds"} | {"steps": 12, "max_new_tokens": 24}
+    flags = [text for k, v in options.items() for text in (f"--{k.replace('_', '-')}", str(v))]
+    command = [
+        sys.executable, "-m", "benchmarks.evidence", "--model", str(model_dir), "--seeds", "0",
+        "--grid", str(tmp_path / "grid"), "--cells", "sft-s0,grpo-s0", *flags,
+    ]  # fmt: skip
+    running = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    checkpoints = tmp_path / "grid/cells/grpo-s0/train/checkpoints"
+    until = time.monotonic() + 300
+    while not list(checkpoints.glob("step_*/manifest.json")):
+        assert running.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    assert not (tmp_path / "grid/cells/grpo-s0/result.json").exists()
+    subprocess.run(command, cwd=ROOT, check=True)
+    found = read_json(tmp_path / "grid/cells/grpo-s0/result.json")
+    assert len(found["training"]["steps"]) == 12
+    assert "resumed" in (tmp_path / "grid/cells/grpo-s0/log.txt").read_text()

@@ -1,0 +1,377 @@
+"""Options: where a value may come from, what is refused, and the one line a mistake is worth."""
+
+import errno
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, check_values, explicit, flag, parse, to_dict
+
+PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
+
+
+@dataclass
+class Config:
+    question: str | None = flag(None, "ask this", positional=True)
+    learning_rate: float = flag(1e-5, "peak learning rate, 100% of it", group="optimizer")
+    batch_size: int = flag(8, "sequences per step", aliases=["--batch", "micro_batch"])
+    limit: int | None = flag(None, "use the first N")
+    use_lora: bool = flag(True, "train adapters", aliases=["lora"])
+    dtype: str = flag("bf16", "weights", choices=["bf16", "fp32"], group="model")
+    attention: str = flag("sdpa", "kernel", choices=["sdpa", "eager"], group="model")
+    steps: tuple[int, ...] = flag((1, 2), "evaluate at")
+    layers: tuple[str, ...] | None = flag(None, "adapt these")
+    tags: tuple[str, ...] = flag((), "labels")
+    output: Path = flag(Path("runs"), "folder")
+
+    def __post_init__(self):
+        if self.limit is not None and self.limit < self.batch_size:
+            raise ValueError(f"--limit {self.limit} is less than\n--batch-size {self.batch_size}")
+
+
+def read(*argv, text=None, tmp_path=None):
+    if text is not None:
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        argv = ("--config", str(path), *argv)
+    return parse(Config, argv, presets=PRESETS)
+
+
+def mistake(*argv, **source):
+    with pytest.raises(UsageError) as caught:
+        read(*argv, **source)
+    return str(caught.value)
+
+
+def test_defaults_are_not_explicit():
+    config = read()
+    assert config == Config()
+    assert explicit(config) == frozenset() == explicit(Config())
+
+
+def test_layers(tmp_path):
+    source = {"text": "batch_size: 2\nlimit: 50\n", "tmp_path": tmp_path}
+    config = read("--preset", "tiny", "--limit", "9", **source)
+    assert (config.learning_rate, config.batch_size, config.limit) == (0.5, 2, 9)
+    assert explicit(config) == {"learning_rate", "batch_size", "limit"}
+
+
+def test_a_value_equal_to_the_default_beats_a_preset(tmp_path):
+    assert read("--preset", "tiny", "--batch-size", "8").batch_size == 8
+    assert read("--preset", "tiny", text="batch_size: 8", tmp_path=tmp_path).batch_size == 8
+    assert explicit(read("--batch-size=8")) == {"batch_size"}
+
+
+def test_yaml_may_name_a_preset_and_the_command_line_another(tmp_path):
+    source = {"text": "preset: tiny\n", "tmp_path": tmp_path}
+    assert read(**source).batch_size == 1
+    config = read("--preset", "big", **source)
+    assert (config.batch_size, config.learning_rate) == (64, 1e-5)
+    assert "--preset: expected tiny|big, got 'huge'" in mistake("--preset", "huge")
+    with pytest.raises(UsageError, match="unknown option --preset"):
+        parse(Config, ["--preset", "tiny"])
+
+
+def test_a_preset_is_checked_too():
+    with pytest.raises(UsageError, match=r"preset p: batch_size: expected int, got 1\.5"):
+        parse(Config, ["--preset", "p"], presets={"p": {"batch_size": 1.5}})
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch-size", "3"],
+        ["--batch_size", "3"],
+        ["--batch_size=3"],
+        ["--batch", "3"],
+        ["--micro-batch", "3"],
+        ["--micro_batch=3"],
+        ["--batch-size", "2", "--batch", "3"],
+    ],
+)
+def test_spellings_of_a_flag(argv):
+    assert read(*argv).batch_size == 3
+
+
+@pytest.mark.parametrize("name", ["use-lora", "use_lora", "lora"])
+def test_bools_can_be_negated(name):
+    assert read(f"--no-{name}").use_lora is False
+    assert read(f"--no_{name}", f"--{name}").use_lora is True
+
+
+def test_positional():
+    assert read("what is 2_0 = x?", "--limit", "9").question == "what is 2_0 = x?"
+    assert read("--no-lora", "why?").question == "why?"
+    assert read("--", "-why").question == "-why"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--learning-rate", "1e-4"], "learning_rate", 1e-4),
+        (["--learning-rate", "3"], "learning_rate", 3.0),
+        (["--limit", "none"], "limit", None),
+        (["--dtype", "fp32"], "dtype", "fp32"),
+        (["--attention", "eager"], "attention", "eager"),
+        (["--steps", "3,4"], "steps", (3, 4)),
+        (["--steps", "3", "--steps", "4, 5"], "steps", (3, 4, 5)),
+        (["--steps", ""], "steps", ()),
+        (["--layers", "q,v"], "layers", ("q", "v")),
+        (["--layers", "none"], "layers", None),
+        (["--output", "a/b"], "output", Path("a/b")),
+    ],
+)
+def test_values_of_the_command_line(argv, name, value):
+    got = getattr(read(*argv), name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("learning_rate: 1e-4", "learning_rate", 1e-4),  # PyYAML reads a string
+        ("learning_rate: 3", "learning_rate", 3.0),
+        ("learning-rate: 0.5", "learning_rate", 0.5),
+        ("limit: null", "limit", None),
+        ("limit: none", "limit", None),
+        ("use_lora: false", "use_lora", False),
+        ("steps: [3, 4]", "steps", (3, 4)),
+        ("layers: [q, v]", "layers", ("q", "v")),
+        ("batch: 3", "batch_size", 3),
+        ("output: ~/a", "output", Path.home() / "a"),
+        ("question: why", "question", "why"),
+    ],
+)
+def test_values_of_yaml(text, name, value, tmp_path):
+    got = getattr(read(text=text, tmp_path=tmp_path), name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch-size", "1e3"], "--batch-size: expected int, got '1e3'"),
+        (["--batch-size", "none"], "--batch-size: expected int, got 'none'"),
+        (["--limit", "x"], "--limit: expected int|none, got 'x'"),
+        (["--learning_rate", "fast"], "--learning-rate: expected float, got 'fast'"),
+        (["--learning-rate", "nan"], "--learning-rate: expected float, got 'nan'"),
+        (["--learning-rate", "1e999"], "--learning-rate: expected float, got '1e999'"),
+        (["--steps", "1,x"], "--steps: expected int,..., got '1,x'"),
+        (["--dtype", "fp64"], "--dtype: expected bf16|fp32, got 'fp64'"),
+        (["--attention", "flash"], "--attention: expected sdpa|eager, got 'flash'"),
+        (["--output", ""], "--output: expected path, got ''"),
+        (["--limit"], "--limit: expected one argument"),
+        (["--config", "nowhere.yaml"], "--config: cannot read 'nowhere.yaml': No such file"),
+        (["--config", "a", "--config=b"], "--config is given twice"),
+        (["--preset", "tiny", "--preset", "tiny"], "--preset is given twice"),
+        (["--learning-rat", "1"], "unknown option --learning-rat; did you mean --learning-rate?"),
+        (["--learning_rat=1"], "unknown option --learning_rat; did you mean --learning-rate?"),
+        (["--no-use-lor"], "unknown option --no-use-lor; did you mean --no-use-lora?"),
+        (["--learn", "1"], "unknown option --learn; did you mean --learning-rate?"),
+        (["--zzz"], "unknown option --zzz"),
+        (["why", "seed"], "unknown option seed"),
+    ],
+)
+def test_mistakes_on_the_command_line(argv, message):
+    assert mistake(*argv).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size: '3'", ":1: batch_size: expected int, got '3'"),
+        ("batch_size: true", ":1: batch_size: expected int, got True"),
+        ("batch_size: 3.0", ":1: batch_size: expected int, got 3.0"),
+        ("learning_rate: true", ":1: learning_rate: expected float, got True"),
+        ("learning_rate: .nan", ":1: learning_rate: expected float, got nan"),
+        ("learning_rate: .inf", ":1: learning_rate: expected float, got inf"),
+        ("learning_rate: 1" + "0" * 400, ":1: learning_rate: expected float, got 1000"),
+        ("use_lora: 1", ":1: use_lora: expected bool, got 1"),
+        ("\ndtype: 3", ":2: dtype: expected bf16|fp32, got 3"),
+        ("attention: 3", ":1: attention: expected sdpa|eager, got 3"),
+        ("steps: 1,2", ":1: steps: expected int list, got '1,2'"),
+        ("steps: ['1']", ":1: steps: expected int list, got ['1']"),
+        ("steps: {a: 1}", ":1: steps: expected int list, got {'a': 1}"),
+        ("limit: 9\nlimit: 9", ":2: limit is given twice"),
+        ("batch_size: 9\nbatch: 9", ":2: batch is given twice"),
+        ("learning_rat: 1", ":1: unknown key 'learning_rat'; did you mean learning_rate?"),
+        ("on: 1", ":1: unknown key True"),
+        ("[a]: 1", ":1: "),
+        ("config: other.yaml", ":1: unknown key 'config'"),
+        ("preset: [tiny]", ":1: preset: expected tiny|big, got ['tiny']"),
+        ("limit: 9\nsteps: [1\ndtype: x", ":3: while parsing a flow sequence: expected ',' or ']'"),
+        ("limit: !!python/object:os.system 1", ":1: "),
+        ("limit: *x", ":1: "),
+        ("limit: 1\n---\nlimit: 2", ":2: expected a single document"),
+        ("output: 2024-13-01", ": month must be in 1..12"),
+        ("limit: \x00", ": "),
+        ("- a", ": expected lines of `option: value`"),
+        ("", ": expected lines of `option: value`"),
+    ],
+)
+def test_mistakes_in_yaml(text, message, tmp_path):
+    got = mistake(text=text, tmp_path=tmp_path)
+    assert got.startswith(f"{tmp_path / 'c.yaml'}{message}")
+
+
+def test_a_contradiction_is_a_usage_error():
+    assert mistake("--limit", "4") == "--limit 4 is less than\n--batch-size 8"
+
+
+@dataclass
+class Bounded:
+    count: int | None = flag(1, "", min=1)
+    share: float = flag(0.5, "", above=0, max=1)
+    sizes: tuple[int, ...] = flag((2,), "", min=2)
+    kind: str = flag("a", "", choices=("a", "b"))
+    fine: int = flag(0, "")
+    place: Path | None = flag(None, "")
+
+    def __post_init__(self):
+        check_values(self)
+
+
+def test_a_text_from_python_becomes_the_path_that_it_names():
+    assert Bounded(place="a/b").place == Path("a/b")
+    assert Bounded(place="~/x").place == Path.home() / "x"
+    assert Bounded().place is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, "--count must be at least 1"),
+        ({"share": 0.0}, "--share must be above 0"),
+        ({"share": 1.01}, "--share must be at most 1"),
+        ({"sizes": (2, 1)}, "--sizes must be at least 2"),
+        ({"kind": "c"}, "--kind: unknown 'c'; there are a, b"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_in_python_and_when_typed(values, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Bounded(**values)
+    typed = [f"--{name}={str(value).strip('()')}" for name, value in values.items()]
+    with pytest.raises(UsageError, match=message if "kind" not in values else "a|b"):
+        parse(Bounded, typed)
+
+
+def test_a_list_is_held_against_the_bounds_as_a_tuple_is():
+    assert Bounded(sizes=[3, 2]).sizes == [3, 2]  # as JSON hands them to a process of its own
+    with pytest.raises(ValueError, match="--sizes must be at least 2"):
+        Bounded(sizes=[2, 1])
+
+
+def test_a_value_on_a_bound_is_taken():
+    Bounded(count=None, share=1.0, sizes=(), kind="b", fine=-1)
+    assert parse(Bounded, ["--count=1", "--share=1", "--sizes=2,3"]).sizes == (2, 3)
+
+
+def test_to_dict_survives_json_and_yaml(tmp_path):
+    config = read("--limit", "9", "--layers", "q,v", "--output", "a", "--learning-rate", "1e-7")
+    assert json.loads(json.dumps(to_dict(config))) == to_dict(config)
+    assert to_dict(config)["output"] == "a"
+    assert read(text=yaml.safe_dump(to_dict(config)), tmp_path=tmp_path) == config
+
+
+def test_help_names_every_field_and_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(Config, ["--help"], presets=PRESETS, description="Trains.\n\n  example")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "Trains.\n\n  example" in text
+    assert text.index("optimizer:") < text.index("--learning-rate float") < text.index("model:")
+    for part in ["question", "--batch-size int", "--limit int|none", "--no-use-lora", "--dtype"]:
+        assert part in text
+    for part in ["--steps int,...", "--attention sdpa|eager", "--output path", "--config", "tiny:"]:
+        assert part in text
+    for default in ["1e-05", "8", "none", "true", "bf16", "sdpa", "1,2", "empty", "runs"]:
+        assert f"(default: {default})" in " ".join(text.split())
+    assert "_" not in text[text.index("options:") : text.index("presets:")]
+
+
+@pytest.mark.parametrize(
+    ("result", "argv", "code", "stderr"),
+    [
+        (None, [], None, ""),
+        (3, [], 3, ""),
+        (None, ["--limit", "4"], 2, "error: --limit 4 is less than --batch-size 8\n"),
+        (UsageError("no model\nin x"), [], 2, "error: no model in x\n"),
+        (KeyboardInterrupt(), [], 130, "interrupted\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a.json"),
+            [],
+            2,
+            "error: a.json cannot be written: No space left on device; "
+            "make room and run it again\n",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            [],
+            2,
+            "error: the disk is full: Disk quota exceeded; make room and run it again\n",
+        ),
+    ],
+)
+def test_run_main(result, argv, code, stderr, capsys):
+    def main(config):
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    with pytest.raises(SystemExit) as stop:
+        run_main(main, Config, argv=argv)
+    assert stop.value.code == code
+    assert capsys.readouterr() == ("", stderr)
+
+
+@pytest.mark.parametrize("bug", [ValueError("bug"), OSError(errno.EBADF, "bug")])
+def test_a_bug_keeps_its_traceback(bug):
+    def main(config):
+        raise bug
+
+    with pytest.raises(type(bug), match="bug"):
+        run_main(main, Config, argv=[])
+
+
+def run_script(body, **streams):
+    script = f"""
+import sys
+from dataclasses import dataclass
+from rlm.cli.options import flag
+from rlm.cli.main import run_main
+
+@dataclass
+class Config:
+    size: int = flag(1, "lines")
+
+def main(config):
+{body}
+
+run_main(main, Config)
+assert False
+"""
+    return subprocess.run([sys.executable, "-c", script, "--size=9"], text=True, **streams)
+
+
+def test_a_reader_that_left_is_no_error():
+    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    reader.wait()
+    for body in ("    sys.stdout.write('x')", "    sys.stdout.write('x' * 10**6)"):
+        done = run_script(body, stdout=reader.stdin, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (141, "")
+    reader.stdin.close()
+
+
+def test_another_broken_pipe_is_an_error_and_no_torch_is_imported():
+    body = "    assert 'torch' not in sys.modules; raise BrokenPipeError('worker')"
+    done = run_script(body, capture_output=True)
+    assert done.returncode == 1
+    assert "BrokenPipeError: worker" in done.stderr

@@ -1,0 +1,34 @@
+"""What is shown is shown as it is: nothing in a path, a data set or a model's text is markup."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlm.cli import terminal
+
+
+@pytest.mark.parametrize("on_a_terminal", [True, False])
+def test_brackets_are_text(monkeypatch, on_a_terminal):
+    monkeypatch.setattr(terminal.console, "_force_terminal", on_a_terminal)
+    with terminal.console.capture() as said:
+        terminal.line("line [/x] [old]")
+        terminal.facts("title [/x] [old]", {"name": "value [/x] [old]"})
+        terminal.sample("question [/x] [old]", "completion [/x] [old]", "verdict [/x] [old]")
+    assert terminal.console.is_terminal is on_a_terminal
+    for what in ("line", "title", "value", "question", "completion", "verdict"):
+        assert f"{what} [/x] [old]" in said.get()
+
+
+def test_without_a_terminal_a_bar_is_a_line_a_minute(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(terminal.console, "_force_terminal", False)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
+    with terminal.console.capture() as said, terminal.progress("judging [x]", 10) as advance:
+        for _ in range(10):
+            now += 25.0
+            advance()
+    assert said.get().splitlines() == [
+        "judging [x]: 3 of 10, 2 min 55 s left",
+        "judging [x]: 6 of 10, 1 min 40 s left",
+        "judging [x]: 9 of 10, 25 s left",
+    ]

@@ -1,0 +1,553 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import httpx2
+import pytest
+
+from rlm.cli.options import UsageError
+from rlm.data.loaders import (
+    OPENMATH_POOL,
+    load_gsm8k,
+    load_jsonl,
+    load_problems,
+)
+from rlm.data.problem import Problem
+from rlm.grading.numbers import parse_number
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ROOT / "data" / "sample_problems.jsonl"
+OPENMATH_SAMPLE = ROOT / "data" / "openmathinstruct_sample.jsonl"
+PUBLISHED = ROOT.parent / "shared" / "data"
+GOOD = {"question": "What is 1 + 1?", "answer": "2"}
+
+needs_published_files = pytest.mark.skipif(
+    not PUBLISHED.is_dir(), reason=f"the published files are not in {PUBLISHED}"
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows (objects, or lines as bytes) to a JSONL file; returns its path as text."""
+
+    def write(*rows, name="problems.jsonl"):
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        path = tmp_path / name
+        path.write_bytes(b"\n".join(lines))
+        return str(path)
+
+    return write
+
+
+def numbered(count, **fields):
+    return [{"question": f"Question {i}?", "answer": str(i), **fields} for i in range(count)]
+
+
+def questions(problems):
+    return [problem.question for problem in problems]
+
+
+def refusal(*arguments, **options):
+    """The message of the UsageError that load_problems raises; it is one line."""
+    with pytest.raises(UsageError) as caught:
+        load_problems(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# One row.
+
+
+def test_a_row_becomes_a_problem(write):
+    row = {"id": 7, "problem": " How many? ", "answer": "1,000", "solution": "Count.", "level": 2}
+    row |= {"topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
+    [problem] = load_jsonl(write(row))
+    columns = {"level": 2, "topic": "sets", "weight": 0.5}
+    assert problem == Problem("7", "How many?", "1,000", "Count.", columns)
+
+
+def test_without_an_id_a_problem_is_named_after_its_line(write):
+    problems = load_jsonl(write(GOOD, b"", {**GOOD, "id": ""}))
+    assert [problem.id for problem in problems] == ["problems-1", "problems-3"]
+
+
+@pytest.mark.parametrize("question_field", ["question", "prompt", "problem"])
+@pytest.mark.parametrize("answer_field", ["answer", "response"])
+def test_field_names(write, question_field, answer_field):
+    [problem] = load_jsonl(write({question_field: "Why?", answer_field: "5"}))
+    assert (problem.question, problem.answer) == ("Why?", "5")
+    assert problem.columns == {}
+
+
+@pytest.mark.parametrize(("value", "answer"), [(72, "72"), (0.5, "0.5"), (-3, "-3"), (0, "0")])
+def test_a_json_number_is_a_gold(write, value, answer):
+    assert load_jsonl(write({"question": "?", "answer": value}))[0].answer == answer
+
+
+def test_a_gsm8k_answer_is_taken_apart(write):
+    row = {"question": "?", "answer": "She has 2*3=<<2*3=6>>6.\n#### 6"}
+    [problem] = load_jsonl(write(row))
+    assert (problem.answer, problem.solution) == ("6", "She has 2*3=6.")
+    [problem] = load_jsonl(write({**row, "solution": "Six."}))
+    assert problem.solution == "Six."
+
+
+def test_golds_that_are_no_numbers(write):
+    choice = {"question": "Which?", "answer": "(b)", "answer_type": "choice", "topic": "x"}
+    (problem,) = load_jsonl(write(choice))
+    assert (problem.answer, problem.answer_type) == ("(b)", "choice")
+    assert problem.columns == {"topic": "x"}
+    (problem,) = load_jsonl(write({"question": "Where?", "answer": "Paris", "answer_type": "text"}))
+    assert (problem.answer, problem.answer_type) == ("Paris", "text")
+    assert load_jsonl(write(GOOD))[0].answer_type == "number"
+    for row, why in [
+        (choice | {"answer": "B or C"}, "no choice"),
+        (choice | {"answer_type": "essay"}, "number, choice, text"),
+        (choice | {"answer_type": "number"}, "not a number"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            load_jsonl(write(row))
+
+
+def test_names_that_a_reward_call_uses_are_no_columns(write):
+    taken = dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
+    assert load_jsonl(write({**GOOD, **taken, "kind": "x"}))[0].columns == {"kind": "x"}
+
+
+def test_a_problem_is_hashable_and_frozen():
+    problem = Problem("a", "?", "1", columns={"level": 1})
+    assert len({problem, Problem("a", "?", "1", columns={"level": 1})}) == 1
+    with pytest.raises(AttributeError):
+        problem.answer = "2"
+
+
+# Bad lines.
+
+BAD_LINES = {
+    "not JSON (Expecting value)": b"oops",
+    "not a JSON object": b"[1, 2]",
+    "no field question or prompt or problem": {"answer": "1"},
+    "no field answer or response": {"question": "?", "answer": None},
+    "question is empty": {"question": "  ", "answer": "1"},
+    "question is neither text nor a number": {"question": ["?"], "answer": "1"},
+    "answer is neither text nor a number": {"question": "?", "answer": True},
+    "the gold 'seven apples or 8' is not a number": {
+        "question": "?",
+        "answer": "seven apples or 8",
+    },
+    "the gold 'nan' is not a number": b'{"question": "?", "answer": NaN}',
+    "no number after ####": {"question": "?", "answer": "so\n#### many"},
+    "can't decode byte 0xff": b'{"question": "\xff", "answer": "1"}',
+    "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
+    "recursion": b"[" * 100_000,
+    "not JSON (Invalid control character at)": b'{"question": "a\x00b", "answer": "1"}',
+    "not JSON (Expecting property name enclosed in double quotes)": '{"question": 1}'.encode(
+        "utf-16-le"
+    ),
+    "not JSON": b'{"question": "' + b"a" * 10_000_000,  # 10 MB, cut off
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_is_left_out_and_named(write, caplog, reason):
+    path = write(*numbered(30), BAD_LINES[reason], *numbered(10, topic="more"))
+    assert len(load_jsonl(path)) == 40
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(f"{path}: 1 of 41 left out: line 31: ")
+    assert reason in record.message
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_file_without_a_good_line_is_refused(write, reason):
+    path = write(BAD_LINES[reason])
+    message = refusal(path, "test")
+    assert message.startswith(f"{path}: line 1: ")
+    assert reason in message
+
+
+def test_five_bad_lines_are_shown_and_the_rest_counted(write, caplog):
+    load_jsonl(write(*[b"oops"] * 7, *numbered(200)))
+    [record] = caplog.records
+    assert record.message.count("line ") == 5
+    assert record.message.endswith("and 2 more")
+
+
+def test_too_large_a_share_of_bad_lines_is_refused(write):
+    path = write(*numbered(18), b"oops", b"oops")
+    assert refusal(path) == (
+        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair the file)"
+    )
+    assert len(load_jsonl(path, max_bad_share=0.1)) == 18
+
+
+def test_a_repeated_id_is_bad(write, caplog):
+    row = {**GOOD, "id": "a"}
+    assert len(load_jsonl(write(row, *numbered(30), row))) == 31
+    assert "line 32: the id 'a' is there twice" in caplog.text
+
+
+def test_byte_order_mark_crlf_and_blank_lines_do_no_harm(write, caplog):
+    line = json.dumps(GOOD).encode()
+    path = write(b"\xef\xbb\xbf" + line + b"\r", b"\r", line + b"\r", b"")
+    assert questions(load_jsonl(path)) == ["What is 1 + 1?"] * 2
+    assert not caplog.records
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, write):
+    missing = tmp_path / "missing.jsonl"
+    assert (
+        refusal(str(missing)) == f"cannot read the data file {missing}: No such file or directory"
+    )
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "Is a directory" in refusal(str(tmp_path / "folder.jsonl"))
+    assert refusal(write()).endswith("holds no problems (it is empty)")
+    assert "holds no gsm8k_train.jsonl or" in refusal(f"gsm8k:{tmp_path}")
+    assert "holds no aime2024.jsonl" in refusal(f"aime2024:{tmp_path}", "test")
+
+
+# Splits and order.
+
+
+def test_the_splits_of_a_file(write):
+    rows = numbered(500)
+    path = write(*rows)
+    train, validation = (load_problems(path, split) for split in ("train", "validation"))
+    assert len(validation) == 50
+    everything = load_problems(path, "test")
+    assert sorted(questions(everything)) == sorted(row["question"] for row in rows)
+    assert sorted(questions(train + validation)) == sorted(questions(everything))
+    shuffled = write(*reversed(rows), name="reversed.jsonl")
+    for split in ("validation", "test"):
+        for count in (None, 20):
+            mine, other = (load_problems(p, split, max_samples=count) for p in (path, shuffled))
+            assert questions(mine) == questions(other)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_the_first_of_a_sorted_file_are_not_its_easiest(write, split):
+    path = write(*numbered(1000))
+    places = [int(p.id.rpartition("-")[2]) for p in load_problems(path, split, max_samples=60)]
+    assert min(places) < 200
+    assert max(places) > 800
+    assert 300 < sum(places) / len(places) < 700
+
+
+def test_a_question_is_in_one_split_only(write):
+    path = write(*numbered(20), *numbered(20), *numbered(20))
+    train, validation = (load_problems(path, split) for split in ("train", "validation"))
+    assert len(train + validation) == 60
+    assert not set(questions(train)) & set(questions(validation))
+
+
+def test_the_validation_split_is_never_more_than_200_questions(write):
+    assert len(load_problems(write(*numbered(3000)), "validation")) == 200
+
+
+def test_one_question_cannot_be_split(write):
+    path = write(GOOD, GOOD)
+    assert len(load_problems(path, "test")) == 2
+    assert "one question is too few" in refusal(path, "train")
+    assert len(load_problems(write(*numbered(2)), "train")) == 1
+
+
+@pytest.mark.parametrize("dataset", [str(SAMPLE), "word-problems", "word-problems:1,3"])
+def test_the_same_arguments_give_the_same_problems(dataset):
+    for split in ("train", "validation", "test"):
+        first, second = (load_problems(dataset, split, max_samples=50, seed=3) for _ in range(2))
+        assert first == second
+
+
+def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write):
+    path = write(*numbered(100))
+    train = load_problems(path, "train", seed=1)
+    assert train != load_problems(path, "train", seed=2)
+    assert load_problems(path, "train", seed=1, max_samples=7) == train[:7]
+    for split in ("validation", "test"):
+        problems = load_problems(path, split, seed=1)
+        assert problems == load_problems(path, split, seed=2)
+        assert load_problems(path, split, max_samples=3) == problems[:3]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "split", "expected"),
+    [
+        ("gsm9k", "train", "gsm8k, openmathinstruct, aime2024, aime2025, word-problems or a FILE"),
+        ("data", "train", "unknown data set 'data'"),
+        ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3"),
+        ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
+        ("word-problems:7", "train", "unknown level"),
+        ("word-problems:2-1", "train", "no family is selected"),
+        ("word-problems", "dev", "it has train, validation, test, test_families"),
+        (str(SAMPLE), "test_families", "it has train, validation, test"),
+        ("aime2024", "train", "aime2024 has no split 'train'; it has test"),
+        ("openmathinstruct", "test", "it has train, validation"),
+    ],
+)
+def test_what_is_not_known_is_refused(dataset, split, expected):
+    assert expected in refusal(dataset, split)
+
+
+@pytest.mark.parametrize("dataset", ["word-problems", str(SAMPLE), "gsm8k"])
+def test_max_samples_must_be_positive(dataset):
+    assert "at least 1" in refusal(dataset, max_samples=0)
+
+
+# Word problems.
+
+
+def test_word_problems_have_columns_and_default_sizes():
+    train = load_problems("word-problems")
+    assert len(train) == 2000
+    assert {problem.columns["level"] for problem in train} == {1, 2, 3, 4}
+    assert all(problem.columns["family"] and problem.solution for problem in train)
+    assert len({problem.id for problem in train}) == len(train)
+    assert len(load_problems("word-problems", "test_families")) == 500
+
+
+@pytest.mark.parametrize(
+    ("spec", "levels"), [("2", {2}), ("1-2", {1, 2}), ("1,3", {1, 3}), ("1-2,4", {1, 2, 4})]
+)
+def test_word_problems_of_some_levels(spec, levels):
+    problems = load_problems(f"word-problems:{spec}", max_samples=60)
+    assert {problem.columns["level"] for problem in problems} == levels
+
+
+def test_only_the_training_word_problems_depend_on_the_seed():
+    for split in ("train", "validation", "test", "test_families"):
+        first, second = (
+            load_problems("word-problems", split, max_samples=20, seed=s) for s in (0, 1)
+        )
+        assert (first == second) == (split != "train")
+
+
+# Our samples.
+
+
+def test_the_sample_problems():
+    problems = load_jsonl(SAMPLE)
+    assert len(problems) == 10
+    for problem in problems:
+        last_step = problem.solution.splitlines()[-1].rpartition("=")[2].split()[0]
+        if problem.answer != "3/4":
+            assert parse_number(last_step) == parse_number(problem.answer)
+
+
+def test_openmathinstruct_takes_correct_solutions_with_a_number(caplog):
+    caplog.set_level(logging.INFO)
+    train = load_problems(f"openmathinstruct:{OPENMATH_SAMPLE}", "train")
+    validation = load_problems(f"openmathinstruct:{OPENMATH_SAMPLE}", "validation")
+    assert sorted(problem.answer for problem in train + validation) == ["84", "9"]
+    assert "1 with code" in caplog.text
+    assert "2 wrong" in caplog.text
+    assert "1 without a number" in caplog.text
+
+
+def test_openmathinstruct_keeps_code_as_text_on_request():
+    spec = f"openmathinstruct:{OPENMATH_SAMPLE}"
+    problems = [p for s in ("train", "validation") for p in load_problems(spec, s, keep_code=True)]
+    [with_code] = [problem for problem in problems if "<llm-code>" in problem.solution]
+    assert "<llm-code-output>\n84\n</llm-code-output>" in with_code.solution
+    assert len(problems) == 3
+
+
+def openmath_row(number, **fields):
+    row = {"question": f"Question {number}?", "expected_answer": str(number)}
+    return row | {"generated_solution": f"It is {number}.", "is_correct": True} | fields
+
+
+def test_an_openmathinstruct_directory_has_its_own_validation_split(tmp_path, write):
+    (tmp_path / "correct_solutions").mkdir()
+    for split, rows in {"train": range(9), "validation": range(9, 12)}.items():
+        write(*map(openmath_row, rows), name=f"correct_solutions/{split}.jsonl")
+    spec = f"openmathinstruct:{tmp_path}"
+    assert len(load_problems(spec, "train", max_samples=20)) == 9
+    assert [p.answer for p in load_problems(spec, "validation")] == ["9", "10", "11"]
+
+
+def test_openmathinstruct_without_a_usable_row_says_what_was_left_out(write):
+    path = write(
+        openmath_row(1, is_correct=False), openmath_row(2, generated_solution="<llm-code>")
+    )
+    message = refusal(f"openmathinstruct:{path}")
+    assert "1 wrong" in message
+    assert "--keep-code" in message
+
+
+def test_openmathinstruct_with_a_damaged_verdict_is_refused(write):
+    path = write(openmath_row(1, is_correct="true"))
+    assert "line 1: is_correct is neither true nor false" in refusal(f"openmathinstruct:{path}")
+
+
+# The published files.
+
+
+@needs_published_files
+def test_every_gold_of_gsm8k_is_read():
+    train, validation, test = (
+        load_gsm8k(split, path=PUBLISHED) for split in ("train", "validation", "test")
+    )
+    assert [len(train), len(validation), len(test)] == [7273, 200, 1319]
+    assert not set(questions(train)) & set(questions(validation))
+    assert validation[0].question.startswith("Natalia sold clips")
+    assert test[0].id == "gsm8k-test-1"
+    for problem in train + validation + test:
+        assert parse_number(problem.answer) is not None
+        assert problem.solution
+        assert "<<" not in problem.solution
+        assert "####" not in problem.solution
+
+
+@needs_published_files
+def test_gsm8k_files_and_directory_agree():
+    file = PUBLISHED / "gsm8k_test.jsonl"
+    assert load_gsm8k("test", 50, file) == load_gsm8k("test", 50, PUBLISHED)
+
+
+@needs_published_files
+@pytest.mark.parametrize("year", [2024, 2025])
+def test_aime(year):
+    problems = load_problems(f"aime{year}:{PUBLISHED}", "test")
+    assert len(problems) == 30
+    assert problems[0].id == f"aime{year}_001"
+    assert all(0 <= parse_number(problem.answer) <= 999 for problem in problems)
+    assert problems == load_problems(f"aime{year}:{PUBLISHED / f'aime{year}.jsonl'}", "test")
+
+
+# The hub.
+
+
+class DatasetsError(Exception):
+    """What the errors of `datasets` itself are."""
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stand-ins for `datasets` and `huggingface_hub`: rows, calls, whether it is up."""
+    state = SimpleNamespace(
+        rows=[], calls=[], down=None, config=SimpleNamespace(HF_HUB_OFFLINE=False)
+    )
+
+    def load_dataset(**arguments):
+        state.calls.append({**arguments, "offline": state.config.HF_HUB_OFFLINE})
+        if isinstance(state.rows, Exception):
+            raise state.rows
+        return iter(state.rows)
+
+    class HfApi:
+        def dataset_info(self, repo_id, timeout):
+            assert 0 < timeout <= 10
+            if state.down:
+                raise state.down
+
+    for name, members in {
+        "datasets": {
+            "load_dataset": load_dataset,
+            "config": state.config,
+            "exceptions": SimpleNamespace(DatasetsError=DatasetsError),
+        },
+        "huggingface_hub": {"HfApi": HfApi},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return state
+
+
+def test_gsm8k_from_the_hub(hub):
+    hub.rows = [{"question": f"Question {i}?", "answer": f"So.\n#### {i}"} for i in range(20)]
+    assert len(load_gsm8k("validation")) == 2
+    assert len(load_gsm8k("test", 4)) == 4
+    assert [(call["path"], call["name"], call["split"]) for call in hub.calls] == [
+        ("openai/gsm8k", "main", "train"),
+        ("openai/gsm8k", "main", "test"),
+    ]
+
+
+def test_aime_from_the_hub(hub):
+    hub.rows = [{"id": 60, "problem": "?", "answer": "025", "year": "2024"}]
+    [problem] = load_problems("aime2024", "test")
+    assert (problem.id, problem.answer, problem.columns) == ("60", "025", {"year": "2024"})
+    assert hub.calls[0]["split"] == "train"
+
+
+def test_openmathinstruct_is_streamed_until_the_pool_is_full(hub):
+    read = []
+    hub.rows = (read.append(i) or openmath_row(i) for i in range(3 * OPENMATH_POOL))
+    problems = load_problems("openmathinstruct", "train", max_samples=10)
+    assert len(problems) == 10
+    assert len(read) == OPENMATH_POOL
+    assert hub.calls[0]["streaming"] is True
+    assert max(int(problem.answer) for problem in problems) > 1000
+
+
+@pytest.mark.parametrize(
+    "down", [ConnectionError("no route to host"), httpx2.ConnectTimeout("too slow")], ids=repr
+)
+def test_a_hub_out_of_reach_falls_back_to_its_cache(hub, down):
+    hub.down = down
+    hub.rows = [{"question": "?", "answer": "#### 1"}]
+    assert len(load_gsm8k("test")) == 1
+    assert hub.calls[0]["offline"]
+    assert not hub.config.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionError("Couldn't reach it\non the Hub"), "the hub is out of reach"),
+        (DatasetsError("gated\ndata set"), "gated data set"),
+        (httpx2.ReadTimeout("the read operation timed out"), "the read operation timed out"),
+        (ValueError("no such configuration"), "no such configuration"),
+    ],
+)
+def test_a_failure_of_the_hub_is_one_line_that_names_the_ways_out(hub, error, reason):
+    hub.rows = error
+    assert refusal("gsm8k") == (
+        f"data set gsm8k: {reason}; offline, use --dataset word-problems or a JSONL file "
+        "(--dataset gsm8k:PATH for downloaded files)"
+    )
+    assert not hub.config.HF_HUB_OFFLINE
+
+
+def test_a_bug_behind_the_hub_keeps_its_traceback(hub):
+    hub.rows = TypeError("load_dataset() got an unexpected argument")
+    with pytest.raises(TypeError):
+        load_gsm8k("test")
+    assert not hub.config.HF_HUB_OFFLINE
+
+
+# What importing and failing cost.
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
+def test_importing_loads_neither_torch_nor_datasets():
+    heavy = "torch", "datasets", "transformers", "huggingface_hub"
+    code = f"import sys, rlm.data.loaders; print([name for name in {heavy} if name in sys.modules])"
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(tmp_path):
+    code = (
+        "from rlm.cli.options import UsageError\nfrom rlm.data.loaders import load_gsm8k\n"
+        "try:\n    load_gsm8k()\nexcept UsageError as error:\n    print(error)"
+    )
+    result = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert result.stdout.startswith("data set gsm8k: the hub is out of reach; offline, use")
+    assert result.stderr == ""

@@ -1,0 +1,146 @@
+"""`evaluate.py --audit-reward`: what graders make of a run's own samples."""
+
+import json
+import time
+
+import pytest
+
+import evaluate
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError
+from rlm.data.prompts import FORMATS
+from rlm.evaluation import audit as module
+from rlm.evaluation.audit import MathVerify, audit, read_samples
+
+TAGS = FORMATS["deepseek"]
+GROUPS = [
+    {
+        "step": 0,
+        "problem": "a",
+        "question": "?",
+        "answer": "18",
+        "completions": [
+            TAGS.completion("so", "18"),  # all agree
+            r"<think>so</think>\boxed{18}",  # strict misses it
+            "<think>so</think>The answer is 18.",  # strict misses it
+            TAGS.completion("so", "17"),
+        ],
+        "rewards": [1.0, 0.0, 0.0, 1.0],  # the last: a reward that is not strict correctness
+        "advantages": [0, 0, 0, 0],
+    },
+    {
+        "step": 1,
+        "problem": "b",
+        "question": "?",
+        "answer": "1/2",
+        "completions": [TAGS.completion("so", "0.5"), "<think>0.5"],
+        "rewards": [1.0, None],
+        "advantages": [0, 0],
+    },
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "samples.jsonl").write_text("".join(json.dumps(g) + "\n" for g in GROUPS))
+    (path / "config.json").write_text('{"reasoning_format": "deepseek"}')
+    return path
+
+
+def test_counts_of_two_graders():
+    result = audit(GROUPS, TAGS, None, None)
+    assert result.completions == 6
+    assert result.correct == {"strict": 2, "lenient": 4}
+    assert result.differ == {("lenient", "strict"): 2}
+    assert result.reasons == {"no_answer": 2}
+    assert result.reward_differs == 1
+    found = result.false_negatives()["lenient"]
+    assert (found["share"], found["of"]) == (0.5, 4)
+    assert 0 < found["low"] < 0.5 < found["high"] < 1
+    (examples,) = result.examples.values()
+    assert [example["strict"] for example in examples] == ["no_answer", "no_answer"]
+    assert audit(GROUPS, TAGS, None, 3).completions == 3
+
+
+def test_a_third_opinion_is_asked_about_the_answer_alone():
+    asked = []
+
+    class Second(MathVerify):
+        def __call__(self, gold, text):
+            asked.append((gold, text))
+            return None if gold == "1/2" else r"\boxed{18}" in text
+
+    result = audit(GROUPS, TAGS, Second(), None)
+    assert asked[1] == ("18", r"\boxed{18}")
+    assert result.correct["math-verify"] == 1
+    assert result.differ["math-verify", "strict"] == 1
+    assert result.differ["strict", "math-verify"] == 1  # <answer>18</answer>
+    assert result.differ["lenient", "math-verify"] == 2
+
+
+def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
+    slow = "import sys, time, json\nprint('ready', flush=True)\nfor line in sys.stdin:\n"
+    slow += "    gold, text = json.loads(line)\n"
+    slow += "    time.sleep(60) if text == 'slow' else None\n"
+    slow += "    sys.exit() if text == 'dies' else print('true', flush=True)\n"
+    monkeypatch.setattr(module, "WORKER", slow)
+    second = MathVerify(time_limit=0.5)
+    assert second("1", "fast") is True
+    started = time.monotonic()
+    for _ in range(2):  # the second by a fresh process
+        assert second("1", "slow") is None
+    assert time.monotonic() - started < 20  # the limit, and starting Python
+    assert second("1", "fast") is True
+    assert second("1", "dies") is None
+    assert second("1", "fast") is True
+    assert second.timeouts == 3
+    second.close()
+
+
+def test_a_grader_that_starts_too_slowly_gives_no_verdict(monkeypatch):
+    """And its late greeting is nobody's answer."""
+    late = "import time\ntime.sleep(1)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    monkeypatch.setattr(module, "WORKER", late)
+    monkeypatch.setattr(module, "START_LIMIT", 0.2)
+    second = MathVerify(time_limit=2.0)
+    assert second("1", "1") is None
+    assert second.timeouts == 1
+    second.close()
+
+
+def test_math_verify_itself():
+    pytest.importorskip("math_verify", reason="an extra: pip install -e '.[verify]'")
+    second = MathVerify(time_limit=3.0)
+    try:
+        assert second("18", r"\boxed{18}") is True
+        assert second("18", r"\boxed{17}") is False
+        assert second("1/2", r"$\frac{1}{2}$") is True
+        assert second("18", r"\boxed{9^{9^{9^{9}}}}") in (False, None)
+        assert second("18", r"\boxed{18}") is True  # and it goes on
+    finally:
+        second.close()
+
+
+def test_from_the_command_line(run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(MathVerify, "installed", staticmethod(lambda: False))
+    argv = ["--audit-reward", "--run-dir", str(run_dir), "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as exit:
+        run_main(evaluate.main, evaluate.EvaluateConfig, argv=argv)
+    assert not exit.value.code
+    out = capsys.readouterr().out
+    assert "missed by strict, of lenient's right: 50.0%" in out
+    assert "2 completions: lenient says right, strict says wrong" in out
+    assert "math-verify is not installed" in out
+    written = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert written["false_negatives_of_strict"]["lenient"]["share"] == 0.5
+    assert len(written["examples"]["lenient right, strict wrong"]) == 2
+
+
+def test_samples_that_are_not_there_or_torn(run_dir, tmp_path):
+    with pytest.raises(UsageError, match="--run-dir"):
+        list(read_samples(tmp_path / "nowhere"))
+    with (run_dir / "samples.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "torn')
+    assert len(list(read_samples(run_dir))) == 2

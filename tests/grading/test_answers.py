@@ -1,0 +1,672 @@
+"""The verifier: what counts as the answer, what never does, and what a hostile text costs."""
+
+import json
+import random
+import threading
+import time
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rlm.grading.answers import REASONS, gold_from_gsm8k, grade, split_completion
+from rlm.grading.numbers import parse_number
+
+COMPARED = ("correct", "wrong")
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def reason(text: str, gold: str, *, strict: bool) -> str:
+    verdict = grade(text, gold, strict=strict)
+    assert verdict.reason in REASONS
+    assert verdict.correct == (verdict.reason == "correct")
+    if verdict.reason in COMPARED:
+        assert verdict.answer is not None
+        assert verdict.correct == (parse_number(verdict.answer) == parse_number(gold))
+    return verdict.reason
+
+
+# Completions that the graders of TRL, math-verify, verl or lm-eval get wrong, or should not:
+# name, gold, completion, lenient verdict. "She earns 18 dollars over 7 days." is the one row where
+# a reader would say 18: without a marked answer the last number counts, and we do not guess.
+BATTERY = [
+    ("boxed plain", "1000", r"<think>x</think>\boxed{1000}", 1),
+    ("boxed comma", "1000", r"<think>x</think>\boxed{1,000}", 1),
+    ("gold with comma", "1,000", r"<think>x</think>\boxed{1000}", 1),
+    ("plain comma", "1000", "<think>x</think>The answer is 1,000.", 1),
+    ("dollar", "5", "<think>x</think>The answer is $5.00.", 1),
+    ("dollar boxed", "5", r"<think>x</think>\boxed{\$5.00}", 1),
+    ("dollar boxed unescaped", "5", r"<think>x</think>\boxed{$5.00}", 1),
+    ("hashes", "72", "<think>x</think>#### 72", 1),
+    ("hashes dollar", "72", "<think>x</think>#### $72", 1),
+    ("hashes units", "72", "<think>x</think>#### 72 clips", 1),
+    ("units boxed text", "72", r"<think>x</think>\boxed{72\text{ clips}}", 1),
+    ("units boxed raw", "72", r"<think>x</think>\boxed{72 clips}", 1),
+    ("percent boxed", "20", r"<think>x</think>\boxed{20\%}", 1),
+    ("percent plain", "20", "<think>x</think>The answer is 20%.", 1),
+    ("bare number", "18", "<think>x</think>18", 1),
+    ("answer tag", "18", "<think>x</think><answer>18</answer>", 1),
+    ("bold", "18", "<think>x</think>The answer is **18**.", 1),
+    ("fraction", "0.5", r"<think>x</think>\boxed{\frac{1}{2}}", 1),
+    ("trailing .0", "18", r"<think>x</think>\boxed{18.0}", 1),
+    ("negative", "-3", r"<think>x</think>\boxed{-3}", 1),
+    ("unicode minus", "-3", "<think>x</think>\\boxed{\u22123}", 1),
+    ("equation boxed", "18", r"<think>x</think>\boxed{x = 18}", 1),
+    ("space thousands", "1000", r"<think>x</think>\boxed{1 000}", 1),
+    ("latex thousands", "1000", r"<think>x</think>\boxed{1{,}000}", 1),
+    ("this, not that", "18", "<think>x</think>The answer is 17, not 18.", 0),
+    ("last-number trap", "18", "<think>x</think>She earns 18 dollars over 7 days.", 0),
+    ("two boxes", "18", r"<think>x</think>\boxed{17} \boxed{18}", 0),
+    ("two boxes, reversed", "18", r"<think>x</think>\boxed{18} \boxed{17}", 0),
+    ("comma list", "18", r"<think>x</think>\boxed{17, 18}", 0),
+    ("or", "18", r"<think>x</think>\boxed{17 \text{ or } 18}", 0),
+    ("answer in think only", "18", r"<think>\boxed{18}", 0),
+    ("boxed in think, other out", "18", r"<think>\boxed{18}</think>\boxed{5}", 0),
+    ("power tower", "18", r"<think>x</think>\boxed{9^{9^{9^{9}}}}", 0),
+    ("empty", "18", "", 0),
+    ("inequality", "18", r"<think>x</think>\boxed{x \geq 18}", 0),
+    ("plus or minus", "18", r"<think>x</think>\boxed{\pm 18}", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "gold", "text", "correct"), BATTERY, ids=[r[0] for r in BATTERY])
+def test_battery(name: str, gold: str, text: str, correct: int) -> None:
+    assert grade(text, gold, strict=False).correct == bool(correct)
+    assert grade(text, gold, strict=True).correct == (name == "answer tag")
+
+
+# text, the number it is; None: not exactly one number
+NUMBERS: list[tuple[str, str | None]] = [
+    ("5 hundredths", None),
+    ("3 tenths of it", None),
+    ("2 thirds", None),
+    ("5 lakh", None),
+    ("5 bn", None),
+    ("5bn dollars", None),
+    ("1 third", None),
+    ("3 halves", None),
+    ("7 twelfths", None),
+    ("7 sixteenths of it", None),
+    ("7 twentieths", None),
+    ("7 billionths", None),
+    ("37 TN residents", "37"),
+    ("3 dozen", "3"),  # as a unit, like the quarters that are coins
+    ("2 tens", "2"),
+    ("7 hundred", "700"),
+    ("18", "18"),
+    (" 18\n", "18"),
+    ("0", "0"),
+    ("-0", "0"),
+    ("025", "25"),
+    ("18.0", "18"),
+    ("18.", "18"),
+    (".5", "1/2"),
+    ("-.5", "-1/2"),
+    ("+3", "3"),
+    ("-3", "-3"),
+    ("- 3", "-3"),
+    ("\u22123", "-3"),
+    ("–3", "-3"),
+    ("—3", "-3"),
+    ("minus 3", "-3"),
+    ("--3", None),
+    ("1,000", "1000"),
+    ("1,234,567.5", "2469135/2"),
+    ("1 000", "1000"),
+    ("1\u00a0000", "1000"),
+    ("1\u2009000", "1000"),
+    ("1'000", "1000"),
+    ("1’000", "1000"),
+    ("1_000", "1000"),
+    (r"1{,}000", "1000"),
+    (r"1\,000", "1000"),
+    (r"1,\!000", "1000"),
+    ("1,00", None),
+    ("1,01", None),  # a decimal comma is not guessed
+    ("0,125", None),
+    ("1,0000", None),
+    ("1000,000", None),
+    ("1,000 000", None),  # one separator
+    ("1.000.000", None),
+    ("1,00,000", None),
+    ("17, 18", None),
+    ("17,18", None),
+    ("17 18", None),
+    ("18 or 17", None),
+    ("3/4", "3/4"),
+    ("-3/4", "-3/4"),
+    ("3 / 4", None),  # arithmetic, not a fraction
+    ("1/0", None),
+    ("1/2/3", None),
+    ("1/2.5", None),
+    ("1 1/2", "3/2"),
+    ("-1 1/2", "-3/2"),
+    ("3 7/2", None),
+    ("1 000/2", "500"),
+    ("½", "1/2"),
+    ("1½", "3/2"),
+    (r"\frac{1}{2}", "1/2"),
+    (r"\dfrac{3}{4}", "3/4"),
+    (r"\tfrac34", "3/4"),
+    (r"\frac12", "1/2"),
+    (r"-\frac{1}{2}", "-1/2"),
+    (r"\frac{-1}{2}", "-1/2"),
+    (r"1\frac{1}{2}", "3/2"),
+    (r"\frac{x}{2}", None),
+    (r"\frac{1}{0}", None),
+    ("20%", "20"),
+    (r"20\%", "20"),
+    ("20 percent", "20"),
+    ("$5.00", "5"),
+    (r"\$5.00", "5"),
+    ("-$5", "-5"),
+    ("$-5", "-5"),
+    ("5$", "5"),
+    ("€5", "5"),
+    ("5 €", "5"),
+    ("USD 5", "5"),
+    ("5 USD", "5"),
+    ("US$5", "5"),
+    ("72 clips", "72"),
+    ("72clips", "72"),
+    (r"72\text{ clips}", "72"),
+    (r"72 \mathrm{~km}", "72"),
+    ("5 km/h", "5"),
+    ("12 cm^2", "12"),
+    (r"12\text{ cm}^2", "12"),
+    ("3 m²", "3"),
+    ("$5/hour", "5"),
+    ("18 dollars per day", "18"),
+    ("18 元", "18"),
+    ("90°", "90"),
+    ("10 a.m.", "10"),
+    ("18 sq. ft.", "18"),
+    ("17…18", None),
+    ("17。18", None),
+    ("17、18", None),
+    (r"90^\circ", "90"),
+    ("18 of the 20 clips", None),
+    ("18 and a half", None),
+    ("1.5 million", "1500000"),
+    ("2 thousand dollars", "2000"),
+    ("5k", None),
+    ("5万", None),
+    ("**18**", "18"),
+    ("**18.**", "18"),
+    ("$18$", "18"),
+    (r"\(18\)", "18"),
+    ("\\[\n18\n\\]", "18"),
+    ("$$\n- 3\n$$", "-3"),
+    ("`18`", "18"),
+    ('"18"', "18"),
+    (r"\boxed{18}", "18"),
+    ("(18)", "18"),  # no accounting negatives
+    ("１８", "18"),
+    ("－３", "-3"),
+    ("٣", "3"),
+    ("𝟏𝟖", "18"),
+    ("①", None),
+    ("Ⅷ", None),
+    ("十八", None),
+    ("3²", None),
+    ("18!", None),
+    ("2x", None),
+    ("2π", None),
+    (r"2\pi", None),
+    (r"\sqrt{4}", None),
+    ("x1", None),
+    ("3 + 4", None),
+    ("3*4", None),
+    ("3**4", None),
+    ("3 x 4", None),
+    ("4x4", None),
+    ("2(2)", None),
+    ("x = 18", None),  # `=` is for lenient regions
+    ("> 18", None),
+    ("≥ 18", None),
+    ("± 18", None),
+    ("18:30", None),
+    ("3-4", None),
+    ("2024-01-02", None),
+    ("1/2/2024", None),
+    ("5'5", None),
+    ("1.2.3", None),
+    ("1e3", "1000"),
+    ("1.5e-3", "3/2000"),
+    ("1e999", None),
+    ("9" * 40, "9" * 40),
+    ("9" * 41, None),
+    ("18\x00", None),
+    ("18\ud800", None),
+    ("1\u200b8", None),
+    ("18\u200b", "18"),
+    ("", None),
+    ("-", None),
+    ("eighteen", None),
+    ("NaN", None),
+    ("inf", None),
+    ("18" + " " * 300 + "x", None),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), NUMBERS, ids=[ascii(t)[:40] for t, _ in NUMBERS])
+def test_parse_number(text: str, value: str | None) -> None:
+    assert parse_number(text) == (None if value is None else Fraction(value))
+
+
+# completion, strict reason, lenient reason; the gold is 18
+FORMATS = [
+    ("<think>x</think><answer>18</answer>", "correct", "correct"),
+    ("\n<think>\nx\n</think>\n\n<answer>\n18\n</answer>\n", "correct", "correct"),
+    ("<think>x</think><answer>$18.00</answer>", "correct", "correct"),
+    ("<think>x</think><answer>18 clips.</answer>", "correct", "correct"),
+    (r"<think>x</think><answer>\boxed{18}</answer>", "correct", "correct"),
+    ("<think>x</think><answer>17</answer>", "wrong", "wrong"),
+    ("<think>x</think><answer>x = 18</answer>", "not_a_number", "correct"),
+    ("<think>x</think><answer>The answer is 18.</answer>", "not_a_number", "correct"),
+    ("<think>x</think><answer>3 * 6</answer>", "not_a_number", "not_a_number"),
+    ("<think>x</think><answer>eighteen</answer>", "not_a_number", "not_a_number"),
+    ("<think>x</think><answer></answer>", "not_a_number", "not_a_number"),
+    ("<think>x</think><answer></answer>18", "text_outside", "not_a_number"),
+    ("<think>x</think><answer>17 18</answer>", "several_numbers", "several_numbers"),
+    ("<think>x</think><answer>17, 18</answer>", "several_numbers", "several_numbers"),
+    ("<think>x</think><answer>18\n17</answer>", "several_numbers", "several_numbers"),
+    ("<think>x</think><answer>18 (not 17)</answer>", "several_numbers", "several_numbers"),
+    ("<think>x</think><answer><b>18</b></answer>", "not_a_number", "correct"),
+    ("<think></think><answer>18</answer>", "empty_reasoning", "correct"),
+    ("<think> \n </think><answer>18</answer>", "empty_reasoning", "correct"),
+    ("Sure! <think>x</think><answer>18</answer>", "text_outside", "correct"),
+    ("<think>x</think>So <answer>18</answer>", "text_outside", "correct"),
+    ("<think>x</think><answer>18</answer>.", "text_outside", "correct"),
+    ("<think>x</think><answer>18</answer> or 17", "text_outside", "correct"),
+    ("<answer>18</answer>", "no_reasoning", "correct"),
+    ("x</think><answer>18</answer>", "no_reasoning", "correct"),
+    ("<answer>18</answer><think>x</think>", "no_answer", "no_answer"),
+    ("<Think>x</Think><answer>18</answer>", "no_reasoning", "correct"),
+    ("18", "no_reasoning", "correct"),
+    ("", "no_reasoning", "no_answer"),
+    ("<think>x<answer>18</answer>", "unclosed_reasoning", "unclosed_reasoning"),
+    ("</think><think>18", "unclosed_reasoning", "unclosed_reasoning"),
+    ("</think>x<think><answer>18</answer>", "unclosed_reasoning", "unclosed_reasoning"),
+    ("<think>x</think><answer>18</answer><think>", "repeated_reasoning", "unclosed_reasoning"),
+    ("<think>x</think><think>y</think><answer>18</answer>", "repeated_reasoning", "correct"),
+    ("<think><think>x</think></think><answer>18</answer>", "repeated_reasoning", "correct"),
+    ("<think>x</think><answer>18</think></answer>", "repeated_reasoning", "no_answer"),
+    ("<think><answer>18</answer></think><answer>18</answer>", "answer_in_reasoning", "correct"),
+    ("<think>18 <answer></think><answer>18</answer>", "answer_in_reasoning", "correct"),
+    ("<think><answer>18</answer></think>", "answer_in_reasoning", "no_answer"),
+    ("<think>18</think>", "no_answer", "no_answer"),
+    ("<think>x</think>18", "no_answer", "correct"),
+    ("<think>x</think>18</answer>", "no_answer", "correct"),
+    ("<think>x</think><answer>18", "unclosed_answer", "correct"),
+    ("<think>x</think></answer>18<answer>", "unclosed_answer", "correct"),
+    ("<think>x</think><answer>18</answer><answer>18</answer>", "repeated_answer", "correct"),
+    ("<think>x</think><answer>17</answer><answer>18</answer>", "repeated_answer", "correct"),
+    ("<think>x</think><answer>18</answer><answer>17</answer>", "repeated_answer", "wrong"),
+    ("<think>x</think><answer><answer>18</answer></answer>", "repeated_answer", "correct"),
+    ("<think>x</think><answer>18</answer></answer>", "repeated_answer", "correct"),
+]
+
+
+@pytest.mark.parametrize(("text", "strict", "lenient"), FORMATS, ids=[f[0][:60] for f in FORMATS])
+def test_format(text: str, strict: str, lenient: str) -> None:
+    assert reason(text, "18", strict=True) == strict
+    assert reason(text, "18", strict=False) == lenient
+
+
+# text after the thinking, lenient reason; the gold is 18
+ANSWERS = [
+    # which region counts
+    (r"<answer>18</answer> \boxed{17}", "correct"),
+    (r"\boxed{18} [17]", "correct"),
+    ("[18]\n#### 17", "correct"),
+    ("#### 18\nThe answer is 17.", "correct"),
+    ("The answer is 18. It took 3 steps.", "correct"),
+    (r"\boxed{17} <answer>18", "wrong"),
+    (r"\boxed{18", "correct"),  # cut off: the last number
+    (r"\boxed{A} \boxed{18}", "correct"),
+    (r"\boxed{18} \boxed{18.0}", "correct"),
+    (r"\boxed{\boxed{18}}", "correct"),
+    (r"\boxed{\frac{36}{2}}", "correct"),
+    (r"\boxed{ \text{Total} = \$18 }", "correct"),
+    (r"\fbox{18}", "correct"),
+    (r"\boxed{17, 18} \boxed{18}", "several_numbers"),
+    (r"\boxed{17 \boxed{18}}", "several_numbers"),
+    (r"\boxed{}", "not_a_number"),
+    (r"\boxed{2 \cdot 9}", "not_a_number"),
+    (r"\boxed{\sqrt{18}}", "not_a_number"),
+    (r"\boxed{18\pi}", "not_a_number"),
+    (r"\boxed{x \in \{18\}}", "not_a_number"),
+    (r"\boxed{x \neq 18}", "not_a_number"),
+    (r"\boxed{x > 18}", "not_a_number"),
+    ("[17] [18]", "several_numbers"),
+    (r"\sqrt[3]{8} = 2. The answer is 18.", "correct"),
+    ("#### Step 3: add\nSo she has 18.", "correct"),
+    ("#### 17\n#### 18", "correct"),
+    ("#### 18 (17 + 1)", "several_numbers"),
+    ("#### 17 18", "several_numbers"),
+    # answer is
+    ("The answer is 18", "correct"),
+    ("the ANSWER is: 18!", "correct"),
+    ("Answer: $18", "correct"),
+    ("**Answer:** 18 apples", "correct"),
+    ("Answer:\n- 18 apples", "correct"),
+    ("Answer = 18", "correct"),
+    ("The answer:\n\n18", "correct"),
+    ("The final answer is:\n\\[\n18\n\\]", "correct"),
+    ("The answer to the question is therefore 18 dollars.", "correct"),
+    ("The answer would be 18.", "correct"),
+    ("The answer is $18.00 (18 dollars).", "correct"),
+    ("The answer is 17. No, the answer is 18.", "correct"),
+    ("The answer is 18. No, the answer is 17.", "wrong"),
+    ("The answer is clear: 3 * 6 = 18.", "correct"),
+    ("The answer is 18.5.", "wrong"),
+    ("The answer is -18.", "wrong"),
+    ("The answer is - 18.", "wrong"),
+    ("The answer is negative 18.", "wrong"),
+    ("The answer is 17 or 18.", "several_numbers"),
+    ("The answer is 18 because 20 - 3 = 17.", "several_numbers"),
+    ("The answer is not 18.", "not_a_number"),
+    ("The answer is 18 and a half.", "not_a_number"),
+    ("The answer is 18 + 1.", "not_a_number"),
+    ("The answer is 18:30.", "not_a_number"),
+    ("The answer is 18-19.", "not_a_number"),
+    ("The answer is 18^2.", "not_a_number"),
+    ("The answer is unknown.", "no_answer"),
+    ("The answer is unknown. I have 18.", "correct"),
+    # =
+    ("<answer>x = 18</answer>", "correct"),
+    ("<answer>10 + 8 = 18</answer>", "correct"),
+    ("<answer>10 apples + 8 apples = 18 apples</answer>", "correct"),
+    ("<answer>36/2 = 18</answer>", "correct"),
+    ("<answer>36 / 2 = $18 per day</answer>", "correct"),
+    ("<answer>3 x 6 = 18</answer>", "correct"),
+    ("<answer>20 minus 2 = 18</answer>", "correct"),
+    ("<answer>x ≈ 18</answer>", "correct"),
+    ("<answer>18 = 18</answer>", "correct"),
+    ("<answer>18 = 17</answer>", "wrong"),
+    ("<answer>x = -18</answer>", "wrong"),
+    ("<answer>18 = x</answer>", "not_a_number"),
+    ("<answer>x = y + 18</answer>", "not_a_number"),
+    ("<answer>x = 18 + 1</answer>", "not_a_number"),
+    ("<answer>x = 17, x = 18</answer>", "several_numbers"),
+    ("<answer>x = 17 or x = 18</answer>", "several_numbers"),
+    ("<answer>x = 18 and y = 18</answer>", "correct"),
+    (r"\begin{align*} x &= 20 - 2 \\ &= 18 \end{align*}", "correct"),
+    # the last number
+    ("So she makes **$18** every day.", "correct"),
+    ("She makes 18$ a day<|im_end|>", "correct"),
+    ("48 + 24 = 72\n72/4 = 18", "correct"),
+    ("- 5 apples\n- 18 apples", "correct"),
+    ("Day 7: 18", "correct"),
+    ("答案是**18**。", "correct"),
+    ("18 apples for x1 and x2", "correct"),
+    ("She pays 36 / 2", "not_a_number"),
+    ("x > 18", "not_a_number"),
+    ("9^{9^{18", "not_a_number"),
+    ("17, 18", "several_numbers"),
+    ("17 or 18", "several_numbers"),
+    ("16\n17\n18", "several_numbers"),
+    ("eighteen", "no_answer"),
+    ("x18", "no_answer"),
+    ("18\ud800\x00", "not_a_number"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), ANSWERS, ids=[ascii(a[0])[:60] for a in ANSWERS])
+def test_lenient(text: str, expected: str) -> None:
+    assert (
+        reason(f"<think>x 18 <answer>18</answer></think>\n{text}", "18", strict=False) == expected
+    )
+
+
+def test_every_reason_is_reachable() -> None:
+    seen = {strict for _, strict, _ in FORMATS} | {r for _, r in ANSWERS}
+    seen.add(reason("<think>x</think><answer>18</answer>", "A", strict=True))
+    seen.add(grade("<answer>Bad</answer>", "B", strict=False, kind="choice").reason)
+    assert seen == set(REASONS)
+    assert len(REASONS) == len(set(REASONS))
+
+
+@pytest.mark.parametrize("gold", ["", "A", "x", "17, 18", "1/0", "3 + 4", "None", "\ud800"])
+@pytest.mark.parametrize("text", ["", "<think>x</think><answer>{}</answer>", "{}", r"\boxed{{{}}}"])
+def test_an_unreadable_gold_rewards_nothing(gold: str, text: str) -> None:
+    for strict in (True, False):
+        assert reason(text.format(gold), gold, strict=strict) == "gold_unreadable"
+
+
+def test_other_tags() -> None:
+    text = "<reasoning>x</reasoning><result>18</result>"
+    for strict in (True, False):
+        verdict = grade(text, "18", strict=strict, reasoning_tag="reasoning", answer_tag="result")
+        assert verdict.correct
+    assert grade(text, "18", strict=True).reason == "no_reasoning"
+
+
+def test_the_answer_is_reported_as_found() -> None:
+    text = "<think>x</think><answer> $1,000 per day </answer>"
+    assert grade(text, "1000", strict=True).answer == "$1,000 per day"
+    assert grade("<think>x</think>It is −1,000 m.", "1", strict=False).answer == "-1,000"
+    assert grade("<think>x</think>", "1", strict=False).answer is None
+    assert grade("<answer>" + "a" * 9999 + "</answer>", "1", strict=False).answer == "a" * 200
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("18", (None, "18")),
+        ("", (None, "")),
+        ("<think>a</think>b", ("a", "b")),
+        ("<think>\na\n</think>\nb\n", ("\na\n", "\nb\n")),
+        ("p<think>a</think>b", ("a", "b")),
+        ("a</think>b", ("a", "b")),  # the template had opened it
+        ("<think>a</think>b</think>c", ("a</think>b", "c")),
+        ("<think>a", ("a", "")),
+        ("<think>a</think>b<think>c", ("a</think>b<think>c", "")),
+        ("</think>b<think>c", ("c", "")),
+        ("</think>b", ("", "b")),
+    ],
+)
+def test_split_completion(text: str, expected: tuple[str | None, str]) -> None:
+    assert split_completion(text) == expected
+
+
+def test_gold_from_gsm8k() -> None:
+    field = "He has 2*6=<<2*6=12>>12 apples.\nThen 12*90=$<<12*90=1080>>1080.\n#### 1,080"
+    assert gold_from_gsm8k(field) == ("He has 2*6=12 apples.\nThen 12*90=$1080.", "1,080")
+    for bad in ("", "18", "x\n####", "x\n#### eighteen", "x\n#### 17 or 18"):
+        with pytest.raises(ValueError, match="no number after ####"):
+            gold_from_gsm8k(bad)
+
+
+# --- reward hacking -------------------------------------------------------------------------------
+
+LISTS = [joint.join(map(str, range(1001))) for joint in (", ", ",", " ", "\n", " or ", " and ")]
+LISTS += [f"[{LISTS[0]}]", "\n".join(f"- {n}" for n in range(1001)), LISTS[0] + "."]
+LISTS += ["".join(f"{open_}{n}{close}" for n in range(1001)) for open_, close in ("[]", "()", "$$")]
+LISTS += ["".join(rf"\boxed{{{n}}}" for n in range(1001))]
+
+
+@pytest.mark.parametrize("text", LISTS, ids=[t[:12] + "…" for t in LISTS])
+def test_a_list_of_all_integers_scores_nothing(text: str) -> None:
+    for completion in (text, f"Let me see. {text}", f"<answer>{text}</answer>"):
+        for strict in (True, False):  # no value was compared: it is wrong for every gold
+            assert reason(f"<think>x</think>{completion}", "1000", strict=strict) not in COMPARED
+    said = [grade(f"The answer is {text}", str(n), strict=False).correct for n in (0, 1, 999, 1000)]
+    assert sum(said) <= 1
+
+
+CONSTANTS = [text for text, _, _ in FORMATS] + [f"<think>x</think>{a}" for a, _ in ANSWERS]
+CONSTANTS += [f"<think>x</think><answer>{t}</answer>" for t, _ in NUMBERS]
+
+
+def test_a_constant_text_is_right_for_at_most_one_value() -> None:
+    golds = ["17", "18", "-18", "3", "-3", "1", "0", "2", "1000", "1/2", "A", "", "36", "5"]
+    for text in CONSTANTS:
+        for strict in (True, False):
+            assert sum(grade(text, gold, strict=strict).correct for gold in golds) <= 1, text
+
+
+# --- properties -----------------------------------------------------------------------------------
+
+PIECES = [
+    *("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "[", "]", "#### "),
+    *("answer is ", "answer: ", "\n", " ", ",", ", ", ".", "-", "−", "=", "+", "*", "**", "/", "^"),
+    *(
+        "$",
+        "%",
+        "\\frac{",
+        "\\text{",
+        " or ",
+        " not ",
+        "x",
+        "cm",
+        "²",
+        "½",
+        "1",
+        "18",
+        "1,000",
+        "٣",
+    ),
+    *("\ud800", "\x00", "\u200b", "…", "—", "\\", "_", "'", "e", "!", ":", ">", "万", "\\["),
+]
+hostile = st.one_of(
+    st.text(), st.text(st.characters()), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(hostile, st.one_of(hostile, st.sampled_from(["18", "1", "1000"])))
+@example("<think>a</think><answer>" + "9" * 5000 + "</answer>", "9" * 5000)
+@example("<answer>1/" + "9" * 5000 + "</answer>", "18")
+def test_any_text_gets_a_verdict(text: str, gold: str) -> None:
+    strict, lenient = (grade(text, gold, strict=mode) for mode in (True, False))
+    for mode in (True, False):
+        reason(text, gold, strict=mode)
+        assert grade(text, gold, strict=mode) == (strict if mode else lenient)  # pure
+    assert not strict.correct or lenient.correct
+    split_completion(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(hostile.filter(lambda t: "think>" not in t and "answer>" not in t), hostile)
+def test_strict_implies_lenient(content: str, thinking: str) -> None:
+    text = f"<think>{thinking}</think>\n<answer>{content}</answer>"
+    value = parse_number(content)
+    verdict = grade(text, str(value) if value is not None else "18", strict=True)
+    if verdict.correct:
+        assert grade(text, str(value), strict=False).correct
+    elif verdict.reason == "wrong":
+        raise AssertionError("a number differs from its own value")
+
+
+@given(
+    st.integers(-(10**12), 10**12), st.sampled_from([",", " ", "'", "_", "{,}", "\\,", "\u202f"])
+)
+def test_grouped_integers_round_trip(number: int, separator: str) -> None:
+    text = f"{number:,}".replace(",", separator)
+    assert parse_number(text) == number
+    for decorated in (
+        f"${text}",
+        f"**{text}**",
+        f"{text}.00",
+        f"{text} km/h",
+        f"\\boxed{{{text}}}",
+    ):
+        assert parse_number(decorated) == number
+    assert grade(f"<think>x</think><answer>{text}</answer>", str(number), strict=True).correct
+
+
+@given(st.fractions(-(10**12), 10**12, max_denominator=10**6))  # within 40 digits
+def test_fractions_round_trip(number: Fraction) -> None:
+    assert parse_number(str(number)) == number
+    sign, top = "-" * (number < 0), abs(number.numerator)
+    assert parse_number(f"{sign}\\frac{{{top}}}{{{number.denominator}}}") == number
+
+
+@settings(max_examples=200)
+@given(hostile.filter(str.strip), st.sampled_from([0, 1, 2]), st.integers(-99, 99))
+def test_any_text_around_a_strict_completion_breaks_it(text: str, where: int, gold: int) -> None:
+    parts = ["<think>x</think>", f"<answer>{gold}</answer>"]
+    assert grade("\n".join(parts), str(gold), strict=True).correct
+    parts.insert(where, text)
+    assert not grade("\n".join(parts), str(gold), strict=True).correct
+
+
+@given(hostile.filter(lambda text: "</think>" not in text), st.integers(0, 99))
+def test_what_is_thought_is_not_said(thinking: str, gold: int) -> None:
+    assert not grade(f"<think>{thinking}{gold}", str(gold), strict=False).correct
+    text = f"<think>{thinking} {gold} \\boxed{{{gold}}}</think>I do not know."
+    assert not grade(text, str(gold), strict=False).correct
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+# Seconds of computing for 100 kB, the best of up to three runs. On a good machine none takes
+# more than 0.02 (0.05 is what is asked for); what grows with the square takes many seconds.
+LIMIT = 0.3
+REPEATED = [
+    *("[", "{", "(", "<", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "\\boxed{1}"),
+    *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),
+    *("9^{", "\\frac{1}{", "\\", "$", "*", "_*", "- ", "\n", "\n- ", " ", "= ", "} ^", "-", "—1"),
+    *("answer is ", "answer is 1 ", "answer", "answer \n", "####", "#### 1\n", "18 dollars\n"),
+    *("a", "x", "万", "½", "²", "٣", "１", "\u3000", "\ud800", "\x00", "<answer>1</answer>"),
+]
+
+
+@pytest.mark.parametrize("piece", REPEATED, ids=ascii)
+def test_hostile_text_is_cheap(piece: str) -> None:
+    flood = piece * (100_000 // len(piece))
+    texts = [flood, f"<think>x</think>{flood}", f"<think>x</think><answer>{flood}</answer>"]
+    texts += [
+        f"<think>{flood}</think><answer>18</answer>",
+        f"\\boxed{{{flood}}}",
+        flood + "}" * 9999,
+    ]
+    golds, slowest = {"number": "18", "choice": "B", "text": "paris"}, [0.0]
+
+    def work() -> None:
+        for text, strict, (kind, gold) in product(texts, (True, False), golds.items()):
+            best = 1.0
+            for _ in range(3):
+                start = time.thread_time()  # others may want the machine too
+                grade(text, gold, strict=strict, kind=kind)
+                best = min(best, time.thread_time() - start)
+                if best < LIMIT:
+                    break
+            slowest.append(best)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(slowest) == 1 + 2 * len(golds) * len(texts)  # or one has raised
+    assert max(slowest) < LIMIT
+
+
+# --- GSM8K ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+@pytest.mark.parametrize(("name", "count"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
+def test_every_gsm8k_gold_verifies_against_itself(name: str, count: int) -> None:
+    rows = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == count
+    kinds = set()
+    values = []
+    for row in rows:
+        solution, gold = gold_from_gsm8k(json.loads(row)["answer"])
+        assert "<<" not in solution
+        assert "####" not in solution
+        completion = f"<think>\n{solution}\n</think>\n<answer>{gold}</answer>"
+        assert reason(completion, gold, strict=True) == "correct"
+        assert reason(completion, gold, strict=False) == "correct"
+        kinds |= {char for char in gold if char in ",-."}
+        values.append(gold)
+    assert "," in kinds
+    for gold, text in zip(values, random.Random(0).sample(values, 1000), strict=False):
+        completion = f"<think>x</think><answer>{text}</answer>"
+        same = gold.replace(",", "") == text.replace(",", "")
+        assert grade(completion, gold, strict=True).correct == same

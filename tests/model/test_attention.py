@@ -1,0 +1,110 @@
+"""Attention of the learning pass: the same figures as torch's, where it is used and where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import native, tiny_model
+
+from rlm.cli.options import UsageError
+from rlm.model import attention
+from rlm.model.base import load_base
+from rlm.model.hardware import Device
+from rlm.training.logprobs import attention_mask
+
+# A prompt of 3, completions of 2 and 3, and one of 8 tokens whose end is padding.
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 1, 1, -1, -1]])
+
+
+def inputs(dtype, heads, shared):
+    """(B, heads, S, D) as transformers hands them over: views of (B, S, heads, D)."""
+    torch.manual_seed(0)
+    made = [torch.randn(2, 8, h, 4).to(dtype).transpose(1, 2) for h in (heads, shared, shared)]
+    return [part.requires_grad_() for part in made]
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 128])  # of a block: a last one of two, and all in one
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_attention_and_its_gradients_equal_torchs(
+    heads, shared, dtype, rows, is_compiled, monkeypatch
+):
+    monkeypatch.setattr(attention, "ROWS", rows)
+    made = native(dtype) if is_compiled else None
+    ours = inputs(dtype, heads, shared)
+    exact = [part.detach().float().requires_grad_() for part in ours]
+    mask = attention_mask(SEGMENTS, dtype)
+    out = attention.attend(*ours, mask, 0.3, made)
+    # Rows of padding see nothing: what comes out of them is never read, and must be finite.
+    seen = (SEGMENTS >= 0)[:, None, :, None]
+    wanted = F.scaled_dot_product_attention(
+        *exact, attn_mask=attention_mask(SEGMENTS, torch.float32), scale=0.3, enable_gqa=True
+    )
+    near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
+    torch.testing.assert_close((out * seen).float(), wanted * seen, **near)
+    slope = torch.randn(out.shape) * seen
+    found = torch.autograd.grad(out, ours, slope.to(dtype))
+    for ours_by, exact_by in zip(found, torch.autograd.grad(wanted, exact, slope), strict=True):
+        torch.testing.assert_close(ours_by.float(), exact_by, **near)
+
+
+def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
+    monkeypatch.setattr(attention, "ROWS", 3)
+    mask = attention_mask(SEGMENTS, torch.bfloat16)
+    first, padded = attention._blocks(mask)
+    blocks = [(block.rows.start, block.rows.stop, block.columns.tolist()) for block in first]
+    # The prompt alone; the first completion with the beginning of the second; the second.
+    assert blocks == [(0, 3, [0, 1, 2]), (3, 6, [0, 1, 2, 3, 4, 5]), (6, 8, [0, 1, 2, 5, 6, 7])]
+    assert torch.equal(first[2].mask, mask[0, 0, 6:][:, [0, 1, 2, 5, 6, 7]])
+    # Padding sees itself.
+    assert padded[-1].columns.tolist() == [6, 7]
+
+
+def test_each_mask_has_its_own_blocks():
+    """They are kept for the layers of a pass; the next micro-batch must not get them."""
+    q, k, v = inputs(torch.float32, 4, 2)
+    masks = [attention_mask(segments, torch.float32) for segments in (SEGMENTS, SEGMENTS.flip(0))]
+    outs = [attention.attend(q, k, v, mask, 0.5) for mask in (*masks, masks[0])]
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1])
+
+
+def test_one_mask_may_serve_all_sequences():
+    q, k, v = inputs(torch.float32, 4, 2)
+    mask = attention_mask(SEGMENTS[:1], torch.float32)
+    out = attention.attend(q, k, v, mask, 0.5)
+    assert torch.equal(out, attention.attend(q, k, v, mask.repeat(2, 1, 1, 1), 0.5))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_model_scores_the_same_with_it(family, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path)
+    ids = torch.arange(24).reshape(2, 12) % 100
+    padding = torch.ones_like(ids)
+    padding[1, 9:] = 0
+    logits = {}
+    for attn in ("sdpa", attention.NAME):
+        model = load_base(str(tmp_path), Device("cpu", torch.float32, ""), attn=attn)
+        logits[attn] = model(input_ids=ids, attention_mask=padding, use_cache=False).logits
+    ours, theirs = (part[padding.bool()] for part in logits.values())
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken"), [(torch.bfloat16, attention.NAME), (torch.float32, "sdpa")]
+)
+def test_it_is_chosen_where_a_cpu_computes_in_bf16(model_dir, dtype, taken):
+    model = load_base(str(model_dir), Device("cpu", dtype, ""), attn="auto")
+    assert model.config._attn_implementation == taken
+    named = load_base(str(model_dir), Device("cpu", dtype, ""), attn="sdpa")
+    assert named.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
+def test_what_it_does_not_do_is_one_line(option):
+    q, k, v = inputs(torch.float32, 2, 2)
+    mask = attention_mask(SEGMENTS, torch.float32)
+    with pytest.raises(UsageError, match="use --attn eager"):
+        attention._for_transformers(torch.nn.Module(), q, k, v, mask, **option)

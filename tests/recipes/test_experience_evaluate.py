@@ -1,0 +1,342 @@
+"""Lessons that change what a model gets right: found, kept, measured; and libraries in use."""
+
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from scripted_model import Model, operations, plan, write_problems
+from scripted_server import ScriptedServer, refuse
+
+from recipes.experience import evaluate, train
+from recipes.experience.roles import GENERATORS
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, parse
+from rlm.data.experiences import load_experiences
+from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
+
+GROSS = 144
+LESSON = "One gross is {} pieces: multiply the number of gross by {}."
+
+
+def gross_problems(count: int, start: int = 3) -> list[dict[str, str]]:
+    return [
+        {
+            "id": f"gross_{n}",
+            "question": f"A crate holds {n} gross of pens. How many pens is that?",
+            "answer": str(n * GROSS),
+        }
+        for n in range(start, start + count)
+    ]
+
+
+class Clerk(Model):
+    """Takes a gross for a dozen, two times out of three, unless a lesson in the prompt says more.
+
+    It learns what it reads: from a comparison the factor of an attempt that is marked as right,
+    without marks that of the most attempts, from a single attempt or from none an empty phrase.
+    """
+
+    def factor(self, prompt: str, seed: int) -> int:
+        lesson = re.search(LESSON.format(r"(\d+)", r"\d+"), prompt)
+        return int(lesson[1]) if lesson else GROSS if seed % 3 == 0 else 12
+
+    def count(self, prompt: str) -> int:
+        return int(re.search(r"holds (\d+) gross", prompt)[1])
+
+    def scaffold(self, prompt, seed):
+        return json.dumps(plan(self.count(prompt), 1, f"held * {self.factor(prompt, seed)}"))
+
+    def answer(self, prompt, seed):
+        factor = int(re.search(r"held \* (\d+)", prompt)[1])
+        return f"Final answer: {self.count(prompt) * factor}"
+
+    def fusion(self, prompt, seed):
+        rules = re.findall(r"held \* (\d+)", prompt)
+        return json.dumps(plan(self.count(prompt), 1, f"held * {rules[seed % len(rules)]}"))
+
+    def generator_extraction(self, prompt, seed):
+        listing = prompt.partition("Your library")[0]
+        attempts = re.findall(r"Attempt \d+(.*?)\nPlan: .*?held \* (\d+)", listing)
+        right = [factor for verdict, factor in attempts if "right" in verdict]
+        factors = [factor for _, factor in attempts]
+        if len(attempts) == 1:
+            lesson = "Read the problem twice and calculate with care."
+        else:
+            factor = right[0] if right else max(factors, key=factors.count)
+            lesson = LESSON.format(factor, factor)
+        return operations(
+            {"action": "add", "content": lesson, "category": "problem_solving"},
+            {"action": "add", "content": f"So it is {self.count(prompt) * GROSS}."},
+        )
+
+    def critic_extraction(self, prompt, seed):
+        lesson = "Prefer the rule that most proposals share."
+        return operations({"action": "add", "content": lesson, "category": "fusion_strategy"})
+
+    def solve(self, prompt, seed):
+        return f"Final answer: {self.count(prompt) * self.factor(prompt, seed)}"
+
+
+@pytest.fixture(scope="module")
+def practised(tmp_path_factory):
+    """A server whose model can learn one thing, and a whole run of it."""
+    path = tmp_path_factory.mktemp("clerk")
+    with ScriptedServer(Clerk()) as server:
+        price = {"prompt": 100.0, "completion": 1000.0}
+        entry = {"base_url": server.url, "model": "m", "price": price, "backoff": 0.001}
+        roles = (*GENERATORS, "critic")
+        (path / "api.json").write_text(json.dumps(dict.fromkeys(roles, entry)))
+        data = write_problems(path / "practice.jsonl", gross_problems(8))
+        write_problems(path / "unseen.jsonl", gross_problems(24, start=50))
+        # With this seed the first group that differs has one right attempt, for each generator.
+        options = ("--seed", 5, "--library-dir", path / "lib")
+        assert run(path, train, "all", "--dataset", data, *options) == 0
+        yield path, server
+
+
+def run(path, module, *arguments) -> int:
+    config = {train: train.TrainConfig}.get(module) or evaluate.EvaluateConfig
+    where = ["--api-config", path / "api.json", "--run-dir", path / "run"]
+    with pytest.raises(SystemExit) as exit:
+        run_main(module.main, config, argv=[str(word) for word in (*arguments, *where)])
+    return exit.value.code or 0
+
+
+def library(path, name="generator_1"):
+    return path / "lib" / f"{name}_experiences.json"
+
+
+def evaluation(path) -> dict[str, dict]:
+    rows = json.loads((path / "run" / "evaluation.json").read_text())["rows"]
+    return {row["library"]: row for row in rows}
+
+
+def test_the_loop_finds_and_keeps_the_lesson_that_matters(practised):
+    path, _ = practised
+    for name in GENERATORS:
+        (item,) = json.loads(library(path, name).read_text())
+        assert item["content"] == LESSON.format(GROSS, GROSS)
+        # Every attempt since then was right.
+        assert item["success_count"] == item["usage_count"] > 0
+        rows = [json.loads(line) for line in (path / "run" / f"{name}_rollouts.jsonl").open()]
+        taught = [row["problem_id"] for row in rows].index(item["source_problem"])
+        assert all(r["is_correct"] for row in rows[taught + 1 :] for r in row["rollouts"])
+        refused = [d["reason"] for d in rows[taught]["extraction"]["operations"] if not d["kept"]]
+        assert refused == ["too_many"]
+
+
+def test_the_evaluation_shows_it_with_an_interval(practised, capsys):
+    path, server = practised
+    data = ("--dataset", path / "unseen.jsonl", "--library", library(path))
+    server.requests.clear()
+    assert run(path, evaluate, *data) == 0
+    rows = evaluation(path)
+    none, learned = rows["no library"], rows["generator_1_experiences"]
+    assert (none["lessons"], learned["lessons"]) == (0, 1)
+    assert none["problems"] == learned["problems"] == 24
+    assert learned["mean"] == 1.0
+    # A third is right by chance: 96 answers of 24 problems.
+    right = [body["seed"] % 3 == 0 for body in asked(server) if "Lessons" not in body["prompt"]]
+    assert len(right) == 96
+    assert none["mean"] == pytest.approx(sum(right) / 96)
+    low, high = none["interval"]
+    assert low < none["mean"] < high < 0.6
+    points, low, high = learned["difference"]
+    assert points == pytest.approx(100 * (1 - none["mean"]))
+    assert 40 < low < points < high
+    # 10 tokens read and 5 written for each of 96 replies, for 0.0001 and 0.001 each.
+    assert none["cost"] == pytest.approx(96 * 0.006)
+    assert (none["tokens_read"], none["tokens_written"]) == (960, 480)
+    table = (path / "run" / "evaluation.md").read_text()
+    assert "| generator_1_experiences | 1 | 24 | 100.0 (100.0 to 100.0) | +" in table
+    assert table.strip() in capsys.readouterr().out
+    # The same seeds in both arms, and nothing is paid twice.
+    seeds = [{b["seed"] for b in asked(server) if ("Lessons" in b["prompt"]) is w} for w in (0, 1)]
+    assert seeds[0] == seeds[1]
+    before = len(server.requests)
+    assert run(path, evaluate, *data) == 0
+    assert len(server.requests) == before
+    assert evaluation(path) == rows
+
+
+def asked(server) -> list[dict]:
+    bodies = server.asked("chat/completions")
+    return [body | {"prompt": body["messages"][-1]["content"]} for body in bodies]
+
+
+def test_the_ablations_learn_from_the_same_practice(practised):
+    path, server = practised
+    server.requests.clear()
+    data = ("--dataset", path / "unseen.jsonl", "--library", library(path), "--ablations")
+    assert run(path, evaluate, *data, "--samples", 2) == 0
+    rows = evaluation(path)
+    names = [
+        "no library",
+        "generator_1_experiences",
+        "no comparison",
+        "no gold",
+        "written directly",
+    ]
+    assert list(rows) == names
+    assert rows["generator_1_experiences"]["mean"] == 1.0
+    assert rows["no gold"]["mean"] == 0.0  # it believes the majority: a dozen
+    for name in ("no comparison", "written directly"):
+        assert rows[name]["lessons"] == 1
+        assert rows[name]["difference"] == [0.0, 0.0, 0.0]  # the same seeds, an empty phrase
+    learning = [b["prompt"] for b in asked(server) if "holds 5" not in b["prompt"]]
+    for prompt in learning:
+        if "Right answer: (unknown)" in prompt:
+            assert "(right" not in prompt
+            assert "(wrong" not in prompt
+            assert "r_ans" not in prompt
+    files = sorted(f.parent.name for f in (path / "run/ablations").glob("*/*_experiences.json"))
+    assert files == ["no_comparison", "no_gold", "written_directly"]
+
+
+def test_problems_of_the_practice_are_refused(practised, capsys):
+    path, _ = practised
+    data = ("--dataset", path / "practice.jsonl", "--library", library(path))
+    assert run(path, evaluate, *data) == 2
+    assert "8 of 8 problems" in capsys.readouterr().err
+    assert run(path, evaluate, "--library", library(path)) == 2  # the run's own data set
+    assert "were practised on" in capsys.readouterr().err
+
+
+def test_problems_that_another_generator_practised_on_are_refused(tmp_path):
+    """The libraries of all three are evaluated, whoever answers."""
+    data = write_problems(tmp_path / "unseen.jsonl", gross_problems(3))
+    row = {"problem_text": gross_problems(3)[1]["question"]}
+    (tmp_path / "generator_2_rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    config = evaluate.EvaluateConfig(dataset=str(data), run_dir=tmp_path, role="generator_1")
+    with pytest.raises(UsageError, match="1 of 3 problems"):
+        evaluate.unseen_problems(config)
+
+
+def test_two_libraries_of_one_name_are_refused(practised, tmp_path, capsys):
+    path, _ = practised
+    other = tmp_path / library(path).name
+    other.write_text("[]")
+    assert run(path, evaluate, "--library", f"{library(path)},{other}") == 2
+    said = capsys.readouterr().err
+    assert str(library(path)) in said
+    assert str(other) in said
+
+
+def test_ctrl_c_sends_no_queued_request():
+    asked = []
+
+    def ask(stage, seed, **values):
+        asked.append(seed)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+
+    actor = SimpleNamespace(role=SimpleNamespace(client=SimpleNamespace(concurrency=1)), ask=ask)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.answer_all(actor, [Problem("p", "?", "1")], [], samples=20)
+    assert len(asked) < 5  # those that were begun meanwhile
+
+
+def test_an_empty_library_costs_nothing_more(practised):
+    path, server = practised
+    (path / "empty.json").write_text("[]")
+    server.requests.clear()
+    data = ("--dataset", path / "unseen.jsonl", "--library", path / "empty.json")
+    assert run(path, evaluate, *data, "--seed", 7, "--max-problems", 3) == 0
+    assert len(asked(server)) == 12
+    row = evaluation(path)["empty"]
+    assert (row["lessons"], row["difference"]) == (0, [0.0, 0.0, 0.0])
+
+
+def test_a_failed_call_leaves_its_problem_out_of_every_row(practised, capsys):
+    path, server = practised
+    server.script(refuse(400, "too long"))
+    data = ("--dataset", path / "unseen.jsonl", "--library", library(path))
+    assert run(path, evaluate, *data, "--seed", 8, "--max-problems", 4) == 0
+    assert {row["problems"] for row in evaluation(path).values()} == {3}
+    assert re.search(r"gross_5\d: no reply: .*400 .*too long", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("reply", ["no lesson comes to mind", '{"operations": 3}'])
+def test_an_ablation_that_learns_nothing_says_why(practised, capsys, monkeypatch, reply):
+    path, _ = practised
+    for name in ("generator_extraction", "direct_lessons"):
+        monkeypatch.setattr(Clerk, name, lambda self, prompt, seed: reply)
+    data = ("--dataset", path / "unseen.jsonl", "--library", library(path), "--ablations")
+    assert run(path, evaluate, *data, "--seed", 9, "--samples", 1, "--max-problems", 2) == 0
+    said = capsys.readouterr().out
+    for kind in ("no comparison", "no gold"):
+        assert re.search(rf"{kind}: no lesson from gross_\d+: (no_json|schema): ", said)
+    assert re.search(r"written directly: no lessons: (no_json|schema): ", said)
+    assert evaluation(path)["no gold"]["lessons"] == 0
+
+
+def test_without_a_run_or_a_library_it_says_what_to_do(tmp_path, practised, capsys):
+    path, _ = practised
+    (tmp_path / "api.json").write_text((path / "api.json").read_text())
+    assert run(tmp_path, evaluate, "--library", library(path)) == 2
+    assert "give a --dataset" in capsys.readouterr().err
+    assert run(tmp_path, evaluate, "--library", tmp_path / "none.json") == 2
+    assert "cannot read the library" in capsys.readouterr().err
+    assert run(tmp_path, evaluate, "--ablations") == 2
+    assert "train generator 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--samples=0", "--max-problems=0", "--max-tokens=0", "--temperature=-1", "--max-cost=-1",
+        "--role=critic", "--temperature=nan",
+    ],
+)  # fmt: skip
+def test_flags_that_make_no_sense(argument):
+    with pytest.raises(UsageError):
+        parse(evaluate.EvaluateConfig, [argument])
+
+
+def test_the_other_aime_is_what_a_run_on_one_is_measured_on():
+    assert evaluate.OTHER_SET == {"aime2024": "aime2025", "aime2025": "aime2024"}
+
+
+# --- what becomes of rollouts and lessons ---------------------------------------------------
+
+
+def test_correct_rollouts_are_sft_data(practised):
+    path, _ = practised
+    file = path / "run" / "generator_1_rollouts.jsonl"
+    rows = [json.loads(line) for line in file.open()]
+    right = [(row, r) for row in rows for r in row["rollouts"] if r["is_correct"]]
+    # "Final answer: …" is all this model says: nothing to learn from.
+    with pytest.raises(UsageError, match="holds no problems"):
+        load_problems(f"rollouts:{file}", "train")
+    for number, (_, r) in enumerate(right):
+        thought = r["solution"].replace("Final", f"144 a gross ({number}).\n\n**Final")
+        r["solution"] = thought if number % 2 else f"<think>As {number}.</think>{thought}"
+    copy = path / "rollouts.jsonl"
+    copy.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = [load_problems(f"rollouts:{copy}", split) for split in ("train", "validation")]
+    found = {problem.id: problem for problems in splits for problem in problems}
+    assert len(found) == len(right)
+    assert not {p.question for p in splits[0]} & {p.question for p in splits[1]}
+    for number, (row, r) in enumerate(right):
+        problem = found[f"{row['problem_id']}-generator_1-{r['rollout_id']}"]
+        assert (problem.question, problem.answer) == (row["problem_text"], row["ground_truth"])
+        assert problem.solution == (f"144 a gross ({number})." if number % 2 else f"As {number}.")
+
+
+@pytest.mark.parametrize("row", ["{", "{}", '{"rollouts": [{}]}', '{"rollouts": 3}'])
+def test_what_is_no_rollouts_file_is_refused(tmp_path, row):
+    file = tmp_path / "x.jsonl"
+    file.write_text(row + "\n")
+    with pytest.raises(UsageError, match="line 1"):
+        load_problems(f"rollouts:{file}", "train")
+    with pytest.raises(UsageError, match="name the file"):
+        load_problems("rollouts", "train")
+
+
+def test_the_library_reads_as_lessons(practised):
+    path, _ = practised
+    assert load_experiences(library(path)) == (LESSON.format(GROSS, GROSS),)

@@ -1,0 +1,218 @@
+"""Graphs: what is read from a completion, in which order agents run, what is a leak."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.orchestrator.cold_start import written_graph
+from recipes.orchestrator.graph import REASONS, Agent, Graph, Invalid, agent_id, read_graph
+from recipes.orchestrator.prompts import HAND_WRITTEN, agent_input, orchestrator_prompt
+from recipes.orchestrator.reward import leaks_answer, similarity
+from rlm.data.problem import Problem
+from rlm.grading.numbers import numbers_in
+
+A, B, C = (
+    {"id": agent_id(i), "type": "llm", "system_prompt": text}
+    for i, text in enumerate(("solve", "check", "decide"))
+)
+
+
+def written(*agents, **more):
+    return json.dumps({"agents": list(agents), **more})
+
+
+GOOD = written(A, B)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        f"  {GOOD}\n",
+        f"```json\n{GOOD}\n```",
+        f"```\n{GOOD}```",
+        f"Here you are:\n{GOOD}",
+        f"I use {{A}} and {{}} first. ```json\n{GOOD}\n```",
+        f"An open {{ brace, then ```json {GOOD} ```",
+        json.dumps(json.loads(GOOD), indent=2),
+        written(A, B, edges=[["agentA", "agentB"]]),
+    ],
+)
+def test_a_graph_is_found_wherever_it_stands(text):
+    graph = read_graph(text)
+    assert isinstance(graph, Graph), graph
+    assert graph.prompts == ["solve", "check"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "write {x} and {{y}} and }",
+        'say "done" \\ then stop',
+        "```json\n{}\n``` is the format",
+        "two\nlines",
+        "żółć 👍 <|im_end|>",
+    ],
+)
+def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
+    for text in (written(A | {"system_prompt": prompt}, B), Graph.chain(prompt, "check").text()):
+        graph = read_graph(f"```json\n{text}\n```")
+        assert isinstance(graph, Graph), graph
+        assert graph.prompts == [prompt, "check"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no_json"),
+        ("two agents, please", "no_json"),
+        ('["agents"]', "no_json"),
+        (GOOD[:-1], "bad_json"),
+        (GOOD[:40], "bad_json"),
+        (GOOD.replace('"', "'"), "bad_json"),
+        (GOOD.replace("solve", "so\nlve"), "bad_json"),
+        (GOOD.replace('"solve"', "NaN"), "bad_json"),
+        (GOOD.replace('{"agents"', '{"agents": [], "agents"'), "bad_json"),
+        ('{"agents": ' * 100_000, "bad_json"),
+        ("{" + "[" * 100_000, "bad_json"),
+        (f"{GOOD} I hope that helps", "trailing_text"),
+        (f"```json\n{GOOD}\n```\nDone.", "trailing_text"),
+        (f"{GOOD} {GOOD}", "trailing_text"),
+        ("{}", "schema"),
+        (written(), "schema"),
+        (written(A), "schema"),
+        (written(A, B, C), "schema"),
+        (written(B, A), "schema"),
+        (written(A, A), "schema"),
+        (written(A, B | {"id": "agentC"}), "schema"),
+        (written(A, B | {"id": 2}), "schema"),
+        (written(A, B | {"type": "tool"}), "schema"),
+        (written(A, B | {"system_prompt": ""}), "schema"),
+        (written(A, B | {"system_prompt": " \n "}), "schema"),
+        (written(A, B | {"system_prompt": None}), "schema"),
+        (written(A, B | {"system_prompt": "\ud800"}), "schema"),
+        (written(A, B | {"\ud800": 1}), "schema"),
+        (written(A, B | {"temperature": 1}), "schema"),
+        (written(A, B, final="agentB"), "schema"),
+        (written(A, {"id": "agentB", "type": "llm"}), "schema"),
+        (written(A, B, edges=[["agentA", "agentB", "agentB"]]), "schema"),
+        (written(A, B, edges=[]), "schema"),  # both would end it
+        (written(A, B, edges=[["agentA", "agentC"]]), "unknown_node"),
+        (written(A, B, edges=[["agentA", "agentB"], ["agentB", "agentA"]]), "cycle"),
+        (written(A, B, edges=[["agentA", "agentB"], ["agentB", "agentB"]]), "cycle"),
+    ],
+)
+def test_what_is_no_graph_has_a_reason(text, reason):
+    found = read_graph(text)
+    assert isinstance(found, Invalid), found
+    assert found.reason == reason
+    json.dumps(found.detail).encode()
+    found.detail.encode()  # it is written to a UTF-8 file
+
+
+@given(st.one_of(st.text(), st.text(alphabet='{}[]",:`\\ agentsAB\n')))
+def test_reading_never_raises(text):
+    for candidate in (text, GOOD[: len(text) % len(GOOD)] + text):
+        found = read_graph(candidate)
+        assert isinstance(found, Graph) or found.reason in REASONS
+
+
+def test_more_agents_when_they_are_allowed():
+    assert isinstance(read_graph(written(A, B, C), max_agents=3), Graph)
+    assert isinstance(read_graph(GOOD, max_agents=3), Graph)
+    assert read_graph(written(A), max_agents=3).reason == "schema"
+
+
+def test_a_chain_runs_in_order_and_edges_run_side_by_side():
+    def names(levels):
+        return [[agent.id for agent in level] for level in levels]
+
+    chain = read_graph(written(A, B, C), max_agents=3)
+    assert names(chain.levels()) == [["agentA"], ["agentB"], ["agentC"]]
+    assert chain.inputs() == {"agentA": [], "agentB": ["agentA"], "agentC": ["agentB"]}
+    assert chain.last == "agentC"
+    edges = [["agentC", "agentB"], ["agentA", "agentB"]]
+    joined = read_graph(written(A, B, C, edges=edges), max_agents=3)
+    assert names(joined.levels()) == [["agentA", "agentC"], ["agentB"]]
+    assert joined.inputs()["agentB"] == ["agentA", "agentC"]
+    assert joined.last == "agentB"
+
+
+def test_text_and_reading_are_inverse():
+    rng = random.Random(0)
+    graphs = [written_graph(rng, max_agents=4) for _ in range(200)]
+    assert [read_graph(graph.text(), max_agents=4) for graph in graphs] == graphs
+    assert {len(graph.agents) for graph in graphs} == {2, 3, 4}
+    assert any(graph.edges for graph in graphs)
+    assert read_graph(HAND_WRITTEN.text()) == HAND_WRITTEN
+
+
+def test_the_shape_in_the_prompt_is_the_one_that_is_read():
+    for most in (2, 3):
+        prompt = orchestrator_prompt(most)
+        shape = prompt[prompt.index('{"agents') :]
+        assert isinstance(read_graph(shape, most), Graph)
+
+
+def test_an_agent_sees_the_problem_and_the_drafts():
+    assert agent_input("1 + 1?", {}) == "1 + 1?"
+    text = agent_input("1 + 1?", {"agentA": "two", "agentC": "2"})
+    assert text == "PROBLEM: 1 + 1?\n\nDRAFT of agentA: two\n\nDRAFT of agentC: 2"
+
+
+# --- leaks and diversity ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("the answer is 17.", [17]),
+        ("1,080 or 1080.0", [1080]),
+        ("-5 and 2.50$", [2.5, 5]),
+        ("5,12", [5, 12]),
+        ("step2, agent3, v1", []),
+        ("the 2nd and 33rd", []),
+        ("17kg", [17]),
+        ("3/4 or .5", [0.5, 0.75, 3, 4]),
+        ("1.5e3 of 2e", [2, 1500]),
+        ("is...42, _17_ or v1.5", [17, 42]),
+        ("42e190", [42]),
+        ("", []),
+    ],
+)
+def test_numbers_that_stand_alone(text, found):
+    assert sorted(map(float, numbers_in(text))) == found
+
+
+@pytest.mark.parametrize(
+    ("prompts", "question", "answer", "leak"),
+    [
+        (("Say [17].", "check"), "5 + 12?", "17", True),
+        (("solve", "It is 17.0"), "5 + 12?", "17", True),
+        (("solve", "It is 1,080"), "500 + 580?", "1080", True),
+        (("solve", "It is 5"), "5 + 12?", "17", False),
+        (("solve", "It is 117"), "5 + 12?", "17", False),
+        (("solve", "Use 12"), "5 + 7 or 12?", "12", False),  # the problem says it itself
+        (("solve", "owe 3"), "2 - 5?", "-3", True),
+        (("solve", "It is 3/4"), "6 of 8?", "3/4", True),
+        (("solve", "Say 1.602e-19"), "of an electron?", "1.602e-19", True),
+        (("solve", "Take 4 parts"), "3/4 of 20 in parts?", "4", False),
+    ],
+)
+def test_the_gold_in_a_prompt_is_a_leak(prompts, question, answer, leak):
+    assert leaks_answer(Graph.chain(*prompts), Problem("p", question, answer)) is leak
+
+
+def test_similarity_by_hand():
+    one, two, three = Graph.chain("a", "b"), Graph.chain("a", "c"), Graph.chain("d", "e")
+    assert similarity([one, one]) == 1
+    assert similarity([one, two]) == pytest.approx(1 / 3)  # {a} of {a, b, c}
+    assert similarity([one, two, three]) == pytest.approx(1 / 9)
+    assert similarity([one]) == similarity([]) == 0
+
+
+def test_a_chain_of_one_is_a_single_agent():
+    assert Graph.chain("x").agents == [Agent(id="agentA", type="llm", system_prompt="x")]

@@ -1,0 +1,846 @@
+"""The orchestrator is trained on a tiny model whose tokenizer knows the graph's skeleton by heart.
+
+A graph is then six tokens, so cold start, GRPO, evaluation and asking take seconds.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import json
+import random
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from scripted_sampler import ScriptedSampler
+from scripted_server import ScriptedServer
+
+from recipes.orchestrator import ask, cold_start, evaluate
+from recipes.orchestrator import train as recipe
+from recipes.orchestrator.agents import AgentModel, LocalAgents, choose_agents
+from recipes.orchestrator.config import Config
+from recipes.orchestrator.graph import Graph, Invalid, read_graph
+from recipes.orchestrator.orchestrator import OpenRun
+from recipes.orchestrator.prompts import orchestrator_prompt
+from recipes.orchestrator.reward import Outcome, try_graphs
+from recipes.orchestrator.runner import Reply, Runner
+from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
+from rlm.api_client import Price
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError, parse
+from rlm.data.problem import Problem
+from rlm.evaluation.evaluate import majority_score
+from rlm.grading.answers import Verdict
+from rlm.model.adapters import new_adapter
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.export import save_adapter
+from rlm.model.hardware import Device, Setup
+from rlm.sampling import SamplingParams
+from rlm.training.state import TrainingState
+
+ROOT = Path(__file__).parents[2]
+SEEDS = ROOT.parent / "shared" / "seeds"
+CPU = Device("cpu", torch.float32, "test")
+WORDS = ("red", "blue", "green", "gold")
+SKELETON = Graph.chain("solve", "WORD").text().replace("solve", "|").replace("WORD", "|").split("|")
+PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
+
+
+def toy_graph(rng, max_agents=2):
+    return Graph.chain("solve", rng.choice(WORDS))
+
+
+class Scripted:
+    """Right if the second prompt holds the word; `text` is what the first one says."""
+
+    def __init__(self, text="draft", word="gold"):
+        self.text, self.word, self.batches = text, word, 0
+
+    def reply(self, calls):
+        self.batches += 1
+        return [Reply(self._say(call), 1, 1) for call in calls]
+
+    def _say(self, call):
+        if "DRAFT" not in call.text:
+            return self.text
+        one, two = re.match(r"PROBLEM: (\d+) \+ (\d+)", call.text).groups()
+        return f"[{int(one) + int(two)}]" if self.word in call.system_prompt else "[0]"
+
+    def release(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
+    path = tmp_path_factory.mktemp("orchestrator_base")
+    tokenizer = byte_tokenizer()
+    instruction = orchestrator_prompt().partition("{")[0].strip()
+    tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # or no adapter could make it sure of anything
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def options(base, tmp_path, name="run", **more):
+    defaults = {
+        "model": str(base),
+        "sft_adapter": None,
+        "steps": 3,
+        "batch_size": 4,
+        "group_size": 4,
+        "max_new_tokens": 12,
+        "learning_rate": 3e-3,
+        "kl_weight": 0.05,
+        "warmup_steps": 0,
+        "lr_schedule": "constant",
+        "lora_r": 8,
+        "eval_every": 0,
+        "eval_samples": 4,
+        "sample_every": 0,
+        "save_every": 1,
+        "agent_adapter": None,
+        "agent_max_tokens": 6,
+        "run_dir": tmp_path / name,
+    }
+    return Config(**defaults | more)
+
+
+@pytest.fixture(scope="module")
+def start(base, tmp_path_factory):
+    """The cold start, once."""
+    path = tmp_path_factory.mktemp("start") / "adapter"
+    config = options(base, path, sft_adapter=path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold_start, "written_graph", toy_graph)
+        patch.setattr(cold_start, "PEAK_RATE", 2e-2)
+        cold_start.make_start_adapter(config, (PROBLEMS * 5)[:160])
+    return path
+
+
+def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
+    trainer = OrchestratorTrainer(config, agents or Scripted(), device=CPU)
+    logs, summary = fit(trainer, problems, validation, test)
+    return trainer, logs, summary
+
+
+def metrics(config):
+    return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+
+
+def test_a_cold_start_teaches_the_format(base, start, tmp_path):
+    config = options(base, tmp_path, sft_adapter=start)
+    trainer = OrchestratorTrainer(config, Scripted(), device=CPU)
+    params = SamplingParams(12, temperature=1.0)
+    prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
+    groups = trainer.sampler.sample(prompts, 16, params, range(4))
+    texts = [trainer.tokenizer.decode(c.token_ids[:-1]) for group in groups for c in group]
+    graphs = [read_graph(text) for text in texts]
+    valid = [graph for graph in graphs if isinstance(graph, Graph)]
+    assert len(valid) > 0.9 * len(graphs)
+    words = [graph.prompts[1] for graph in valid]
+    assert set(words) >= set(WORDS)
+    # At temperature 1 a token that nobody taught may be drawn, too.
+    assert sum(word in WORDS for word in words) > 0.9 * len(words)
+    run = json.loads((start / "run.json").read_text())
+    assert run["stage"] == "orchestrator_start"
+    assert run["examples"] == 640
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
+def test_the_word_that_helps_is_learned(base, start, tmp_path, seed):
+    config = options(
+        base, tmp_path, sft_adapter=start, steps=12, group_size=8, seed=seed,
+        lr_schedule="linear", save_every=0,
+    )  # fmt: skip
+    _, logs, summary = train(config, test=PROBLEMS[:8])
+    rewards = [row["reward_mean"] for row in logs]
+    assert sum(rewards[:2]) / 2 < 0.6
+    assert sum(rewards[-3:]) / 3 > 0.9
+    assert sum(row["valid_json_rate"] for row in logs[-3:]) / 3 > 0.9
+    assert summary["test"] == {"correct": 8, "total": 8, "accuracy": 1.0}
+
+
+def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
+    """Same rewards, other texts of the first agent: the same adapter."""
+    adapters = []
+    for i, text in enumerate(("a", "a much longer draft " * 20)):
+        config = options(base, tmp_path, f"run{i}", sft_adapter=start, steps=2)
+        adapters.append(train(config, Scripted(text))[0].adapter)
+    for name, tensor in adapters[0].items():
+        assert torch.equal(tensor, adapters[1][name]), name
+
+
+def test_two_levels_are_two_batches_a_step(base, start, tmp_path):
+    agents = Scripted()
+    train(options(base, tmp_path, sft_adapter=start, steps=3, group_size=8), agents)
+    assert agents.batches <= 2 * 3  # less where the cache knows all replies of a level
+    assert agents.batches > 3
+
+
+def test_invalid_graphs_are_trained_against(base, start, tmp_path):
+    """A model that writes no graph at all gets zeros, not an error; a group keeps its size."""
+    config = options(base, tmp_path, sft_adapter=None, steps=1)
+    _, logs, _ = train(config)
+    assert logs[0]["valid_json_rate"] == 0
+    assert logs[0]["reward_mean"] == 0
+    rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
+    assert [len(row["graphs"]) for row in rows] == [4] * 4
+    assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
+
+
+GOOD, BAD = (Graph.chain("solve", word).text() for word in ("gold", "red"))
+
+
+class Writes(ScriptedSampler):
+    """An orchestrator that writes what the test says: by problem, the graphs of its group."""
+
+    exact = True
+
+
+def watched(base, tmp_path, script, **more):
+    """One step with these completions: the trainer, its log, and the advantages by problem."""
+    found = {}
+
+    class Watched(OrchestratorTrainer):
+        def log(self, metrics, groups, advantages):
+            pairs = zip(groups, advantages.tolist(), strict=True)
+            found.update({group.problem.question: row for group, row in pairs})
+            super().log(metrics, groups, advantages)
+
+    size = len(next(iter(script.values())))
+    more = {"steps": 1, "batch_size": len(script), "group_size": size} | more
+    trainer = Watched(options(base, tmp_path, **more), Scripted(), device=CPU)
+    trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
+    logs, _ = fit(trainer, [p for p in PROBLEMS if p.question in script], (), ())
+    rows = [json.loads(line) for line in (trainer.run.path / "rollouts.jsonl").open()]
+    return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rows}
+
+
+def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
+    """Unreadable graphs stay in their groups, each group with another number of them."""
+    script = {
+        "20 + 400?": [GOOD, "{", BAD],
+        "21 + 441?": ["{", BAD, "{"],
+        "22 + 484?": [BAD, BAD, GOOD],
+    }
+    trainer, log, advantages, written = watched(base, tmp_path, script, sft_adapter=start)
+    rewards = {"20 + 400?": [1, 0, 0], "21 + 441?": [0, 0, 0], "22 + 484?": [0, 0, 1]}
+    assert {q: [graph["reward"] for graph in graphs] for q, graphs in written.items()} == rewards
+    assert [graph["verdict"] for graph in written["21 + 441?"]] == ["bad_json", "wrong", "bad_json"]
+    # 2/3 and −1/3 by a standard deviation of 1/√3 (and 10⁻⁴).
+    right, wrong = (share / (3**-0.5 + 1e-4) for share in (2 / 3, -1 / 3))
+    assert advantages["20 + 400?"] == pytest.approx([right, wrong, wrong], abs=1e-5)
+    assert advantages["21 + 441?"] == [0, 0, 0]
+    assert advantages["22 + 484?"] == pytest.approx([wrong, wrong, right], abs=1e-5)
+    # Of 9 graphs 6 are valid, of two kinds; their agents write a token each. An end token counts.
+    length = len(trainer.tokenizer.encode(GOOD)) + 1
+    assert log["tokens_per_problem"] == pytest.approx((6 * length + 3 * 2 + 6 * 2) / 9)
+    assert log["valid_json_rate"] == pytest.approx(6 / 9)
+    assert log["distinct_graphs"] == pytest.approx(2 / 6)
+    assert log["reward_mean"] == pytest.approx(2 / 9)
+    assert trainer.runner.agents.batches == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "reward"),
+    [({}, 0.0), ({"zero_leaks": False}, 1.0), ({"format_reward": 0.25}, 0.25)],
+    ids=str,
+)
+def test_what_a_leak_earns_is_an_option(base, start, tmp_path, more, reward):
+    leaking = Graph.chain("solve", "gold, 420").text()  # 20 + 400
+    script = {"20 + 400?": [leaking, "{"]}
+    more = {"sft_adapter": start, "max_new_tokens": 24} | more
+    _, log, _, written = watched(base, tmp_path, script, **more)
+    assert [graph["reward"] for graph in written["20 + 400?"]] == [reward, 0.0]
+    assert log["answer_leak_rate"] == 0.5
+
+
+@pytest.mark.parametrize("zero_leaks", [True, False])
+def test_the_best_adapter_is_not_the_one_that_leaks_most(
+    base, start, tmp_path, monkeypatch, zero_leaks
+):
+    """What is validated, and tested in the end, is what the reward asks for."""
+    config = options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks)
+    trainer = OrchestratorTrainer(config, Scripted(), device=CPU)
+    graph, right = Graph.chain("solve", "gold, 420"), Verdict(True, "correct", "420")
+    outcomes = [Outcome(graph, None, right, leak) for leak in (True, False, True)]
+    monkeypatch.setattr(trainer, "greedy_outcomes", lambda *_: outcomes)
+    assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
+
+
+def test_three_agents_are_an_option(base, tmp_path):
+    three = Graph.chain("solve", "red", "gold").text()
+    more = {"max_agents": 3, "max_new_tokens": 200, "lora_r": 2}
+    trainer, *_, written = watched(base, tmp_path, {"20 + 400?": [three, "{"]}, **more)
+    assert written["20 + 400?"][0]["reward"] == 1
+    assert trainer.runner.agents.batches == 3
+
+
+def test_agents_behind_a_server(base, start, tmp_path):
+    """What the options say of agents is what the server is asked."""
+    with ScriptedServer(lambda body: "[420]") as server:
+        config = options(
+            base, tmp_path, sft_adapter=start, steps=1, agent_url=server.url, agent_model="theirs",
+            agent_temperature=0.5, agent_max_tokens=7,
+        )  # fmt: skip
+        agents = choose_agents(config)
+        assert str(agents) == f"theirs at {server.url}"
+        train(config, agents, problems=PROBLEMS[:4])
+        bodies = server.asked("chat/completions")
+    rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
+    graphs = [graph for row in rows for graph in row["graphs"] if graph["graph"]]
+    assert len(bodies) == 2 * len(graphs) > 0
+    asked = [{body[name] for body in bodies} for name in ("model", "temperature", "max_tokens")]
+    assert asked == [{"theirs"}, {0.5}, {7}]
+    assert len({body["seed"] for body in bodies}) == len(bodies)
+    for row in rows:
+        expected = float(row["answer"] == "420")
+        assert {g["reward"] for g in row["graphs"] if g["graph"]} == {expected}
+
+
+def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, capsys):
+    config = options(base, tmp_path, sft_adapter=start)
+
+    class Down(Scripted):
+        def reply(self, calls):
+            return [Reply("", error="out of order") for _ in calls]
+
+    class Broken(Scripted):
+        def reply(self, calls):
+            raise ZeroDivisionError
+
+    trainer = OrchestratorTrainer(config, Down(), device=CPU)
+    outcomes = trainer.greedy_outcomes(PROBLEMS[:4])
+    failed = sum(outcome.run is not None for outcome in outcomes)
+    assert failed
+    assert not any(outcome.correct for outcome in outcomes)
+    said = f"{failed} problems count as unsolved: the agents' server failed"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ZeroDivisionError):
+        train(options(base, tmp_path, "broken", sft_adapter=start), Broken(), PROBLEMS[:4])
+
+
+def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
+    config = options(base, tmp_path, sft_adapter=start, eval_every=2)
+    _, logs, _ = train(config, validation=PROBLEMS[:4])
+    assert {file.name for file in config.run_dir.iterdir()} == {
+        "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "rollouts.jsonl",
+        "curves.png", "checkpoints", "adapters_lora", "summary.json", ".lock",
+    }  # fmt: skip
+    rows = list(csv.DictReader((config.run_dir / "train_logs.csv").open()))
+    assert list(rows[0]) == list(LOGS)
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert float(rows[1]["reward_mean"]) == logs[1]["reward_mean"]
+    assert (rows[0]["val_acc"], logs[0]["val_acc"]) == ("", None)
+    assert float(rows[1]["val_acc"]) == logs[1]["val_acc"]
+    for row in logs:
+        assert row["loss"] == pytest.approx(row["policy_loss"] + row["kl_penalty"])
+    assert logs[0]["kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert logs[2]["kl_penalty"] > 0
+    said = capsys.readouterr().out
+    lines = re.findall(r"^  reward_mean .*", said, re.M)
+    assert len(lines) == 3
+    for name in ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc"):
+        assert all(re.search(rf"\b{name} [-\d.]+", line) for line in lines), name
+    rollout = json.loads((config.run_dir / "rollouts.jsonl").open().readline())
+    assert {"step", "problem", "question", "answer", "graphs"} == set(rollout)
+    ran = next(g for g in rollout["graphs"] if g["graph"])
+    assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
+
+
+def test_equal_seeds_give_equal_logs(base, start, tmp_path):
+    logs = []
+    for i, seed in enumerate((5, 5, 6)):
+        config = options(base, tmp_path, f"run{i}", sft_adapter=start, seed=seed)
+        train(config)
+        logs.append((config.run_dir / "train_logs.csv").read_text())
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
+    more = {"sft_adapter": start, "steps": 6, "eval_every": 2, "kl_target": 1e-3}
+    whole = options(base, tmp_path, "whole", **more)
+    train(whole, validation=PROBLEMS[:4])
+
+    class Killed(Scripted):
+        def reply(self, calls):
+            if self.batches == 8:  # a first validation, then two batches a step or less
+                raise KeyboardInterrupt
+            return super().reply(calls)
+
+    parts = options(base, tmp_path, "parts", **more)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, Killed(), validation=PROBLEMS[:4])
+    assert 1 < len(metrics(parts)) < 6
+    with (parts.run_dir / "rollouts.jsonl").open("a") as stream:
+        stream.write('{"step": 99}\n{"torn')  # what a kill can leave
+    resumed = options(base, tmp_path, "parts", resume=True, **more)
+    train(resumed, validation=PROBLEMS[:4])
+    for name in ("train_logs.csv", "rollouts.jsonl", "samples.jsonl"):
+        assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
+    expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    weights = [row["loss/kl_weight"] for row in metrics(whole)]
+    assert len(set(weights)) == 6  # and a changing weight of the KL term is carried over
+
+
+# --- the KL term --------------------------------------------------------------------------------
+
+
+def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
+    """Pushed away from the reference, without any reward, the policy returns: the right sign."""
+    config = options(
+        base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0, learning_rate=1e-3
+    )  # a larger rate overshoots, and the last digits decide
+    config.lr_schedule = "linear"
+    trainer = OrchestratorTrainer(config, Scripted(word="never"), device=CPU)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in trainer.adapter.values():
+            tensor += 0.03 * torch.randn_like(tensor)
+    fit(trainer, PROBLEMS, (), ())
+    kl = [row["loss/kl"] for row in metrics(config)]
+    assert kl[0] > 0.01
+    assert kl[-1] < kl[0] / 2
+    assert all(row["reward/mean"] == 0 for row in metrics(config))
+
+
+def test_without_a_start_adapter_the_reference_is_the_bare_model(base, tmp_path):
+    config = options(base, tmp_path, steps=2, kl_weight=1.0)
+    trainer, logs, _ = train(config)
+    assert "reference" not in trainer.policy.peft_config
+    assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_adapted_kl_weight_by_hand():
+    state = TrainingState(None, None, "", kl_weight=0.1)
+    state.adapt_kl_weight(0.5, None)
+    assert state.kl_weight == 0.1
+    state.adapt_kl_weight(0.11, 0.1)  # 10 % above: + 1 %
+    assert state.kl_weight == pytest.approx(0.101)
+    state.adapt_kl_weight(9.0, 0.1)  # far above: + 2 % and no more
+    assert state.kl_weight == pytest.approx(0.101 * 1.02)
+    state.adapt_kl_weight(0.0, 0.1)
+    assert state.kl_weight == pytest.approx(0.101 * 1.02 * 0.98)
+
+
+# --- who the agents are -------------------------------------------------------------------------
+
+
+def a_solver(base, path):
+    """An adapter for the agents that says something else than the bare model."""
+    policy = new_adapter(load_base(str(base), CPU), r=4, alpha=8)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            if "lora_B" in name:
+                tensor.normal_(0, 0.3)
+    save_adapter(policy, load_tokenizer(str(base)), path, {})
+    return path
+
+
+def hashes(model, part):
+    return {
+        name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+        for name, tensor in model.named_parameters()
+        if part(name)
+    }
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, in_fp32):
+    """They say what a model of their own would say, take no second copy, and never change."""
+    adapter = a_solver(base, tmp_path / "solver") if with_adapter else None
+    config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)
+    agents = AgentModel(str(base), adapter)
+    shared = OrchestratorTrainer(config, agents, device=CPU)
+    assert shared.runner.agents._sampler is shared.sampler
+    apart = OrchestratorTrainer(
+        options(base, tmp_path, "apart", sft_adapter=start),
+        # Another name for the same directory: nothing tells that it is the same.
+        dataclasses.replace(agents, name=f"{base}/."),
+        device=CPU,
+    )
+    assert apart.runner.agents._sampler is not apart.sampler
+    frozen = hashes(shared.policy, lambda name: ".default." not in name)
+    asked = (["1 + 1?", "2 + 3?"], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
+    before = [run.trace() for run in shared.runner.run(*asked)]
+    assert before == [run.trace() for run in apart.runner.run(*asked)]
+    fit(shared, PROBLEMS, (), ())
+    assert hashes(shared.policy, lambda name: ".default." not in name).items() >= frozen.items()
+    shared.runner._cache.clear()
+    assert [run.trace() for run in shared.runner.run(*asked)] == before
+    saved = load_file(config.output / "adapter_model.safetensors")
+    assert not any("agent" in name for name in saved)
+    if with_adapter:
+        bare = OrchestratorTrainer(
+            options(base, tmp_path, "bare", sft_adapter=start), AgentModel(str(base)), device=CPU
+        )
+        assert [run.trace() for run in bare.runner.run(*asked)] != before
+
+
+def test_an_adapter_of_another_base_is_refused(base, start, tmp_path):
+    solver = a_solver(base, tmp_path / "solver")
+    (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
+    with pytest.raises(UsageError, match="other weights"):
+        OrchestratorTrainer(
+            options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver), device=CPU
+        )
+
+
+def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
+    solver = a_solver(base, tmp_path / "solver")
+    for wanted in (False, True):
+        config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
+        policy = OrchestratorTrainer(config, AgentModel(str(base), solver), device=CPU).policy
+        layers = policy.get_base_model().get_decoder().layers
+        assert {layer.training for layer in layers} == {wanted}
+        assert not any(m.training for m in policy.modules() if m not in set(layers))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "dora"])
+def test_an_agents_adapter_that_cannot_be_worn_is_one_line(base, start, tmp_path, damage):
+    solver = a_solver(base, tmp_path / "solver")
+    if damage == "truncated":
+        file = solver / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        config = LoraConfig(r=2, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+        get_peft_model(load_base(str(base), CPU), config).save_pretrained(solver)
+    said = "does not fit" if damage == "truncated" else "more than plain LoRA"
+    with pytest.raises(UsageError, match=said):
+        OrchestratorTrainer(
+            options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver), device=CPU
+        )
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+def test_a_config_touches_no_disk_and_has_the_published_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.steps, config.batch_problems, config.trajectories_per_problem = 7, 3, 5
+    config.run_root = "elsewhere"
+    config.val_rows, config.lr, config.kl_coef = 9, 1e-3, 0.2
+    config.orchestrator_id, config.agent_model_id = "a", "b"
+    assert (config.batch_size, config.group_size, config.eval_samples) == (3, 5, 9)
+    assert (config.model, config.agent_model, config.kl_weight) == ("a", "b", 0.2)
+    assert config.output == Path("elsewhere/adapters_lora")
+    assert dataclasses.replace(config).output == config.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_published_flags():
+    config = parse(
+        Config,
+        [
+            "--steps",
+            "9",
+            "--batch-problems",
+            "8",
+            "--trajectories",
+            "6",
+            "--lr",
+            "1e-3",
+            "--seed",
+            "7",
+            "--run-dir",
+            "d",
+            "--kl-coef",
+            "0.3",
+            "--orchestrator-model",
+            "a",
+            "--agent-model",
+            "b",
+        ],
+    )
+    assert (config.steps, config.batch_size, config.group_size, config.seed) == (9, 8, 6, 7)
+    assert (config.learning_rate, config.kl_weight) == (1e-3, 0.3)
+    assert (config.model, config.agent_model) == ("a", "b")
+    assert config.output == Path("d/adapters_lora")
+    small = parse(Config, ["--debug", "--steps", "50"])
+    assert (small.steps, small.batch_size, small.group_size, small.eval_every) == (5, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--max-agents 1", "at least 2"),
+        ("--max-agents 27", "at most 26"),
+        ("--agent-url http://x", "--agent-model"),
+        ("--agent-key KEY", "--agent-url"),
+        ("--agent-temperature -1", "at least 0"),
+        ("--agent-max-tokens 0", "at least 1"),
+        ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
+        ("--trajectories 1", "--group-size"),
+        ("--doctor", "--doctor is train_grpo.py's"),
+        ("--reward nope.py:f", "--reward is train_grpo.py's"),
+        ("--reasoning-format simple", "--reasoning-format is train_grpo.py's"),
+    ],
+)
+def test_contradictions_are_one_line(typed, message):
+    with pytest.raises(UsageError, match=message):
+        parse(Config, typed.split())
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+def run(module, cls, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        run_main(module.main, cls, argv=[str(argument) for argument in arguments])
+    return exit.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """`python -m recipes.orchestrator.train`, the cold start included, agents on the same base."""
+    path = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold_start, "written_graph", toy_graph)
+        patch.setattr(cold_start, "PEAK_RATE", 2e-2)
+        code = run(
+            recipe, Config, "--orchestrator-model", base, "--dataset", "word-problems:1",
+            "--sft-adapter", path / "start", "--start-questions", 160, "--lora-r", 8,
+            "--steps", 2, "--batch-problems", 2, "--trajectories", 2, "--max-new-tokens", 12,
+            "--agent-max-tokens", 6, "--eval-samples", 2, "--test-samples", 2,
+            "--agent-adapter", a_solver(base, path / "solver"), "--run-dir", path / "run",
+        )  # fmt: skip
+    assert code == 0
+    return path
+
+
+def test_the_command_makes_the_start_adapter_and_goes_on_from_it(finished):
+    assert (finished / "start" / "adapter_model.safetensors").exists()
+    summary = json.loads((finished / "run" / "summary.json").read_text())
+    assert summary["start_adapter"] == str(finished / "start")
+    assert summary["test"]["total"] == 2
+    config = json.loads((finished / "run" / "config.json").read_text())
+    assert config["agent_adapter"] == str(finished / "solver")
+    assert not list(finished.glob(".*"))
+
+
+def test_a_default_agent_adapter_that_is_missing_is_said(
+    base, start, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    common = ["--orchestrator-model", base, "--dataset", "word-problems:1", "--sft-adapter", start,
+              "--debug", "--steps", 1, "--max-new-tokens", 12, "--agent-max-tokens", 6,
+              "--eval-samples", 2, "--test-samples", 0]  # fmt: skip
+    assert run(recipe, Config, *common) == 0
+    assert "the agents are the bare model" in capsys.readouterr().out
+    config = json.loads((tmp_path / "runs" / "orchestrator" / "config.json").read_text())
+    assert config["agent_adapter"] is None
+    assert run(recipe, Config, *common, "--agent-adapter", "nowhere") == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_the_table_has_every_row(finished, capsys):
+    assert run(
+        evaluate, evaluate.EvaluateConfig, "--run", finished / "run", "--max-samples", 3,
+        "--read-price", 1, "--written-price", 2, "--output", finished / "evaluation",
+    ) == 0  # fmt: skip
+    result = json.loads((finished / "evaluation" / "evaluation.json").read_text())
+    rows = result["rows"]
+    assert list(rows)[:6] == [
+        "single agent", "asked twice", "two agents, by hand",
+        "orchestrator, bare model", "orchestrator, untrained", "orchestrator, trained",
+    ]  # fmt: skip
+    assert re.fullmatch(r"single agent, vote of \d+", list(rows)[6])
+    assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
+    assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
+    assert rows["orchestrator, trained"]["orchestrator"] == 6
+    assert rows["single agent"]["against_single"]["points"] == 0
+    assert 0 < rows["single agent"]["written"] <= 12  # the length of two replies
+    single = rows["single agent"]
+    expected = (single["read"] * 1 + single["written"] * 2) / 1000
+    assert single["cost_of_1000"] == pytest.approx(expected)
+    traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
+    assert {trace["row"] for trace in traces} == set(rows)
+    out = capsys.readouterr().out
+    assert "asked twice" in out
+
+
+def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    arguments = ("--run", finished / "run", "--output", tmp_path / "taken")
+    assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: --output {tmp_path / 'taken'} cannot be written")
+    assert said.out == ""
+
+
+def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, monkeypatch):
+    reply, batches = LocalAgents.reply, []
+
+    def lose_the_first(self, calls):  # of the single agent, greedy
+        replies = reply(self, calls)
+        batches.append(calls)
+        return replies if batches[1:] else [Reply("", error="down"), *replies[1:]]
+
+    monkeypatch.setattr(LocalAgents, "reply", lose_the_first)
+    arguments = ("--run", finished / "run", "--max-samples", 3, "--output", finished / "failures")
+    assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 0
+    said = json.loads((finished / "failures" / "evaluation.json").read_text())
+    assert said["left_out"] == 1
+    assert {row["accuracy"]["n"] for row in said["rows"].values()} == {2}
+    assert said["rows"]["single agent"]["failed"] == 1
+    assert said["rows"]["orchestrator, trained"]["failed"] == 0
+    assert "1 of 3 problems are left out of all rows" in capsys.readouterr().out
+    traces = [json.loads(line) for line in (finished / "failures" / "traces.jsonl").open()]
+    assert sum(trace["verdict"] == "agent_failed" for trace in traces) == 1
+
+
+def test_rows_need_a_problem_that_all_have_a_verdict_on():
+    def row(*verdicts):
+        judged = [SimpleNamespace(judged=verdict) for verdict in verdicts]
+        return evaluate.Row([[outcome] for outcome in judged])
+
+    rows = {"a": row(True, False, True), "b": row(True, True, False)}
+    assert [len(row.groups) for row in evaluate.judged_in_all(rows).values()] == [1, 1]
+    with pytest.raises(UsageError, match="a call failed on every problem"):
+        evaluate.judged_in_all({"a": row(True, False), "b": row(False, True)})
+
+
+def test_a_row_that_solves_more_than_the_single_agent_is_ahead_of_it():
+    def row(*solved):
+        return evaluate.Row([[SimpleNamespace(correct=right, run=None)] for right in solved])
+
+    single, better = row(True, False, False, False), row(True, True, True, False)
+    gain = better.figures(single, Price())["against_single"]
+    assert gain["points"] == 50
+    assert 0 <= gain["low"] <= 50 <= gain["high"] <= 100
+    assert single.figures(better, Price())["against_single"]["points"] == -50
+
+
+def test_a_vote_by_hand():
+    def vote(*texts):
+        problem = Problem("p", "how many?", "18")
+        runner = Runner(Says(texts), 9, temperature=1.0)
+        graphs = [Graph.chain("solve")] * len(texts)
+        outcomes = try_graphs(runner, [problem] * len(texts), graphs)
+        return majority_score([outcome.verdict for outcome in outcomes])
+
+    class Says:
+        def __init__(self, texts):
+            self.texts = texts
+
+        def reply(self, calls):
+            return [Reply(text) for text in self.texts]
+
+        def release(self):
+            pass
+
+    assert vote("[18]", "18.0", "[7]") == 1.0  # equal numbers are one
+    assert vote("[7]", "[7]", "[18]") == 0.0
+    assert vote("[7]", "[18]") == 0.5  # a tie, broken at random
+    assert vote("no idea", "none", "[18]") == 1.0  # who says nothing does not vote
+    assert vote("no idea", "none") == 0.0
+
+
+def test_asking_shows_graph_texts_and_answer(finished, capsys):
+    question = "Tom has 3 pens and buys 4. How many has he?"
+    assert run(ask, ask.AskConfig, question, "--run", finished / "run") == 0
+    out = capsys.readouterr().out
+    assert "agentA, told: solve" in out
+    assert re.search(r"agentB, told: (red|blue|green|gold)", out)
+    assert "answer: " in out
+
+
+def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys, monkeypatch):
+    assert run(ask, ask.AskConfig, "1?", "--run", tmp_path) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert run(ask, ask.AskConfig) == 2
+    assert "ask something" in capsys.readouterr().err
+    none = Invalid("bad_json", "cut off")
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.read_graph", lambda text, most: none)
+    assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
+    output = capsys.readouterr()
+    assert output.out.count("no valid graph (bad_json: cut off)") == 2
+    assert "error: no valid graph in 2 tries" in output.err
+
+
+def test_a_finished_run_is_opened_in_three_states(finished):
+    opened = OpenRun.open(finished / "run")
+    assert set(opened.policy.peft_config) == {"default", "start", "agent"}
+    assert isinstance(opened.runner.agents, LocalAgents)
+    start = finished / "start"
+    assert opened.config.sft_adapter == start
+    start.rename(finished / "away")
+    try:
+        with pytest.raises(UsageError, match="what the run began with"):
+            OpenRun.open(finished / "run")
+    finally:
+        (finished / "away").rename(start)
+    (written,) = opened.write(["1 + 2?"])
+    assert isinstance(written.graph, Graph)
+    assert len(written.completion.logprobs) == len(written.completion.token_ids) > 0
+
+
+# --- the published Python block -----------------------------------------------------------------
+
+
+def blocks():
+    """Where the block stands: this recipe's README, and the description itself if it is here."""
+    found = {"README": (ROOT / "recipes" / "orchestrator" / "README.md").read_text()}
+    found |= {file.stem: file.read_text() for file in SEEDS.glob("000_*.txt")}
+    return {name: re.search(r"```python\n(.*?)```", text, re.S)[1] for name, text in found.items()}
+
+
+@pytest.mark.parametrize("source", blocks())
+def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
+    """Changed only in where names come from and in model ids (and sizes, to be quick)."""
+    for split, count in (("train", 30), ("test", 3)):
+        rows = ({"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(count))
+        (tmp_path / f"gsm8k_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def small_config():
+        config = Config()
+        config.run_root, config.val_rows = tmp_path / "run", 3
+        config.orch_max_tokens, config.agent_max_tokens, config.val_every = 6, 4, 0
+        return config
+
+    names = {name: getattr(recipe, name) for name in (
+        "load_tokenizers", "make_lora_orchestrator", "load_agent_model", "run_grpo_training",
+    )}  # fmt: skip
+    names |= {"Config": small_config, "load_gsm8k": partial(recipe.load_gsm8k, path=tmp_path)}
+    # Without an id it is the model that suits the machine.
+    setup = Setup(str(base), "gsm8k", "none", "test")
+    monkeypatch.setattr("rlm.model.hardware.default_setup", lambda: setup)
+    code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
+    code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))
+    code = re.sub(r"cfg\.steps = \d+", "cfg.steps = 2", code)
+    exec(code, names)
+    assert [row["step"] for row in names["logs"]] == [0, 1]
+    assert set(names["logs"][0]) == set(LOGS)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["seed"], config["batch_size"], config["group_size"]) == (42, 4, 4)
+    assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test"]["total"] == 3
+
+
+def test_the_readme_imports_what_it_uses():
+    code = blocks()["README"]
+    exec(code[: code.index("cfg =")], {})
+
+
+def test_a_graph_generator_is_seeded():
+    first, second = (
+        [cold_start.written_graph(random.Random(7)).text() for _ in range(3)] for _ in range(2)
+    )
+    assert first == second

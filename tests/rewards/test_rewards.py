@@ -1,0 +1,509 @@
+"""The reward seam: what users write, adapted once."""
+
+import asyncio
+import math
+import sys
+import threading
+import time
+
+import pytest
+
+from rlm.cli.options import UsageError
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
+from rlm.rewards import (
+    CombinedReward,
+    CorrectnessReward,
+    FormatReward,
+    GSM8KReward,
+    MathReward,
+    ReasoningQualityReward,
+    RewardFunction,
+    TruncationPenalty,
+)
+from rlm.rewards.scorer import as_scorer, load_reward
+
+PROBLEMS = [Problem("a", "1 + 1?", "2", columns={"level": 1}), Problem("b", "2 + 3?", "5")]
+RIGHT = FORMATS["deepseek"].completion("so", "2")
+GROUPS = [[RIGHT, RIGHT.replace("2", "3")], ["5", FORMATS["deepseek"].completion("so", "5")]]
+
+
+def test_correctness_is_strict_and_counts_reasons():
+    scores = as_scorer(CorrectnessReward())(PROBLEMS, GROUPS)
+    assert scores.rewards == [[1.0, 0.0], [0.0, 1.0]]
+    assert scores.metrics == {
+        "reason/correct": 0.5, "reason/wrong": 0.25, "reason/no_reasoning": 0.25,
+    }  # fmt: skip
+    again = as_scorer(CorrectnessReward())(PROBLEMS, GROUPS)
+    assert again.metrics == scores.metrics
+
+
+def test_other_tags_are_another_format():
+    simple = FORMATS["simple"].completion("so", "2")
+    scorer = as_scorer(CorrectnessReward(), reasoning_format="simple")
+    assert scorer(PROBLEMS[:1], [[simple, RIGHT]]).rewards == [[1.0, 0.0]]
+
+
+def test_a_plain_function_has_trls_contract():
+    seen = {}
+
+    def reward(prompts, completions, answer, **columns):
+        seen.update(prompts=prompts, completions=completions, answer=answer, **columns)
+        return [0.0, None, math.nan, 1.0]
+
+    assert as_scorer(reward)(PROBLEMS, GROUPS).rewards == [[0.0, None], [None, 1.0]]
+    assert seen == {
+        "prompts": ["1 + 1?"] * 2 + ["2 + 3?"] * 2,
+        "completions": [text for group in GROUPS for text in group],
+        "answer": ["2", "2", "5", "5"],
+        "level": [1, 1, None, None],
+    }
+
+
+def test_a_function_gets_only_what_it_takes():
+    assert as_scorer(lambda completions: [float(len(c)) for c in completions])(
+        PROBLEMS[:1], [["a", "bb"]]
+    ).rewards == [[1.0, 2.0]]
+
+
+def test_a_reward_class_needs_only_call():
+    class MyReward(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            return 1.0 if reference_answer in completion else 0.0
+
+    assert as_scorer(MyReward())(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_wrong_number_of_rewards_is_a_mistake():
+    with pytest.raises(ValueError, match="1 rewards for 4"):
+        as_scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
+
+
+# --- the rewards of the package -----------------------------------------------------------------
+
+
+def block(reasoning, answer, tag="think"):
+    return f"<{tag}>{reasoning}</{tag}><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (block("x", "18"), 1.0),  # 1 + 0.1, at most 1
+        (block("x", "$18.00"), 1.0),
+        (block("x", "1,080"), 0.1),
+        (block("x", "19"), 0.4),  # close, in the format
+        (block("x", "20"), 0.1),
+        ("<answer>18</answer>", 1.0),
+        ("<answer>17</answer>", 0.3),
+        ("<think>x</think>#### 18", 1.0),
+        ("she has 18", 0.0),  # a number that ends a text is no answer
+        ("<think>18", 0.0),
+        (block("18", ""), 0.0),
+        (block("x", "17, 18"), 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gsm8k_reward(text, expected):
+    assert GSM8KReward()(text, "18") == pytest.approx(expected)
+
+
+def test_gsm8k_reward_reads_thousands():
+    assert GSM8KReward()("<think>x</think>#### 1,080", "1080") == 1.0
+    assert GSM8KReward()("<think>x</think>#### 1,080", "1") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "expected"),
+    [
+        (block("x", "0.33333"), "1/3", 1.0),
+        (block("x", "0.3"), "1/3", 0.5),
+        (block("x", "0.9"), "1/3", 0.0),
+        (block("x", "100001"), "100000", 1.0),  # relative to a large number
+        (block("x", "100100"), "100000", 0.0),
+        (r"<think>x</think>\boxed{\frac{1}{3}}", "1/3", 1.0),
+        ("about 0.3333", "1/3", 0.0),
+    ],
+)
+def test_math_reward(text, gold, expected):
+    assert MathReward()(text, gold) == expected
+
+
+@pytest.mark.parametrize("name", ["deepseek", "simple"])
+def test_format_reward(name):
+    tags, reward = FORMATS[name], FormatReward()
+    worth = {
+        tags.completion("so", "5"): 0.2,
+        f"<{tags.reasoning_tag}>so</{tags.reasoning_tag}> and then": 0.1,
+        "<answer>5</answer>": 0.1,
+        f"<answer>5</answer><{tags.reasoning_tag}>so</{tags.reasoning_tag}>": 0.1,  # wrong order
+        tags.completion("so", "5") * 2: 0.0,
+        tags.completion("", "5"): 0.1,
+        "5": 0.0,
+    }
+    assert {text: reward(text, "5", reasoning_format=name) for text in worth} == worth
+    assert FormatReward(format_reward=1.0)(tags.completion("so", "5"), "5", reasoning_format=name)
+
+
+def test_reasoning_quality_reward_counts_different_things_once():
+    reward = ReasoningQualityReward()
+    assert reward("<answer>5</answer>", "5") == 0.0
+    assert reward("<think>5</think>", "5") == 0.0
+    words = "Tom has two apples and he buys three more at the shop"
+    assert reward(f"<think>{words}</think>", "5") == pytest.approx(0.1)
+    assert reward(f"<think>{'so ' * 500}</think>", "5") == pytest.approx(0.05)
+    full = f"1. {words}\n2. therefore it is five, because 2 + 3 = 5"
+    assert reward(f"<think>{full}</think>", "5") == pytest.approx(0.3)
+    russian = "Шаг 1: сначала 2\nШаг 2: поэтому 5"
+    assert reward(f"<think>{russian}</think>", "5") == pytest.approx(0.2)
+
+
+def test_truncation_penalty():
+    assert TruncationPenalty()("x", "5", is_truncated=True) == -1.0
+    assert TruncationPenalty(penalty=-0.5)("x", "5", is_truncated=False) == 0.0
+    scorer = as_scorer(TruncationPenalty())
+    assert scorer(PROBLEMS[:1], [["a", "b"]], [[True, False]]).rewards == [[-1.0, 0.0]]
+
+
+def test_a_combined_reward_is_the_weighted_mean():
+    """The three of the quick start, called one by one and through the seam."""
+    parts = [FormatReward(weight=1.0), ReasoningQualityReward(weight=0.5), GSM8KReward(weight=2.0)]
+    combined = CombinedReward(parts)
+    assert combined.get_component_rewards(RIGHT, "2") == {
+        "FormatReward": 0.2, "ReasoningQualityReward": 0.05, "GSM8KReward": 1.0,
+    }  # fmt: skip
+    expected = (1.0 * 0.2 + 0.5 * 0.05 + 2.0 * 1.0) / 3.5
+    assert combined(RIGHT, "2") == pytest.approx(expected)
+    total = CombinedReward(parts, normalize=False)
+    assert total(RIGHT, "2") == pytest.approx(2.225)
+    scores = as_scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])
+    assert scores.rewards == [[pytest.approx(expected), 0.0]]
+    assert scores.metrics == pytest.approx(
+        {
+            "reward/FormatReward": 0.1,
+            "reward/ReasoningQualityReward": 0.025,
+            "reward/GSM8KReward": 0.5,
+        }
+    )
+
+
+def test_parts_without_a_verdict_leave_the_mean():
+    class Silent(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            return None
+
+    def longer(prompts, completions, answer):
+        return [float(len(c) > 3) for c in completions]
+
+    assert CombinedReward([Silent(), FormatReward()])(RIGHT, "2") == pytest.approx(0.2)
+    assert CombinedReward([Silent()])(RIGHT, "2") is None
+
+    combined = CombinedReward([longer, longer, FormatReward(weight=2)])
+    assert combined(RIGHT, "2", question="1 + 1?") == pytest.approx((1 + 1 + 0.4) / 4)
+    assert list(combined.parts) == ["longer", "longer_2", "FormatReward"]
+    with pytest.raises(ValueError, match="at least one"):
+        CombinedReward([])
+    with pytest.raises(ValueError, match="weights"):
+        CombinedReward([FormatReward(weight=0)])
+
+
+def test_a_penalty_alone_never_becomes_a_reward():
+    """Divided by weights that add up to less than nothing it would change its sign."""
+
+    class Silent(RewardFunction):
+        weight = 2.0
+
+        def __call__(self, completion, reference_answer, **columns):
+            return None
+
+    class Unsure(Silent):
+        def __call__(self, completion, reference_answer, **columns):
+            return math.nan
+
+    class Penalty(RewardFunction):
+        weight = -1.0
+
+        def __call__(self, completion, reference_answer, **columns):
+            return 1.0
+
+    for other in (Silent(), Unsure()):
+        combined = CombinedReward([other, Penalty()])
+        assert combined(RIGHT, "2") is None
+        assert combined.figures() == {"reward/Penalty": 1.0}
+        assert CombinedReward([other, Penalty()], normalize=False)(RIGHT, "2") == -1
+
+
+ANSWER_REWARDS = [CorrectnessReward, GSM8KReward, MathReward]
+GOLDS = [str(n) for n in range(0, 400, 7)] + ["1,080", "-3", "1/2"]
+
+
+@pytest.mark.parametrize("reward", ANSWER_REWARDS, ids=lambda r: r.__name__)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        block("x", ""),
+        block("x", " ".join(map(str, range(401)))),
+        block("x", " or ".join(map(str, range(401)))),
+        r"\boxed{0, 1, 2, 3}",
+        "<think>" + " ".join(map(str, range(401))),
+        "The number of the question",
+        "x" * 100_000,
+        block("9^9^9^9", "9^{9^{9^{9}}}"),
+    ],
+    ids=lambda t: t[:20],
+)
+def test_no_constant_text_is_worth_anything(reward, text):
+    """What guesses all, says nothing, or stalls, is worth no more than the format's bonus."""
+    worth = [reward()(text, gold) for gold in GOLDS]
+    assert max(worth) <= (0.1 if reward is GSM8KReward else 0.0)
+
+
+@pytest.mark.parametrize("reward", ANSWER_REWARDS, ids=lambda r: r.__name__)
+def test_a_constant_answer_is_right_as_often_as_that_gold(reward):
+    full = [reward()(block("x", "7"), gold) >= 0.9 for gold in GOLDS]
+    assert sum(full) == 1
+
+
+@pytest.mark.parametrize("reward", ANSWER_REWARDS, ids=lambda r: r.__name__)
+def test_the_right_answer_is_worth_the_most(reward):
+    for gold in GOLDS:
+        right = reward()(block("so", gold), gold)
+        assert right == 1.0
+        assert reward()(block("so", "123456"), gold) < right
+
+
+# --- other answers than numbers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold", "text", "strict", "lenient"),
+    [
+        ("choice", "B", block("x", "B"), 1, 1),
+        ("choice", "B", block("x", "(b)"), 1, 1),
+        ("choice", "B", block("x", "B) Paris"), 1, 1),
+        ("choice", "B", block("x", "**Option B**"), 1, 1),
+        ("choice", "B", block("x", "B) Hepatitis B"), 1, 1),
+        ("choice", "B", block("x", "B. Plan A"), 1, 1),
+        ("choice", "B", block("x", "B, C"), 0, 0),
+        ("choice", "B", block("x", "B. C"), 0, 0),
+        ("choice", "B", block("x", "B. or option C"), 0, 0),
+        ("choice", "B", block("x", "B) or else C"), 0, 0),
+        ("choice", "B", block("x", "B) unless C"), 0, 0),
+        ("choice", "B", block("x", "B. or maybe C"), 0, 0),
+        ("choice", "B", block("x", "B. It could also be C"), 0, 0),
+        ("choice", "B", block("x", "B) x, C"), 0, 0),
+        ("choice", "B", block("x", "B) Paris\nC"), 0, 0),
+        ("choice", "B", block("x", "B or C"), 0, 0),
+        ("choice", "B", block("x", "B) or C)"), 0, 0),
+        ("choice", "B", block("x", "A, B, C, D"), 0, 0),
+        ("choice", "B", block("x", "Because"), 0, 0),
+        ("choice", "B", block("B", ""), 0, 0),
+        ("choice", "B", "<think>x</think>The answer is B.", 0, 1),
+        ("choice", "B", r"<think>x</think>\boxed{\text{B}}", 0, 1),
+        ("choice", "B", "<think>x</think>C", 0, 0),
+        ("choice", "B", "<think>B", 0, 0),
+        ("text", "Paris", block("x", " paris. "), 1, 1),
+        ("text", "Paris", block("x", "Paris or Rome"), 0, 0),
+        ("text", "The Eiffel Tower", block("x", "the  eiffel tower"), 1, 1),
+        ("text", "Paris", "<think>x</think>So the answer is Paris.", 0, 1),
+        ("text", "Paris", block("x", ""), 0, 0),
+    ],
+)
+def test_choices_and_texts(kind, gold, text, strict, lenient):
+    problem = Problem("a", "?", gold, answer_type=kind)
+    assert as_scorer(CorrectnessReward())([problem], [[text]]).rewards == [[float(strict)]]
+    from rlm.grading.answers import grade
+
+    assert grade(text, gold, strict=False, kind=kind).correct == bool(lenient)
+
+
+# --- a bad reward costs its own rollout ----------------------------------------------------------
+
+
+class Moody(RewardFunction):
+    """Fails in one way on one text, and is right about all others."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __call__(self, completion, reference_answer, **columns):
+        return self.how() if completion == "bad" else 1.0
+
+
+def divide():
+    return 1 / 0
+
+
+def hang():
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (divide, "ZeroDivisionError"),
+        (hang, "no answer in 0.2 seconds"),
+        (lambda: math.inf, "infinite"),
+        (lambda: 10**400, "no number"),
+        (lambda: sys.exit("bye"), "SystemExit: bye"),
+        (lambda: "1.x", "no number"),
+        (lambda: math.nan, ""),
+        (lambda: None, ""),
+    ],
+    ids=["raises", "hangs", "infinite", "large", "exits", "text", "nan", "none"],
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
+    def reward(completions):
+        return [how() if text == "bad" else 1.0 for text in completions]
+
+    seconds = 0.2 if how is hang else 30.0
+    scorer = as_scorer(reward if plain else Moody(how), time_limit=seconds)
+    scores = scorer(PROBLEMS, [["good", "bad"], ["good", "good"]])
+    assert scores.rewards == [[1.0, None], [1.0, 1.0]]
+    assert scores.metrics.get("reward/failed", 0) == (0.25 if message else 0)
+    assert message in capsys.readouterr().out
+
+
+def test_an_async_call_that_exits_costs_its_own_rollout_too():
+    class Leaving(RewardFunction):
+        async def __call__(self, completion, reference_answer, **columns):
+            await asyncio.sleep(0)
+            return sys.exit("bye") if completion == "bad" else 1.0
+
+    scores = as_scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
+    assert scores.rewards == [[1.0, None], [1.0, 1.0]]
+
+
+def test_calls_that_all_hang_do_not_add_up(capsys):
+    asked = []
+
+    def hang_too():
+        asked.append("bad")
+        hang()
+
+    scorer = as_scorer(Moody(hang_too), time_limit=0.2)
+    rewards = scorer(PROBLEMS, [["good"] + ["bad"] * 50, ["bad"] * 51]).rewards
+    assert len(asked) == 3  # the time limits that a step waits for
+    assert rewards[0][:2] == [1.0, None]
+    assert capsys.readouterr().out.count("warning") == 2
+
+
+def test_a_reward_that_never_works_ends_the_run():
+    with pytest.raises(UsageError, match="every completion: ZeroDivisionError"):
+        as_scorer(Moody(divide))(PROBLEMS, [["bad"], ["bad"]])
+    scorer = as_scorer(Moody(divide))
+    scorer(PROBLEMS, [["good"], ["bad"]])  # it has worked: one bad step is bad luck
+    scorer(PROBLEMS, [["bad"], ["bad"]])
+    scorer(PROBLEMS, [["bad"], ["bad"]])
+    with pytest.raises(UsageError):
+        scorer(PROBLEMS, [["bad"], ["bad"]])
+
+
+def test_ctrl_c_in_a_reward_is_not_swallowed():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        as_scorer(Moody(interrupt))(PROBLEMS, [["bad"], ["good"]])
+
+
+def test_an_async_reward_waits_for_all_at_once():
+    waiting, most = 0, 0
+
+    class Judge(RewardFunction):
+        async def __call__(self, completion, reference_answer, **columns):
+            nonlocal waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            await asyncio.sleep(0.05 if completion != "slow" else 60)
+            waiting -= 1
+            return 1 / (completion != "bad")
+
+    scorer = as_scorer(Judge(), time_limit=3.0)
+    scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
+    assert scores.rewards == [[1.0, None, None], [1.0] * 3]
+    assert most == 6
+    combined = as_scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
+    assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
+
+
+def test_an_async_plain_function():
+    async def reward(completions, answer):
+        await asyncio.sleep(0)
+        return [float(a in c) for c, a in zip(completions, answer, strict=True)]
+
+    assert as_scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():
+    sizes = []
+
+    class Batch(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            return 2.0
+
+        def batch_call(self, completions, reference_answers, **columns):
+            sizes.append((len(completions), columns["level"], threading.active_count()))
+            if "bad" in completions:
+                raise ValueError
+            return [1.0] * len(completions)
+
+    scorer = as_scorer(Batch())
+    assert scorer(PROBLEMS, GROUPS).rewards == [[1.0, 1.0], [1.0, 1.0]]
+    assert sizes[0][:2] == (4, [1, 1, None, None])
+    assert scorer(PROBLEMS[:1], [["bad"]]).rewards == [[2.0]]
+    assert Moody(divide).batch_call(["good", "good"], ["1", "2"], level=[1, 2]) == [1.0, 1.0]
+
+
+def test_columns_and_extras_reach_a_reward():
+    seen = {}
+
+    class Look(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            seen.update(columns, completion=completion, answer=reference_answer)
+            return 0.0
+
+    as_scorer(Look(), reasoning_format="simple")(PROBLEMS[:1], [["x"]], [[True]])
+    assert seen == {
+        "completion": "x", "answer": "2", "question": "1 + 1?", "level": 1,
+        "answer_type": "number", "reasoning_format": "simple", "is_truncated": True,
+    }  # fmt: skip
+
+
+def test_no_rollouts_no_call():
+    assert as_scorer(Moody(divide))([], []).rewards == []
+
+
+# --- --reward FILE.py:NAME ------------------------------------------------------------------------
+
+
+def test_a_reward_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rlm.rewards import RewardFunction\n"
+        "class Mine(RewardFunction):\n"
+        "    def __call__(self, completion, reference_answer, **columns):\n"
+        "        return float('yes' in completion)\n"
+        "def short(completions):\n"
+        "    return [float(len(c) < 3) for c in completions]\n"
+        "number = 3\n"
+    )
+    for name, expected in (("Mine", [[1.0, 0.0]]), ("short", [[0.0, 1.0]])):
+        assert as_scorer(load_reward(f"{file}:{name}"))(PROBLEMS[:1], [["yes", "no"]]).rewards == (
+            expected
+        )
+    assert load_reward(None) is None
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)")
+    for spec, message in {
+        f"{file}:number": "it has Mine, short",
+        f"{file}:other": "no function or class 'other'",
+        str(file): "expected FILE.py:NAME",
+        f"{tmp_path}/none.py:f": "must exist",
+        f"{tmp_path}/broken.py:f": "ModuleNotFoundError",
+        f"{tmp_path}/script.py:f": "SystemExit",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            load_reward(spec)

@@ -1,0 +1,368 @@
+"""Checkpoints and files: complete or not there, damaged ones set aside, nothing executed."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
+from rlm.cli.options import UsageError
+from rlm.runs.atomic_files import replace_file
+from rlm.runs.directory import RunDirectory, lock
+
+
+def saved(folder, *steps, keep=9):
+    checkpoints = Checkpoints(folder)
+    for step in steps:
+        checkpoints.save(step, {"x": torch.full((4,), float(step))}, {"note": "ä"}, keep=keep)
+    return checkpoints
+
+
+def seal(folder):
+    """Make the manifest right again: what a hostile checkpoint would have."""
+    names = ("state.safetensors", "state.json")
+    manifest = {name: file_hash(folder / name) for name in names}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def flip_a_byte(folder):
+    file = folder / "state.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+def flip_a_byte_of_the_state(folder):
+    file = folder / "state.json"
+    file.write_text(file.read_text().replace("note", "nope"))
+
+
+def truncate(folder):
+    file = folder / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def truncate_and_seal(folder):
+    truncate(folder)
+    seal(folder)
+
+
+def empty_state(folder):
+    (folder / "state.json").write_text("")
+
+
+def empty_state_and_seal(folder):
+    empty_state(folder)
+    seal(folder)
+
+
+def deep_state(folder):
+    (folder / "state.json").write_text("[" * 100_000)
+    seal(folder)
+
+
+def state_without_a_step(folder):
+    (folder / "state.json").write_text("[1]")
+    seal(folder)
+
+
+def manifest_that_names_nothing(folder):
+    (folder / "manifest.json").write_text("{}")
+
+
+def manifest_that_is_a_list(folder):
+    (folder / "manifest.json").write_text('["state.json", "state.safetensors"]')
+
+
+def manifest_of_another_step(folder):
+    shutil.copy(folder.with_name("step_000001") / "manifest.json", folder)
+
+
+def copy_of_another_step(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step_000001"), folder)
+
+
+def without(name):
+    def remove(folder):
+        (folder / name).unlink()
+
+    remove.__name__ = f"without_{name}"
+    return remove
+
+
+DAMAGE = [
+    flip_a_byte, flip_a_byte_of_the_state, truncate, truncate_and_seal, empty_state,
+    empty_state_and_seal, deep_state, state_without_a_step, manifest_that_names_nothing,
+    manifest_that_is_a_list, manifest_of_another_step, copy_of_another_step,
+    without("manifest.json"), without("state.json"), without("state.safetensors"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(tmp_path, capsys, damage):
+    checkpoints = saved(tmp_path, 1, 2)
+    damage(tmp_path / "step_000002")
+    tensors, state = checkpoints.load()
+    assert (tensors["x"].tolist(), state["step"]) == ([1.0] * 4, 1)
+    assert "step_000002 is damaged and set aside: " in capsys.readouterr().out
+    assert (tmp_path / "step_000002.damaged").is_dir()
+    assert checkpoints.steps() == [1]
+    saved(tmp_path, 2)  # the run gets there again
+    assert checkpoints.load()[1]["step"] == 2
+
+
+def test_all_damaged_is_none_and_nothing_is_deleted(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip_a_byte(tmp_path / f"step_{step:06d}")
+    assert checkpoints.load() is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_000001.damaged",
+        "step_000002.damaged",
+    ]
+    saved(tmp_path, 2)
+    flip_a_byte(tmp_path / "step_000002")
+    assert checkpoints.load() is None
+    assert (tmp_path / "step_000002.damaged2").is_dir()
+
+
+class Evil:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (str(self.file), "w"))
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
+def test_a_pickle_is_not_executed(tmp_path, name):
+    checkpoints, proof = saved(tmp_path / "c", 1, 2), tmp_path / "executed"
+    hostile = tmp_path / "c" / "step_000002"
+    (hostile / name).write_bytes(pickle.dumps(Evil(proof)))
+    (hostile / "optimizer.pt").write_bytes(pickle.dumps(Evil(proof)))
+    seal(hostile)
+    assert checkpoints.load()[1]["step"] == 1
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(Evil(proof))).close()
+    assert proof.exists()  # else it would be no attack
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    assert saved(tmp_path, 1, 2, 3, 9, 10, keep=2).steps() == [9, 10]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000009", "step_000010"]
+
+
+def test_a_protected_checkpoint_is_kept_as_well(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2, 3)
+    checkpoints.save(4, {"x": torch.zeros(1)}, {}, keep=1, protect=2)
+    assert checkpoints.steps() == [2, 4]
+    assert checkpoints.load(at_most=3)[1]["step"] == 2
+
+
+def test_a_clock_that_jumps_back_changes_nothing(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    os.utime(tmp_path / "step_000002", (0, 0))
+    assert checkpoints.load()[1]["step"] == 2
+    checkpoints.save(3, {"x": torch.zeros(1)}, {}, keep=2)
+    assert checkpoints.steps() == [2, 3]
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path):
+    tensors = {
+        "a/b": torch.randn(3, 5).t(),  # not contiguous
+        "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "count": torch.tensor(7),
+    }
+    Checkpoints(tmp_path).save(1, tensors, {}, keep=1)
+    found, _ = Checkpoints(tmp_path).load()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].nan_to_num(9), tensor.nan_to_num(9))
+
+
+def test_other_files_in_the_directory_are_left_alone(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    for name in ("step_000007.bak", "step_x", "notes"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.steps() == [1]
+    saved(tmp_path, 2, keep=1)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "step_000002",
+        "step_000007.bak",
+        "step_x",
+        "notes",
+    }
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    replace_file(file, "old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(file, "new")
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.json"]
+    with pytest.raises(UsageError, match=r"No space left.*untouched"):
+        saved(tmp_path / "c", 1)
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_too_little_room_is_said_before(tmp_path, monkeypatch):
+    check_space("--run-dir", tmp_path, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 1, 2**20))
+    with pytest.raises(UsageError, match=r"--run-dir .*: 5 MB are needed, 1 MB are free"):
+        check_space("--run-dir", tmp_path, 5 * 2**20)
+
+
+# --- the run directory ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"step": 3, "x\xc3',  # cut in the middle of a character
+        b'\0\0\0\0\n{"step": 4}\n',  # space that was given to the file and not written
+        b"[3]\n",
+    ],
+)
+def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path, damage):
+    run = RunDirectory(tmp_path, resume=True)
+    for step in range(3):
+        run.log({"step": step, "x": float("nan") if step == 1 else 0.5})
+        run.log_samples([{"step": step, "completions": ["a\u2028b\x85c\ud7ff"]}])
+    with run.metrics_file.open("ab") as stream:
+        stream.write(damage)
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["x"] != rows[1]["x"]  # NaN
+    for line in run.metrics_file.read_bytes().splitlines()[:3]:
+        json.loads(line, parse_constant=pytest.fail)  # strict JSON: no NaN in it
+    run.truncate(2)
+    assert [row["step"] for row in run.metrics()] == [0, 1]
+    samples = run.samples_file.read_text().split("\n")
+    assert [json.loads(line)["step"] for line in samples[:-1]] == [0, 1]
+    assert json.loads(samples[1])["completions"] == ["a\u2028b\x85c\ud7ff"]
+
+
+def test_a_run_directory_is_held_until_it_is_left(tmp_path):
+    path = tmp_path / "a run ü"
+    with (
+        RunDirectory(path, resume=False),
+        pytest.raises(UsageError, match=r"process \d+ on .* tra"),
+    ):
+        RunDirectory(path, resume=True)
+    with RunDirectory(path, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
+    """Its files would be deleted or renamed: `--run-dir data`, `--run-dir .`"""
+    data = tmp_path / "mine.jsonl"
+    data.write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"--run-dir .* holds other files than those of a run"):
+        RunDirectory(tmp_path, resume=resume)
+    assert data.read_text() == "{}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "mine.jsonl"]
+
+
+def test_what_a_kill_left_before_the_lock_is_no_obstacle(tmp_path):
+    (tmp_path / ".write_test_1").touch()
+    with RunDirectory(tmp_path, resume=False):
+        pass
+
+
+def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
+    with RunDirectory(tmp_path, resume=False) as run:
+        run.log({"step": 0})
+    (tmp_path / "mine.jsonl").write_text("{}")
+    with RunDirectory(tmp_path, resume=False) as run:
+        assert run.metrics() == []
+    assert (tmp_path / "mine.jsonl").read_text() == "{}"
+
+
+def test_a_held_run_is_not_moved_away(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path, resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+        with pytest.raises(UsageError, match="trains there"):
+            RunDirectory(path, resume=False)
+        assert run.checkpoints.steps() == [1]
+    with RunDirectory(path, resume=False) as run:
+        assert run.checkpoints.steps() == []
+        assert Checkpoints(tmp_path / "run.prev" / "checkpoints").steps() == [1]
+        with pytest.raises(UsageError, match="trains there"):  # the new one is held too
+            lock(path)
+
+
+def test_a_link_leads_to_the_new_run_where_the_old_one_was(tmp_path):
+    disk, link = tmp_path / "disk" / "run", tmp_path / "run"
+    disk.mkdir(parents=True)
+    link.symlink_to(disk)
+    with RunDirectory(link, resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+    with RunDirectory(link, resume=False) as run:
+        run.log({"step": 0})
+    assert link.is_symlink()
+    assert (disk / "metrics.jsonl").exists()
+    assert Checkpoints(tmp_path / "disk" / "run.prev" / "checkpoints").steps() == [1]
+
+
+def test_a_run_that_cannot_be_moved_away_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path, resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+    (tmp_path / "run.prev").write_text("somebody's file")
+    with pytest.raises(UsageError, match="cannot be moved to"):
+        RunDirectory(path, resume=False)
+    assert Checkpoints(path / "checkpoints").steps() == [1]
+    assert (tmp_path / "run.prev").read_text() == "somebody's file"
+
+
+def test_the_current_directory_is_not_moved_away(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory(Path("."), resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+    with pytest.raises(UsageError, match=r"--run-dir \. holds another run, which cannot be moved"):
+        RunDirectory(Path("."), resume=False)
+    with RunDirectory(Path("."), resume=True) as run:  # its lock is free again
+        assert run.checkpoints.steps() == [1]
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match=r"--run-dir .*run cannot be written"):
+        RunDirectory(tmp_path / "run", resume=False)
+
+
+def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
+    folder = tmp_path / "checkpoints"
+    saved(folder, 1)
+    for name in (".step_000002.new", ".step_000000.old"):
+        shutil.copytree(folder / "step_000001", folder / name)
+    with RunDirectory(tmp_path, resume=True):
+        assert [p.name for p in folder.iterdir()] == ["step_000001"]
+
+
+def test_a_safetensors_file_that_lies_about_its_size(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    file = tmp_path / "step_000002" / "state.safetensors"
+    save_file({"x": torch.zeros(4)}, file)
+    content = file.read_bytes().replace(b'"shape":[4]', b'"shape":[9]')
+    assert content != file.read_bytes()
+    file.write_bytes(content)
+    seal(file.parent)
+    assert checkpoints.load()[1]["step"] == 1
+    assert load_file(tmp_path / "step_000001" / "state.safetensors")["x"].tolist() == [1.0] * 4

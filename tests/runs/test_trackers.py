@@ -1,0 +1,204 @@
+"""Trackers: the same figures elsewhere, offline; whatever they do, training goes on."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
+
+import rlm.runs.trackers as tracking
+from rlm.cli.options import UsageError, parse
+from rlm.training.config import GRPOConfig
+from rlm.runs.trackers import ALIASES, TABLE_ROWS, TRACKER_NAMES, Tracker, open_tracker
+from train_grpo import GRPOTrainer
+
+OTHER_NAMES = {
+    "rollouts/returns_mean", "training/loss", "training/kl", "training/grad_norm", "val/accuracy",
+}  # fmt: skip
+
+
+class Recorder:
+    where = "here"
+
+    def __init__(self, run_dir=None, config=None):
+        self.run_dir, self.config = run_dir, config
+        self.logged, self.tables, self.closed = [], [], 0
+
+    def log(self, step, figures):
+        self.logged.append((step, dict(figures)))
+
+    def table(self, step, rows):
+        self.tables.append((step, list(rows)))
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    made = []
+
+    def make(run_dir, config):
+        made.append(Recorder(run_dir, config))
+        return made[-1]
+
+    monkeypatch.setitem(tracking.BACK_ENDS, "wandb", make)
+    return made
+
+
+def train(model_dir, config):
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    return trainer.train(PROBLEMS, PROBLEMS[:2])
+
+
+def test_a_run_is_shown_under_our_names_and_the_others(model_dir, tmp_path, recorder, capsys):
+    config = a_config(tmp_path, steps=3, use_wandb=True, eval_every=3, sample_every=2)
+    train(model_dir, config)
+    (back_end,) = recorder
+    assert "tracker: wandb; here" in capsys.readouterr().out
+    assert back_end.config["learning_rate"] == config.learning_rate
+    assert back_end.run_dir == config.run_dir
+    assert back_end.closed == 1
+    assert [step for step, _ in back_end.logged] == [0, 1, 2]
+    figures = back_end.logged[-1][1]
+    assert set(ALIASES.values()) == OTHER_NAMES
+    assert set(figures) >= OTHER_NAMES
+    written = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+    for row, (_, shown) in zip(written, back_end.logged, strict=True):
+        assert {k: v for k, v in shown.items() if k not in OTHER_NAMES} == {
+            k: v for k, v in row.items() if k != "step"
+        }
+        for ours, theirs in ALIASES.items():
+            assert (ours in row) == (theirs in shown)
+            assert ours not in row or shown[theirs] == row[ours]
+    assert not OTHER_NAMES & set(written[0])  # one name a concept in our own files
+    assert [step for step, _ in back_end.tables] == [0, 2]
+    rows = back_end.tables[0][1]
+    assert len(rows) == min(TABLE_ROWS, 16)
+    sample = json.loads((config.run_dir / "samples.jsonl").open().readline())
+    expected = (sample["completions"][0], sample["rewards"][0], sample["advantages"][0])
+    assert tuple(rows[0]) == (0, sample["question"], sample["answer"], *expected)
+
+
+@pytest.mark.parametrize(
+    "method", ["table", *(pytest.param(name, marks=pytest.mark.slow) for name in ("log", "close"))]
+)
+def test_a_tracker_that_fails_is_left_out_and_training_goes_on(
+    model_dir, tmp_path, recorder, capsys, monkeypatch, method
+):
+    def fail(*arguments):
+        raise ConnectionError("the service\nis gone")
+
+    monkeypatch.setattr(Recorder, method, fail)
+    config = a_config(tmp_path, tracker="wandb", sample_every=1)
+    assert train(model_dir, config)["steps_run"] == 3
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "tracker wandb failed" in line
+    ]
+    assert len(lines) == 1  # once, and then no more
+    assert "ConnectionError" in lines[0]
+    assert (config.output / "run.json").exists()
+
+
+def test_a_tracker_that_is_not_installed_or_does_not_start(
+    model_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(model_dir, a_config(tmp_path, steps=1, tracker="wandb"))["steps_run"] == 1
+    assert "pip install -e '.[track]' brings wandb" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())  # no `init` in it
+    assert train(model_dir, a_config(tmp_path, steps=1, tracker="trackio"))["steps_run"] == 1
+    assert "no tracker: trackio does not start: AttributeError" in capsys.readouterr().out
+
+
+def test_figures_that_are_not_finite_are_left_out():
+    back_end = Recorder()
+    Tracker("wandb", back_end, 1).log({"step": 4, "loss/kl": float("nan"), "reward/mean": 0.5})
+    assert back_end.logged == [(4, {"reward/mean": 0.5, "rollouts/returns_mean": 0.5})]
+
+
+def test_the_option_and_its_older_spelling():
+    assert parse(GRPOConfig, ["--use_wandb"]).tracker == "wandb"
+    assert parse(GRPOConfig, ["--tracker", "trackio"]).tracker == "trackio"
+    assert GRPOConfig().tracker == "none"
+    assert set(tracking.BACK_ENDS) == set(TRACKER_NAMES) - {"none"}
+    with pytest.raises(UsageError, match="two trackers"):
+        parse(GRPOConfig, ["--use_wandb", "--tracker=tensorboard"])
+
+
+# --- the tools themselves, offline --------------------------------------------------------------
+
+
+def test_a_run_that_is_refused_is_shown_nowhere(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlm.runs.directory.open_tracker", pytest.fail)
+    config = a_config(tmp_path, resume=True, tracker="tensorboard")
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    with pytest.raises(UsageError, match="no checkpoint"):
+        trainer.train(PROBLEMS)
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """No account, no network, and homes where nothing is found or left."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    return run_dir
+
+
+def show(name, run_dir):
+    """Two steps and a table, as a run would; the config that a tracker is given."""
+    tracker = open_tracker(name, run_dir, {"sample_every": 1, "learning_rate": 1e-4, "model": None})
+    assert tracker is not None
+    for step in (0, 1):
+        tracker.log({"step": step, "reward/mean": 0.25 * (step + 1)})
+    group = {
+        "step": 1, "question": "2 | 2?", "answer": "4", "completions": ["a\nb", "c"],
+        "rewards": [1.0, None], "advantages": [0.5, 0.0],
+    }  # fmt: skip
+    tracker.log_samples([group])
+    tracker.close()
+
+
+def test_wandb_offline(alone, capfd):
+    wandb = pytest.importorskip("wandb")
+    show("wandb", alone)
+    out, err = capfd.readouterr()
+    assert err == ""
+    (line,) = out.splitlines()
+    assert line.startswith("tracker: wandb; `wandb sync ")
+    (folder,) = (alone / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    content = file.read_bytes()
+    for text in (b"rollouts/returns_mean", b"reward/mean", b"learning_rate", b"samples"):
+        assert text in content
+    assert list(folder.rglob("*.table.json"))
+    assert wandb.run is None
+
+
+def test_tensorboard(alone, capsys):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    show("tensorboard", alone)
+    assert "tensorboard --logdir" in capsys.readouterr().out
+    events = EventAccumulator(str(alone / "tensorboard"))
+    events.Reload()
+    for name in ("reward/mean", "rollouts/returns_mean"):
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [(0, 0.25), (1, 0.5)]
+    (table,) = events.Tensors("samples/text_summary")
+    text = table.tensor_proto.string_val[0].decode()
+    assert "| 1 | 2 \\| 2? | 4 | a<br>b | 1.0 | 0.5 |" in text
+
+
+def test_trackio(alone, capsys):
+    pytest.importorskip("trackio")
+    show("trackio", alone)
+    assert "tracker failed" not in capsys.readouterr().out
+    assert list((alone.parent / "trackio").rglob("rlm*"))

@@ -1,0 +1,573 @@
+"""The sampler: equal to `generate`, equal to scoring, and blind to who shares the batch."""
+
+import gc
+import math
+import random
+import weakref
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from conftest import FAMILIES, native, tiny_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlm.cli.options import UsageError
+from rlm.model import hardware as machine
+from rlm.model.adapters import adapter_tensors, new_adapter
+from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
+from rlm.sampling.draw import draw, truncate, uniforms
+from rlm.sampling.kv_cache import Room
+from rlm.training.grpo import Rollout
+from rlm.training.logprobs import split, token_logprobs
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def passes(request, monkeypatch):
+    """Between the products: compiled code where there is a compiler, and what takes its place."""
+    if request.param == "torch":
+        monkeypatch.setattr(engine, "native_for", lambda model: (None, "a test"))
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def drawing(request):
+    """`draw`, in compiled code and in torch."""
+    if request.param == "torch":
+        return draw
+    return partial(draw, native=native(torch.float32, 1, 8))
+
+
+def some_prompts(count, seed=0, longest=24):
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def ids(groups):
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+# The unmerged path is transformers' own forward pass, whatever the family.
+@pytest.mark.parametrize(
+    ("family", "merged"),
+    [pytest.param(f, True, marks=pytest.mark.slow if f == "mistral" else []) for f in FAMILIES]
+    + [pytest.param(f, False, marks=[] if f == "llama" else pytest.mark.slow) for f in FAMILIES],
+)
+@pytest.mark.usefixtures("passes")
+def test_greedy_equals_generate(family, merged, tokenizer):
+    model = tiny_model(family)
+    prompts = some_prompts(64)
+    groups = Sampler(model, tokenizer, seats=5, merged=merged).sample(
+        prompts, 1, SamplingParams(20, temperature=0), [0] * 64
+    )
+    completions = {tuple(p): c.token_ids for p, (c,) in zip(prompts, groups, strict=True)}
+    for length in {len(prompt) for prompt in prompts}:  # equally long ones need no padding
+        same = [prompt for prompt in prompts if len(prompt) == length]
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 258}
+        for full in model.generate(torch.tensor(same), **options).tolist():
+            drawn = completions[tuple(full[:length])]
+            assert drawn == full[length:][: len(drawn)]
+            assert set(full[length + len(drawn) :]) <= {258}
+
+
+@pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("passes")
+def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer):
+    model, prompts = tiny_model(), some_prompts(12)
+    params, seeds = SamplingParams(24, temperature=1.0), [prompt_seed(0, i) for i in range(12)]
+
+    def sample(prompts, n, seeds, seats):
+        return ids(
+            Sampler(model, tokenizer, seats=seats, merged=merged).sample(prompts, n, params, seeds)
+        )
+
+    expected = sample(prompts, 4, seeds, seats=64)
+    for seats in (1, 7, 48):
+        assert sample(prompts, 4, seeds, seats) == expected
+    order = random.Random(2).sample(range(12), 12)
+    shuffled = sample([prompts[i] for i in order], 4, [seeds[i] for i in order], 9)
+    assert shuffled == [expected[i] for i in order]
+    assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
+
+
+def boundary_distance(model, prompt, completion, seed, params):
+    """How far the uniform number of the last token lies from the edge of that token's share."""
+    text = torch.tensor([[*prompt, *completion[:-1]]])
+    with torch.no_grad():
+        logits = model(text).logits[0, -1].double()
+    edges = (logits / params.temperature).softmax(-1).cumsum(-1)
+    u = uniforms([seed], [len(completion) - 1])
+    return (edges - u).abs().min().item()
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
+    """The same ids for one and for many seats; a mismatch only where the uniform is on an edge."""
+    model, prompts = tiny_model(), some_prompts(100, longest=60)
+    params, seeds = SamplingParams(100, temperature=1.0), [prompt_seed(1, i) for i in range(100)]
+    batches = []
+    for seats in (3, 128):
+        sampler = Sampler(model, tokenizer, seats=seats)
+        sampler.stop_ids = frozenset()  # every completion has its 100 tokens
+        batches.append(sampler.sample(prompts, 3, params, seeds))
+    one, many = batches
+    tokens = mismatches = 0
+    for p, (left, right) in enumerate(zip(one, many, strict=True)):
+        for row, (a, b) in enumerate(zip(left, right, strict=True)):
+            tokens += len(a.token_ids)
+            if a.token_ids != b.token_ids:
+                mismatches += 1
+                pairs = zip(a.token_ids, b.token_ids, strict=False)
+                first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+                text = a.token_ids[: first + 1]
+                assert boundary_distance(model, prompts[p], text, seeds[p] + row, params) < 1e-5
+    assert tokens == 30_000
+    assert mismatches <= 3
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("passes")
+def test_sampled_logprobs_equal_scored_ones(family, temperature, merged, tokenizer):
+    sampled_and_scored(tiny_model(family), temperature, merged, tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT, of gpt2's layers: it sets it itself
+@pytest.mark.parametrize("kind", ["phi", "gpt_neox", "gpt2"])
+def test_so_do_those_of_another_architecture(kind, tokenizer):
+    sampled_and_scored(another_architecture(kind), 1.0, False, tokenizer)
+
+
+def sampled_and_scored(model, temperature, merged, tokenizer):
+    policy = new_adapter(model, r=4, alpha=8).eval()
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy).values():
+            tensor.normal_(0, 0.2)
+    prompts = some_prompts(6)
+    groups = Sampler(policy, tokenizer, seats=5, merged=merged).sample(
+        prompts, 3, SamplingParams(16, temperature), list(range(6))
+    )
+    rollouts = [
+        Rollout(p, prompts[p], c.token_ids, 1.0, 1.0, c.logprobs)
+        for p, group in enumerate(groups)
+        for c in group
+    ]
+    for micro in split(rollouts, max_rows=7, max_tokens=999, device="cpu"):
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(policy, micro, temperature)
+        gap = (logprobs - micro.sampler_logprobs)[micro.completion_mask].abs()
+        assert gap.max() < 1e-4
+
+
+def test_an_end_token_ends_a_row_and_belongs_to_it(tokenizer):
+    model = tiny_model()
+    sampler = Sampler(model, tokenizer)
+    assert sampler.stop_ids == {257}
+    groups = sampler.sample(some_prompts(20), 8, SamplingParams(40), list(range(20)))
+    completions = [c for group in groups for c in group]
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert stopped
+    assert all(c.token_ids[-1] == 257 and 257 not in c.token_ids[:-1] for c in stopped)
+    cut = [c for c in completions if c.truncated]
+    assert cut
+    assert all(len(c.token_ids) == 40 and 257 not in c.token_ids for c in cut)
+    assert len(stopped) + len(cut) == len(completions)
+    assert all(len(c.logprobs) == len(c.token_ids) for c in completions)
+
+
+def test_every_end_token_counts(tokenizer):
+    """Tokenizer, generation config and template may each name another one."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = [7, 9]
+    assert Sampler(model, tokenizer).stop_ids == {7, 9, 257}
+
+
+def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenizer):
+    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    before = {name: tensor.clone() for name, tensor in policy.named_parameters()}
+    merged, unmerged = (Sampler(policy, tokenizer, merged=value) for value in (True, False))
+    prompts, params = some_prompts(8), SamplingParams(16)
+
+    def both():
+        return [ids(s.sample(prompts, 2, params, list(range(8)))) for s in (merged, unmerged)]
+
+    first = both()
+    assert first[0] == first[1]
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(policy).items():
+            tensor.normal_(0, 0.3)
+            before[name] = tensor.clone()
+    second = both()
+    assert second[0] == second[1] != first[0]
+    with policy.disable_adapter():
+        assert both() == first
+    merged.release()
+    assert both() == second
+    for name, tensor in policy.named_parameters():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
+    model = tiny_model()
+    assert "merged copy" in Sampler(model, tokenizer).path
+    assert "as asked" in Sampler(model, tokenizer, merged=False).path
+    monkeypatch.setattr("rlm.model.hardware.available_memory", lambda device: 1000)
+    assert "would take" in Sampler(model, tokenizer).path
+    with pytest.raises(UsageError, match="not of the Llama family"):
+        Sampler(another_architecture(), tokenizer, merged=True)
+
+
+def another_architecture(kind="phi"):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=257,
+        pad_token_id=258,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+# gpt_neox (Pythia) and gpt2 know of no key-value heads; the latter has positions to learn.
+@pytest.mark.parametrize("kind", ["phi", "gpt_neox", "gpt2"])
+def test_another_architecture_runs_on_the_same_scheduler(kind, tokenizer):
+    model, prompts = another_architecture(kind), some_prompts(16)
+    sampler = Sampler(model, tokenizer, seats=5)
+    assert "not of the Llama family" in sampler.path
+    groups = sampler.sample(prompts, 1, SamplingParams(12, temperature=0), [0] * 16)
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        full = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=258
+        )
+        assert completion.token_ids == full[0, len(prompt) :].tolist()
+
+
+def test_an_architecture_with_attention_of_its_own_is_refused(tokenizer):
+    with pytest.raises(UsageError, match="bloom: its attention cannot be replaced"):
+        Sampler(another_architecture("bloom"), tokenizer)
+
+
+def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
+    """The learning pass counts on its memory."""
+    sampler = Sampler(tiny_model(), tokenizer, merged=False)
+    sampler.reserve(Room(seats=4, slots=4, prompt_tokens=64, new_tokens=32))
+    sampler.submit(Request([1, 2, 3], SamplingParams(4), 0))
+    while not sampler.idle:
+        sampler.step()
+    cache = weakref.ref(sampler._cache)
+    sampler._cache = None
+    gc.collect()
+    assert cache() is None
+
+
+@pytest.mark.parametrize(
+    ("merged", "dtype", "exact"),
+    [(False, torch.float32, True), (False, torch.bfloat16, False), (True, torch.float32, False)],
+)
+def test_only_the_same_weights_in_fp32_draw_as_training_scores(tokenizer, merged, dtype, exact):
+    assert Sampler(tiny_model().to(dtype), tokenizer, merged=merged).exact is exact
+
+
+def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monkeypatch):
+    """Left unnoticed, each token would see itself alone."""
+    model = tiny_model()
+    layer = model.model.layers[1].self_attn
+    monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with pytest.raises(UsageError, match="1 of 2 layers"):
+        Sampler(model, tokenizer, merged=False).sample([[1, 2]], 1, SamplingParams(2), [0])
+
+
+def test_an_adapter_that_is_more_than_plain_lora_is_left_to_peft(tokenizer):
+    config = LoraConfig(r=4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = get_peft_model(tiny_model(), config).eval()
+    assert "more than plain LoRA" in Sampler(policy, tokenizer).path
+    with pytest.raises(UsageError, match="more than plain LoRA"):
+        Sampler(policy, tokenizer, merged=True)
+
+
+# --- the core: requests -------------------------------------------------------------------------
+
+
+def a_running_sampler(tokenizer, **options):
+    sampler = Sampler(tiny_model(), tokenizer, **options)
+    sampler.reserve(Room(seats=4, slots=4, prompt_tokens=64, new_tokens=32))
+    return sampler
+
+
+def run(sampler):
+    tokens = []
+    while not sampler.idle:
+        tokens += sampler.step()
+    return tokens
+
+
+def of(tokens, handle, row=0):
+    return [token.id for token in tokens if (token.request, token.row) == (handle, row)]
+
+
+@pytest.mark.usefixtures("passes")
+def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
+    prompts = some_prompts(4)
+    choices = [
+        SamplingParams(20, temperature=0),
+        SamplingParams(7, temperature=1.0),
+        SamplingParams(20, temperature=1.3, top_k=5),
+        SamplingParams(12, temperature=0.8, top_p=0.5),
+    ]
+    requests = [
+        Request(p, c, seed=i) for i, (p, c) in enumerate(zip(prompts, choices, strict=True))
+    ]
+    sampler = a_running_sampler(tokenizer)
+    handles = [sampler.submit(request) for request in requests]
+    tokens = run(sampler)
+    for handle, request in zip(handles, requests, strict=True):
+        alone = a_running_sampler(tokenizer)
+        again = alone.submit(request)
+        assert of(tokens, handle) == of(run(alone), again)
+        assert len(of(tokens, handle)) <= request.params.max_new_tokens
+
+
+def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokenizer):
+    prompts, params = some_prompts(3), SamplingParams(20)
+    quiet = a_running_sampler(tokenizer)
+    quiet.stop_ids = frozenset()
+    expected = quiet.submit(Request(prompts[0], params, 1))
+    expected = of(run(quiet), expected)
+
+    sampler = a_running_sampler(tokenizer)
+    sampler.stop_ids = frozenset()
+    kept = sampler.submit(Request(prompts[0], params, 1))
+    running = sampler.submit(Request(prompts[1], params, 2, n=8))  # more than there are seats
+    queued = sampler.submit(Request(prompts[2], params, 3))
+    tokens = sampler.step() + sampler.step()
+    assert {token.request for token in tokens} == {kept, running}
+    sampler.cancel(running)
+    sampler.cancel(queued)
+    rest = run(sampler)
+    assert {token.request for token in rest} == {kept}
+    assert of(tokens + rest, kept) == expected
+    for _ in range(5):  # slots would run out if cancelling leaked them
+        for i in range(4):
+            sampler.submit(Request(prompts[i % 3], params, i, n=2))
+        sampler.step()
+        for handle in range(sampler.submit(Request(prompts[0], params, 9)) + 1):
+            sampler.cancel(handle)
+        assert sampler.idle
+    sampler.submit(Request(prompts[0], params, 1))
+    assert [token.id for token in run(sampler)] == expected
+
+
+def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
+    """What a thinking budget needs: after three tokens, these; and no end token before them."""
+    forced = [65, 66, 67]
+    asked = []
+
+    def steer(row, before, token):
+        asked.append((row, len(before)))
+        return forced if len(before) == 3 else None
+
+    sampler = a_running_sampler(tokenizer)
+    sampler.stop_ids = frozenset()
+    free = sampler.submit(Request([1, 2, 3], SamplingParams(8), 5))
+    free = of(run(sampler), free)
+    handle = sampler.submit(Request([1, 2, 3], SamplingParams(8), 5, steer=steer))
+    tokens = run(sampler)
+    got = of(tokens, handle)
+    assert got[:3] == free[:3]
+    assert got[3:6] == forced
+    assert len(got) == 8
+    assert [math.isnan(t.logprob) for t in tokens] == [False] * 3 + [True] * 3 + [False] * 2
+    assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 6), (0, 7)]
+    # What follows is drawn as if the model had written the forced tokens itself.
+    again = sampler.submit(Request([1, 2, 3, *got[:6]], SamplingParams(2, temperature=0), 0))
+    greedy = sampler.submit(
+        Request(
+            [1, 2, 3],
+            SamplingParams(8, temperature=0),
+            0,
+            steer=lambda r, b, t: got[len(b) : 6] or None,
+        )
+    )
+    both = run(sampler)
+    assert of(both, greedy)[6:] == of(both, again)
+
+
+def test_a_stop_text_ends_a_completion_also_across_tokens(tokenizer):
+    sampler = a_running_sampler(tokenizer)
+    sampler.stop_ids = frozenset()
+    handle = sampler.submit(Request([1, 2, 3], SamplingParams(30), 7))
+    text = tokenizer.decode(of(run(sampler), handle))
+    stop = text[9:12]
+    end = text.index(stop) + len(stop)
+    handle = sampler.submit(Request([1, 2, 3], SamplingParams(30, stop=("@@@@@", stop)), 7))
+    tokens = run(sampler)
+    assert tokenizer.decode(of(tokens, handle)) == text[:end]
+    assert tokens[-1].finish_reason == "stop"
+
+
+def test_a_stop_text_may_take_several_tokens_a_letter(tokenizer):
+    sampler, stop = a_running_sampler(tokenizer), "答案是四十二"
+    said = tokenizer.encode(f"x{stop}y", add_special_tokens=False)
+    assert len(said) == 2 + 18  # a byte each
+    params = SamplingParams(30, stop=(stop,))
+    handle = sampler.submit(Request([1, 2], params, 7, steer=lambda r, b, t: said[len(b) :]))
+    assert of(run(sampler), handle) == said[:-1]
+
+
+def test_what_was_not_reserved_is_refused(tokenizer):
+    sampler = a_running_sampler(tokenizer)
+    with pytest.raises(ValueError, match="reserved"):
+        sampler.submit(Request([1] * 66, SamplingParams(3), 0))
+    with pytest.raises(ValueError, match="reserved"):
+        sampler.submit(Request([1], SamplingParams(33), 0))
+    sampler.submit(Request([1] * 65, SamplingParams(3), 0))
+    with pytest.raises(RuntimeError, match="running"):
+        sampler.sample([[1]], 1, SamplingParams(2), [0])
+
+
+@pytest.mark.usefixtures("passes")
+def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, monkeypatch):
+    model, prompts, params = tiny_model(), some_prompts(10), SamplingParams(20)
+    seeds = list(range(10))
+    expected = ids(Sampler(model, tokenizer).sample(prompts, 3, params, seeds))
+    each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
+    sampler = Sampler(model, tokenizer)
+    monkeypatch.setattr(machine, "available_memory", lambda device: 2 * each * 120)  # half of it
+    assert ids(sampler.sample(prompts, 3, params, seeds)) == expected
+    monkeypatch.setattr(machine, "available_memory", lambda device: 2 * each * 30)
+    with pytest.raises(UsageError, match="max-new-tokens"):
+        sampler.sample(prompts, 3, params, seeds)
+
+
+@pytest.mark.usefixtures("passes")
+def test_a_prompt_that_begins_otherwise_is_read_whole(tokenizer):
+    sampler, params = a_running_sampler(tokenizer), SamplingParams(12, temperature=0)
+    prompts = [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]]
+    plain = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
+    plain = [of(tokens, handle) for tokens in [run(sampler)] for handle in plain]
+    sampler.reserve(Room(4, 4, 64, 32), prefix=[9, 8, 7])
+    shared = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
+    assert [of(tokens, handle) for tokens in [run(sampler)] for handle in shared] == plain
+
+
+def test_a_sliding_window_is_respected_or_refused(tokenizer):
+    model = tiny_model("mistral", sliding_window=40)
+    prompts = some_prompts(4, longest=20)
+    for prompt, (completion,) in zip(
+        prompts,
+        Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(15, 0), [0] * 4),
+        strict=True,
+    ):
+        full = model.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False)
+        assert completion.token_ids == full[0, len(prompt) :].tolist()
+    with pytest.raises(UsageError, match="40 tokens"):
+        Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(40, 0), [0] * 4)
+
+
+def test_dropout_on_is_refused(tokenizer):
+    model = tiny_model().train()
+    with pytest.raises(RuntimeError, match="eval"):
+        Sampler(model, tokenizer).sample([[1]], 1, SamplingParams(2), [0])
+
+
+# --- drawing ------------------------------------------------------------------------------------
+
+
+def test_uniforms_are_a_pure_function_and_uniform():
+    seeds = [prompt_seed("x", i) for i in range(200)]
+    many = torch.cat([uniforms(seeds, [t] * 200) for t in range(100)])
+    assert torch.equal(uniforms(seeds[:3], [5, 6, 7])[1:2], uniforms([seeds[1]], [6]))
+    assert 0 <= many.min() < many.max() < 1
+    assert many.mean() == pytest.approx(0.5, abs=0.01)
+    assert many.var() == pytest.approx(1 / 12, abs=0.002)
+    assert len(many.unique()) == len(many)
+
+
+def test_neighbouring_seeds_do_not_share_draws():
+    """Row i of a prompt has seed + i: its stream must not be its neighbour's, shifted."""
+    grid = torch.stack([uniforms([s] * 50, list(range(50))) for s in range(1000, 1020)])
+    assert len(grid.unique()) == grid.numel()
+    correlation = torch.corrcoef(grid).fill_diagonal_(0)
+    assert correlation.abs().max() < 0.6
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])  # below, at and above a block
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(temperature, vocabulary, drawing):
+    logits = torch.full((vocabulary,), -torch.inf)
+    places = [0, 1, 2, vocabulary // 2 + 1, vocabulary - 1]
+    logits[places] = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    count = 20_000
+    u = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens, logprobs = drawing(logits.expand(count, -1), u, SamplingParams(1, temperature))
+    p = (logits / temperature).softmax(-1)
+    shares = Counter(tokens.tolist())
+    assert set(shares) == set(places)
+    for token in places:
+        assert shares[token] / count == pytest.approx(p[token].item(), abs=1e-3)
+    assert logprobs[:50].tolist() == pytest.approx(p[tokens[:50]].log().tolist(), abs=1e-5)
+
+
+def test_the_edges_of_the_uniform_number_draw_a_possible_token(drawing):
+    logits = torch.full((2, 50_000), -torch.inf)
+    logits[:, 17:400] = 0
+    tokens, _ = drawing(logits, torch.tensor([0.0, 1 - 2**-53]), SamplingParams(1))
+    assert 17 <= tokens.min() <= tokens.max() < 400
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_said(value, temperature, drawing):
+    """On a GPU the look-up beyond the vocabulary would end the process without a word."""
+    logits = torch.zeros(2, 300)
+    logits[1, 7] = value
+    with pytest.raises(UsageError, match="not finite"):
+        drawing(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature))
+
+
+def test_top_k_and_top_p_are_exact():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()[:, [2, 0, 3, 1]]  # shuffled
+
+    def kept(**options):
+        return truncate(logits, SamplingParams(1, **options))[0].isfinite().tolist()
+
+    assert kept() == [True] * 4
+    assert kept(top_k=1) == [False, True, False, False]
+    assert kept(top_k=2) == [False, True, False, True]
+    assert kept(top_p=0.4) == [False, True, False, False]
+    assert kept(top_p=0.6) == [False, True, False, True]
+    assert kept(top_p=0.81) == [True, True, False, True]
+    assert kept(top_p=1e-300) == [False, True, False, False]  # zero in single precision
+    _, logprob = draw(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1))
+    assert logprob.item() == pytest.approx(0)  # under the distribution that was drawn from
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
+def test_a_temperature_next_to_zero_takes_the_likeliest_token(temperature, drawing):
+    logits = torch.tensor([[-1e6, 1e6, 999_999.0]] * 2)
+    tokens, logprobs = drawing(logits, torch.tensor([0.0, 0.99]), SamplingParams(1, temperature))
+    assert (tokens.tolist(), logprobs.tolist()) == ([1, 1], [0, 0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}],
+)
+def test_impossible_parameters_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        SamplingParams(**{"max_new_tokens": 1} | options)
+
+
+def test_greedy_logprob_is_that_of_the_plain_softmax(drawing):
+    tokens, logprobs = drawing(
+        torch.tensor([[0.0, math.log(3)]]), torch.tensor([0.5]), SamplingParams(1, 0)
+    )
+    assert tokens.item() == 1
+    assert logprobs.item() == pytest.approx(math.log(0.75))

@@ -1,0 +1,209 @@
+"""Linear layers as the sampler has them, against the same in double precision."""
+
+from collections.abc import Sequence
+
+import conftest
+import pytest
+import torch
+from conftest import tiny_model
+from torch import Tensor, nn
+
+from rlm.kernels.build import Native
+from rlm.sampling import Sampler, SamplingParams
+from rlm.sampling.linear import gated_product, product
+from rlm.sampling.weights import MergedWeights, ModelWeights
+
+BF16 = torch.bfloat16
+PATHS = [(torch.float32, False), (BF16, False), (BF16, True)]
+
+
+def native() -> Native:
+    """What multiplies by itself; a CPU that does not is no failure."""
+    made = conftest.native(BF16, 2, 8)
+    if not made.multiplies:
+        pytest.skip("this CPU does not multiply pairs of bf16 numbers")
+    return made
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest):
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(usual)
+
+
+def layers(inputs: int, outputs: Sequence[int], bias: bool, dtype: torch.dtype) -> list[nn.Linear]:
+    made = [nn.Linear(inputs, n, bias=bias) for n in outputs]
+    for layer in made:
+        nn.init.normal_(layer.weight, std=inputs**-0.5)
+    return [layer.to(dtype).requires_grad_(False) for layer in made]
+
+
+class Norm(nn.Module):
+    """What a Llama layer's norm holds."""
+
+    variance_epsilon = 1e-5
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.double()
+        root = (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+        return x / root * self.weight.double()
+
+
+def ones(width: int, dtype: torch.dtype) -> Norm:
+    """The norm's weight is rounded into the layer's: with ones, nothing is lost."""
+    return Norm(torch.ones(width, dtype=dtype))
+
+
+def double(layer: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.double()
+    return nn.functional.linear(x.double(), layer.weight.double(), bias)
+
+
+def rounded_once(found: Tensor, wanted: Tensor) -> None:
+    """But for what cancels, within the half of a last place."""
+    eps = torch.finfo(found.dtype).eps
+    error = (found.double() - wanted).abs()
+    assert (error <= 0.51 * eps * wanted.abs() + 1e-5 * wanted.abs().max()).all()
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    """Where torch rounds in between."""
+    error = (found.double() - wanted).abs().max()
+    assert error <= 4 * torch.finfo(found.dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 64, 200])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(2, [1]), (64, [48, 16, 16]), (130, [96]), (66, [7])]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, threads):
+    torch.manual_seed(0)
+    made = layers(inputs, outputs, bias, BF16)
+    x, residual = torch.randn(rows, inputs).to(BF16), torch.randn(rows, sum(outputs)).to(BF16)
+    wanted = torch.cat([double(layer, x) for layer in made], 1)
+    rounded_once(product(*made, native=native())(x), wanted)
+    rounded_once(product(*made, native=native())(x, residual), wanted + residual.double())
+    norm = ones(inputs, BF16)
+    wanted = torch.cat([double(layer, norm(x)) for layer in made], 1)
+    rounded_once(product(*made, norm=norm, native=native())(x), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 9, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (64, 96), (130, 50)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, threads):
+    torch.manual_seed(0)
+    gate, up = layers(inputs, [outputs, outputs], bias, BF16)
+    norm, x = ones(inputs, BF16), (9 * torch.randn(rows, inputs)).to(BF16)
+    wanted = nn.functional.silu(double(gate, norm(x))) * double(up, norm(x))
+    rounded_once(gated_product(gate, up, norm, native())(x), wanted)
+
+
+@pytest.mark.parametrize(("dtype", "compiled_too"), PATHS)
+@pytest.mark.parametrize("inputs", [33, 64])  # pairs are multiplied: an odd number is left to torch
+@pytest.mark.parametrize("biases", [(), (0,), (0, 1)])
+def test_every_path_computes_the_same(inputs, biases, dtype, compiled_too):
+    torch.manual_seed(0)
+    how = native() if compiled_too else None
+    first, second = layers(inputs, [40, 40], True, dtype)
+    for i, layer in enumerate((first, second)):
+        if i not in biases:
+            layer.bias = None
+    norm, x = Norm(torch.rand(inputs).to(dtype) + 0.5), torch.randn(9, inputs).to(dtype)
+    residual = torch.randn(9, 40).to(dtype)
+    near(product(first, native=how)(x, residual), double(first, x) + residual.double())
+    wanted = torch.cat([double(layer, norm(x)) for layer in (first, second)], 1)
+    near(product(first, second, norm=norm, native=how)(x), wanted)
+    wanted = nn.functional.silu(double(first, norm(x))) * double(second, norm(x))
+    near(gated_product(first, second, norm, how)(x), wanted)
+
+
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads():
+    torch.manual_seed(0)
+    gate, up = layers(576, [200, 200], True, BF16)
+    linear, gated = (
+        product(gate, native=native()),
+        gated_product(gate, up, ones(576, BF16), native()),
+    )
+    x, residual = torch.randn(77, 576).to(BF16), torch.randn(77, 200).to(BF16)
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        sums, gates = linear(x, residual), gated(x)
+        torch.set_num_threads(1)
+        for start, end in [(0, 1), (3, 8), (5, 69), (70, 77)]:
+            assert torch.equal(linear(x[start:end], residual[start:end]), sums[start:end])
+            assert torch.equal(gated(x[start:end]), gates[start:end])
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_what_is_not_a_number_stays_in_its_row():
+    torch.manual_seed(0)
+    (layer,) = layers(64, [50], False, BF16)
+    x = torch.randn(20, 64).to(BF16)
+    usual = product(layer, norm=ones(64, BF16), native=native())(x)
+    x[3, 7], x[11, 0] = torch.nan, torch.inf
+    found = product(layer, norm=ones(64, BF16), native=native())(x)
+    assert found[3].isnan().all()
+    assert not found[11].isfinite().all()
+    rest = [i for i in range(20) if i not in (3, 11)]
+    assert torch.equal(found[rest], usual[rest])
+
+
+def test_rows_may_lie_apart_and_nothing_is_written_but_the_answer():
+    torch.manual_seed(0)
+    (layer,) = layers(64, [50], False, BF16)
+    made = product(layer, native=native())
+    wide, other = torch.randn(9, 100).to(BF16), torch.randn(9, 80).to(BF16)
+    before = wide.clone(), other.clone(), layer.weight.clone()
+    found = made(wide[:, 20:84], other[:, 10:60])
+    assert torch.equal(found, made(wide[:, 20:84].contiguous(), other[:, 10:60].contiguous()))
+    after = wide, other, layer.weight
+    assert all(map(torch.equal, before, after))
+
+
+def attention_of_one(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Of one token to itself."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family):
+    model = tiny_model(family)
+    ids, positions = torch.arange(20)[:, None], torch.arange(20)[:, None] % 7
+    wanted = ModelWeights(model).hidden(ids, positions, attention_of_one)
+    model.to(BF16)
+    itself = ModelWeights(model).hidden(ids, positions, attention_of_one)
+    weights = MergedWeights(model, native())
+    weights.refresh()
+    merged = weights.hidden(ids, positions, attention_of_one)
+    error, usual = ((part.float() - wanted).square().mean().sqrt() for part in (merged, itself))
+    assert error < 1.5 * usual
+
+
+def test_in_bf16_seats_and_threads_change_no_completion(tokenizer):
+    """Prompts that are read together, that is: their pass is torch's."""
+    native()
+    model = tiny_model().to(BF16)
+    prompts, params = [[5, 6, 7, 8 + i] for i in range(6)], SamplingParams(40)
+    drawn = []
+    usual = torch.get_num_threads()
+    try:
+        for seats, threads in [(64, 1), (5, 1), (64, 2)]:
+            torch.set_num_threads(threads)
+            sampler = Sampler(model, tokenizer, seats=seats)
+            assert "products compiled" in sampler.path
+            groups = sampler.sample(prompts, 4, params, range(6))
+            drawn.append([(c.token_ids, c.logprobs) for group in groups for c in group])
+    finally:
+        torch.set_num_threads(usual)
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert sum(len(ids) for ids, _ in drawn[0]) > 300

@@ -1,0 +1,77 @@
+"""The page in a browser in front of the true server: our own end to end. `make test-browser`."""
+
+from __future__ import annotations
+
+import pytest
+from live_server import ADD, live, make_service, wait_until
+
+from rlm.serving.access import Keys
+from tests.serving.test_page import ask, browser_test, expect, options, page, visit  # noqa: F401
+
+KEY = "a-key-of-some-length"
+EVIL = "<think>\n<script>alert(1)</script>\n</think>\n<answer><img src=x onerror=alert(2)></answer>"
+SCRIPT = {
+    "two and three": ADD,
+    "evil": EVIL,
+    "slow": "<think>" + "again " * 80,
+    "vote": [ADD, ADD, ADD.replace("5", "6"), "none"],
+}
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys([])
+
+
+@pytest.fixture
+def server(tokenizer, keys):
+    service, _ = make_service(tokenizer, SCRIPT, pause=0.01)
+    with live(service, keys) as running:
+        yield running
+
+
+@browser_test
+def test_ask_stop_and_ask_again(page, server):  # noqa: F811
+    visit(page, server)
+    ask(page, "two and three")
+    expect(page.get_by_text("2 + 3 = 5").first).to_be_attached()
+    expect(page.get_by_text("Thought for").first).to_be_visible()
+    ask(page, "slow")
+    expect(page.get_by_text("again again").first).to_be_visible()
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+    ask(page, "two and three")
+    expect(page.get_by_text("2 + 3 = 5").first).to_be_attached()
+    wait_until(lambda: server.service.requests == 0)
+
+
+@browser_test
+def test_answer_now(page, server):  # noqa: F811
+    visit(page, server)
+    ask(page, "slow")
+    expect(page.get_by_text("again again").first).to_be_visible()
+    page.get_by_role("button", name="Answer now").click()
+    expect(page.locator("#answer")).to_contain_text("7")
+
+
+@browser_test
+def test_markup_of_the_model_stays_text(page, server):  # noqa: F811
+    visit(page, server)
+    ask(page, "evil")
+    expect(page.locator("#answer")).to_contain_text("onerror=alert(2)")
+    assert page.locator("script").count() == 1
+    assert page.locator("img").count() == 0
+
+
+@browser_test
+@pytest.mark.parametrize("keys", [Keys([KEY])])
+def test_a_wrong_key_then_the_right_one(page, server):  # noqa: F811
+    page.goto(server.url)
+    page.locator("#key").fill("wrong-key-of-some-length")
+    page.get_by_role("button", name="Use key").click()
+    expect(page.locator("#key-fault")).to_be_visible()
+    page.locator("#key").fill(KEY)
+    page.get_by_role("button", name="Use key").click()
+    expect(page.locator("#status")).to_have_class("ready")
+    ask(page, "two and three")
+    expect(page.locator("#answer")).to_contain_text("5")

@@ -1,0 +1,222 @@
+"""The official client, unchanged, against /v1."""
+
+from __future__ import annotations
+
+import pytest
+from live_server import ADD, live, make_service
+
+from rlm.data.prompts import FORMATS
+from rlm.serving.routes_openai import ChatRequest, to_ask
+from rlm.serving.service import Ask
+
+openai = pytest.importorskip("openai")
+
+SCRIPT = {"again": ADD.replace("5", "8"), "two and three": ADD, "vote": [ADD, "nothing"]}
+KEY = "a-key-of-some-length"
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    from rlm.serving.access import Keys
+
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, Keys([KEY])) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def ask(client, text: str = "two and three", **options):
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model="tuned", messages=messages, **options)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tuned", "base"]
+
+
+def test_a_conversation(client):
+    first = ask(client)
+    message = first.choices[0].message
+    assert (message.content, message.reasoning_content) == ("5", "2 + 3 = 5")
+    assert message.reasoning == message.reasoning_content
+    assert (first.choices[0].finish_reason, first.model) == ("stop", "tuned")
+    assert first.usage.completion_tokens_details.reasoning_tokens > 0
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "two and three"},
+        message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "again, plus three"}]},
+    ]
+    second = client.chat.completions.create(model="tuned", messages=turns)
+    assert second.choices[0].message.content == "8"
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "developer",
+        "content": [{"type": "text", "text": "Use "}, {"type": "text", "text": "words."}],
+    },
+    {"role": "user", "content": "one and one"},
+    {"role": "assistant", "content": "two", "reasoning_content": "1 + 1 = 2"},
+    {"role": "user", "content": "one and two"},
+    {"role": "assistant", "content": "three"},
+    {"role": "user", "content": "two and three"},
+]
+
+
+def test_every_field_is_asked_for():
+    options = {"temperature": 0.3, "top_p": 0.8, "n": 2, "seed": 7, "thinking_budget": 4}
+    request = ChatRequest(model="base", messages=TURNS, max_tokens=9, stop="x", **options)
+    assert to_ask(request) == Ask(
+        question="two and three",
+        n=2,
+        max_new_tokens=9,
+        thinking_budget=4,
+        temperature=0.3,
+        top_p=0.8,
+        seed=7,
+        stop=["x"],
+        adapter="base",
+        examples=[("one and one", "two"), ("one and two", "three")],
+        system="Be brief.\nUse words.",
+    )
+    alone = ChatRequest(model="base", messages=TURNS[-1:], max_completion_tokens=8, seed=0)
+    assert to_ask(alone) == Ask(
+        "two and three", max_new_tokens=8, adapter="base", stop=[], examples=[], system=""
+    )
+
+
+def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
+    client.chat.completions.create(model="tuned", messages=TURNS)
+    ask(client)
+    system = FORMATS["deepseek"].system_prompt
+    turns = [
+        ("system", f"{system}\nBe brief.\nUse words."),
+        ("user", "one and one"),
+        ("assistant", "two"),
+        ("user", "one and two"),
+        ("assistant", "three"),
+        ("user", "two and three"),
+    ]
+    for job, shown in zip(submitted, (turns, [("system", system), turns[-1]]), strict=True):
+        text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in shown)
+        assert tokenizer.decode(job.prompt) == f"{text}<|im_start|>assistant\n"
+
+
+def test_streaming_adds_up(client):
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    content = "".join(delta.content or "" for delta in deltas)
+    assert (reasoning, content) == ("2 + 3 = 5", "5")
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(ADD) + 1
+
+
+def test_several_choices(client):
+    whole = ask(client, "vote", n=2)
+    assert [choice.message.content for choice in whole.choices] == ["5", "nothing"]
+    streamed = {0: "", 1: ""}
+    for chunk in ask(client, "vote", n=2, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == {0: "5", 1: "nothing"}
+
+
+def test_without_a_seed_each_call_draws_anew():
+    """Or whoever asks k times would hold one answer k times for a vote."""
+    body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
+    assert len({to_ask(ChatRequest(**body)).seed for _ in range(5)}) == 5
+    assert to_ask(ChatRequest(**body, seed=0)).seed == 0
+
+
+def test_a_stop_text_is_not_returned(client):
+    assert ask(client, "vote", n=2, stop="thing").choices[1].message.content == "no"
+
+
+def test_a_stop_text_that_could_end_nothing_is_refused(client):
+    for stop in ("</answer>", "5<answer>"):
+        with pytest.raises(openai.UnprocessableEntityError, match="end nothing"):
+            ask(client, stop=["x", stop])
+
+
+@pytest.mark.parametrize("content", [[{}] * 20_000, [1] * 20_000])
+def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
+    with pytest.raises(openai.UnprocessableEntityError) as info:
+        ask(client, extra_body={"messages": [{"role": "user", "content": content}]})
+    assert len(info.value.response.content) < 3000
+
+
+def test_a_thinking_budget_by_extra_body(client):
+    answer = ask(client, extra_body={"thinking_budget": 3})
+    assert answer.choices[0].message.content == "7"
+
+
+def test_neutral_values_are_taken(client):
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "tool_choice": "none",
+        "user": "someone",
+        "top_p": 1,
+        "temperature": 0,
+    }
+    assert ask(client, **neutral).choices[0].message.content == "5"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 0.5},
+        {"logprobs": True},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"logit_bias": {"5": 1}},
+        {"max_tokens": 5, "max_completion_tokens": 5},
+        {"stream_options": {"include_usage": True}},
+        {"extra_body": {"top_k": 5}},
+        {"extra_body": {"messages": [{"role": "assistant", "content": "x"}]}},
+        {"extra_body": {"messages": [{"role": "tool", "content": "x"}]}},
+        {"extra_body": {"messages": []}},
+    ],
+)
+def test_what_we_do_not_have_is_refused(client, asked):
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        ask(client, **asked)
+    assert refused.value.code == "validation"
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_an_unknown_model(client):
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.chat.completions.create(
+            model="gpt-9", messages=[{"role": "user", "content": "two and three"}]
+        )
+    assert (refused.value.code, refused.value.param) == ("adapter_not_found", "model")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_is_told_by_the_name_that_was_sent(client, name):
+    with pytest.raises(openai.UnprocessableEntityError, match=f"{name}: 301") as refused:
+        ask(client, **{name: 301})
+    assert refused.value.param == name
+
+
+def test_a_wrong_key(server):
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong" * 5, max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        ask(client)
+    assert refused.value.type == "authentication_error"

@@ -1,0 +1,252 @@
+"""Reasoning apart from the answer, however the text is cut; budgets, stops, answer now."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_sampler import ScriptedSampler
+
+from rlm.data.prompts import FORMATS
+from rlm.sampling.params import Request, SamplingParams, Token
+from rlm.serving import answering
+from rlm.serving.schema import Sample, ThinkingReport
+from rlm.serving.thinking import Splitter, Thinking
+
+FORMAT = FORMATS["deepseek"]
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    " ",
+    "\n",
+    "a",
+    "b.",
+    "<",
+    "</",
+    "thi",
+    "STOP",
+]
+
+
+def split(pieces: list[str], stop: tuple[str, ...] = ()) -> tuple[str, str]:
+    splitter = Splitter(FORMAT, stop)
+    parts = [*map(splitter.feed, pieces), splitter.finish()]
+    return tuple(map("".join, zip(*parts, strict=True)))
+
+
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    st.lists(st.integers(1, 5), min_size=60, max_size=60),
+    st.sampled_from([(), ("STOP",), ("\n\n", "b. a")]),
+)
+def test_text_is_split_the_same_however_it_arrives(text, sizes, stop):
+    cut, at = [], 0
+    for size in sizes:
+        cut.append(text[at : at + size])
+        at += size
+    cut.append(text[at:])
+    assert split(cut, stop) == split([text], stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>", "1 + 1 = 2", "2"),
+        ("  <think>a", "a", ""),
+        ("<think>a < b </thin", "a < b </thin", ""),
+        ("no tags at all", "", "no tags at all"),
+        ("<thin", "", "<thin"),
+        ("text <think>a</think>b", "", "text <think>a</think>b"),  # not at the beginning
+        ("<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+        ("<think>\n</think>\n<answer>2</answer>", "", "2"),
+        ("<think>a STOP</think>b STOP c", "a STOP", "b"),
+    ],
+)
+def test_split(text, reasoning, answer):
+    assert split([text], ("STOP",)) == (reasoning, answer)
+    assert split(list(text), ("STOP",)) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "whole", "answer"),
+    [
+        ("<think>a</think>\n<answer>5</answer>\nmore", "\n", "…</think>\n<answer>5</answer>", "5"),
+        ("\n\n5 is it\n\nbye", "\n\n", "\n\n5 is it", "5 is it"),
+        ("<think>a</think>4<answer>2 is it", "42", "…</think>", ""),
+        ("<think>a END</think>b END c", "END", "…</think>b ", "b"),
+        ("<think>a</think>b", "END", "…</think>b", "b"),
+    ],
+)
+def test_the_whole_text_is_cut_where_the_answer_is(text, stop, whole, answer):
+    splitter = Splitter(FORMAT, (stop,))
+    parts = [splitter.feed(text), splitter.finish()]
+    assert "".join(part[1] for part in parts) == answer
+    assert splitter.cut(text) == whole.replace("…", text.partition("</think>")[0])
+
+
+# --- the budget, on the real sampler with scripted tokens -----------------------------------------
+
+
+def run(tokenizer, script: str, *, max_new_tokens: int = 400, after: str | None = None, **options):
+    """The only row of a request whose model would write `script`."""
+    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": script})
+    if after is not None:
+        sampler.after_forced = after
+    thinking = Thinking(
+        tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=max_new_tokens, **options
+    )
+    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
+    texts = []
+    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, steer=thinking)
+    for token in sampler.stream([request]):
+        texts.append(thinking.take(token))
+    row = thinking.rows[0]
+    assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
+    return row
+
+
+LONG = "<think>\n" + "one two three four five six " * 8 + "</think>\n<answer>42</answer>"
+
+
+def test_a_reasoning_that_ends_by_itself_is_closed(tokenizer):
+    row = run(tokenizer, "<think>\nabc\n</think>\n<answer>5</answer>", budget=100)
+    assert (row.reasoning, row.answer, row.status) == ("abc", "5", "closed")
+    assert row.reasoning_tokens == len("\nabc\n")  # one byte a token here
+    assert row.finish_reason == "stop"
+    assert len(row.logprobs) == len(row.ids)  # every token was drawn
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 40, 41, 200])
+def test_the_budget_is_never_exceeded(tokenizer, budget):
+    row = run(tokenizer, LONG, budget=budget)
+    assert row.reasoning_tokens <= budget
+    assert (row.status, row.answer, row.finish_reason) == ("forced", "7", "stop")
+    assert len(row.logprobs) < len(row.ids)  # forced tokens were not drawn
+
+
+def test_the_end_of_a_sentence_closes_in_the_last_quarter(tokenizer):
+    text = "x" * 50 + ". " + "y" * 20 + ". " + "z" * 200
+    row = run(tokenizer, f"<think>{text}", budget=80)  # 60 to 80 is the last quarter
+    assert row.reasoning == "x" * 50 + ". " + "y" * 20 + "."
+    row = run(tokenizer, f"<think>{text}", budget=60)  # 45 to 60
+    assert row.reasoning == "x" * 50 + "."
+    lines = "12 * 4 = 48\n" * 20
+    row = run(tokenizer, f"<think>{lines}", budget=80)  # a line that begins with a digit
+    assert row.reasoning == lines[:59]
+    price = "x" * 63 + "3.50? " + "z" * 200
+    assert run(tokenizer, f"<think>{price}", budget=80).reasoning == "x" * 63 + "3.50?"
+
+
+def test_room_for_the_answer_is_kept_without_a_budget(tokenizer):
+    row = run(tokenizer, "<think>" + "a" * 1000, max_new_tokens=200)
+    assert (row.status, row.answer, row.finish_reason) == ("forced", "7", "stop")
+    assert len(row.ids) <= 200
+
+
+def test_an_end_token_in_the_reasoning_closes_it(tokenizer):
+    row = run(tokenizer, "<think>abc")
+    assert (row.reasoning, row.status, row.answer) == ("abc", "forced", "7")
+
+
+def test_without_an_opening_tag_nothing_is_forced(tokenizer):
+    row = run(tokenizer, "just 12, " * 10, budget=3)
+    assert (row.status, row.reasoning, row.reasoning_tokens) == ("absent", "", 0)
+    assert row.answer == ("just 12, " * 10).strip()
+
+
+def test_a_second_block_is_text_of_the_answer(tokenizer):
+    row = run(tokenizer, "<think>a</think>b <think>c</think>d")
+    assert (row.reasoning, row.answer, row.status) == ("a", "b <think>c</think>d", "closed")
+
+
+def test_answer_now_closes_at_the_next_token(tokenizer):
+    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": LONG})
+    thinking = Thinking(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=400)
+    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
+    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, steer=thinking)]):
+        thinking.take(token)
+        thinking.answer_now |= thinking.rows[0].reasoning.endswith("three")
+    row = thinking.rows[0]
+    assert (row.reasoning, row.answer, row.status) == ("one two three", "7", "forced")
+
+
+def test_stop_texts_count_in_the_answer_only(tokenizer):
+    row = run(tokenizer, "<think>a END b</think>c END d", stop=["END"])
+    assert (row.reasoning, row.answer, row.finish_reason) == ("a END b", "c", "stop")
+    row = run(tokenizer, "<think>a</think>b", stop=["</think>"])
+    assert (row.reasoning, row.answer) == ("a", "b")
+
+
+def test_a_truncated_completion_says_so(tokenizer):
+    row = run(tokenizer, "<think>a</think>" + "b" * 100, max_new_tokens=60)
+    assert (row.status, row.finish_reason) == ("closed", "length")
+    assert len(row.ids) == 60
+
+
+def test_text_streams_like_the_tokenizer_decodes(tokenizer):
+    row = run(tokenizer, "<think>größer → 日本 🍎</think><answer>½</answer>")
+    assert (row.reasoning, row.answer) == ("größer → 日本 🍎", "½")
+
+
+# --- votes ----------------------------------------------------------------------------------------
+
+
+def test_equal_numbers_are_one_answer():
+    result = answering.vote(["0.5", "1/2", "3", None, "1,000", "1000"])
+    assert (result.winner, result.counts) == ("0.5", {"0.5": 2, "1,000": 2, "3": 1})
+    assert (result.tie, result.valid, result.agreement) == (True, 5, pytest.approx(1 / 3))
+
+
+def test_nobody_votes():
+    result = answering.vote([None, None])
+    assert (result.winner, result.agreement, result.tie, result.members) == (None, 0.0, False, ())
+
+
+# --- which answer is shown, and how sure it is ----------------------------------------------------
+
+
+def sample(final_answer: str | None, mean_logprob: float | None, format: str = "strict") -> Sample:
+    return Sample(
+        response="",
+        reasoning=None,
+        answer="",
+        final_answer=final_answer,
+        finish_reason="stop",
+        thinking=ThinkingReport(status="closed", tokens=0, budget=None),
+        format=format,
+        completion_tokens=1,
+        mean_logprob=mean_logprob,
+    )
+
+
+def test_shown_is_the_likeliest_of_those_that_voted_for_the_winner():
+    samples = [
+        sample("6", -0.1),  # outvoted
+        sample("5", -0.9),
+        sample("5.0", -0.4),
+        sample("5", None),  # all of it was forced
+        sample("5", -0.01, "no_reasoning"),  # has no vote
+    ]
+    votes = answering.count_votes(samples)
+    assert (votes.winner, votes.members) == ("5", (1, 2, 3))
+    assert answering.shown_sample(samples, votes) is samples[2]
+    assert answering.confidence(samples, votes).value == 3 / 5
+    silent = [sample(None, None), sample(None, -0.5), sample(None, -0.2), sample("5", -0.3, "x")]
+    assert answering.shown_sample(silent, answering.count_votes(silent)) is silent[2]
+
+
+def test_one_answer_is_as_sure_as_its_drawn_tokens_are_likely_on_average(tokenizer):
+    thinking = Thinking(tokenizer, FORMAT, frozenset({257}), max_new_tokens=400)
+    ids = tokenizer.encode("<think>a</think><answer>5</answer>")
+    drawn = [-1.0, -3.0] + [math.nan] * (len(ids) - 1)  # those of the forced tokens are NaN
+    for id, logprob in zip([*ids, 257], drawn, strict=True):
+        thinking.take(Token(0, 0, id, logprob, "stop" if id == 257 else None))
+    samples = answering.finished_samples(thinking)
+    confidence = answering.confidence(samples, answering.count_votes(samples))
+    assert (confidence.value, confidence.method) == (math.exp(-2), "mean_token_probability")
+    assert answering.confidence([sample("5", None)], answering.vote(["5"])) is None

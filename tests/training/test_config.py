@@ -1,0 +1,212 @@
+"""Presets, what an algorithm fills in, what is refused, and which layer wins."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from rlm.cli.options import UsageError, changed, explicit, parse, set_by_preset, to_dict
+from rlm.training.algorithms import ALGORITHMS
+from rlm.training.config import PRESETS, GRPOConfig, _warn_once, algorithms_help
+
+EVERY_PRESET = {"top_p": 1.0, "top_k": 0, "lora_dropout": 0.0, "use_lora": True, "kl_weight": 0.0}
+GRPO = {
+    "algorithm": "grpo", "use_std_normalization": True, "clip_eps_high": 0.2,
+    "token_level_loss": False, "fixed_length_normalizer": None, "dynamic_sampling": False,
+    "overlong_buffer": 0,
+}  # fmt: skip
+DRGRPO = GRPO | {"algorithm": "drgrpo", "use_std_normalization": False}
+DAPO = GRPO | {
+    "algorithm": "dapo", "clip_eps_high": 0.28, "token_level_loss": True,
+    "dynamic_sampling": True, "max_refill_rounds": 3, "overlong_penalty": -1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("grpo", GRPO),
+        ("drgrpo", DRGRPO | {"fixed_length_normalizer": 96}),
+        ("dapo", DAPO | {"overlong_buffer": 19}),
+        (
+            "reasoning_small",
+            DRGRPO
+            | {
+                "fixed_length_normalizer": 512, "group_size": 8, "batch_size": 4,
+                "train_batch_size": 2, "max_new_tokens": 512, "learning_rate": 5e-6,
+                "lora_r": 16, "use_4bit": True,
+            },
+        ),
+        (
+            "reasoning_large",
+            DAPO
+            | {
+                "overlong_buffer": 409, "group_size": 16, "batch_size": 8, "train_batch_size": 4,
+                "max_new_tokens": 2048, "learning_rate": 1e-6, "use_4bit": True,
+            },
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("by", ["python", "command line"])
+def test_presets(name, values, by):
+    if by == "python":
+        config = GRPOConfig.from_preset(name)
+    else:
+        config = parse(GRPOConfig, ["--preset", name], presets=PRESETS)
+    found = {field: getattr(config, field) for field in values | EVERY_PRESET}
+    assert found == values | EVERY_PRESET
+
+
+def test_an_unknown_preset_names_the_five():
+    with pytest.raises(ValueError, match="grpo, drgrpo, dapo, reasoning_small, reasoning_large"):
+        GRPOConfig.from_preset("best")
+
+
+def test_options_stand_above_what_the_algorithm_sets():
+    config = GRPOConfig(algorithm="drgrpo", max_new_tokens=512, clip_eps_high=0.28)
+    assert (config.clip_eps_high, config.fixed_length_normalizer) == (0.28, 512)
+
+
+def test_preset_below_yaml_below_command_line(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("preset: reasoning_large\nbatch_size: 3\ngroup_size: 12\n")
+    argv = ["--config", str(file), "--group_size", "10", "--train-batch-size=5"]
+    config = parse(GRPOConfig, argv, presets=PRESETS)
+    got = (config.batch_size, config.group_size, config.train_batch_size, config.max_new_tokens)
+    assert got == (3, 10, 5, 2048)
+    assert set_by_preset(config) == {
+        "algorithm", "max_new_tokens", "learning_rate", "use_lora", "use_4bit",
+    }  # fmt: skip
+    assert explicit(config) > set_by_preset(config)
+    # The default, typed, beats the preset too.
+    assert parse(GRPOConfig, ["--preset", "dapo", "--algorithm", "grpo"], presets=PRESETS).choices
+    typed = ["--preset", "reasoning_small", "--batch-size", "20", "--no-use_4bit"]
+    config = parse(GRPOConfig, typed, presets=PRESETS)
+    assert (config.batch_size, config.use_4bit) == (20, False)
+
+
+def test_another_spelling_of_an_option_beats_it_in_a_lower_layer(tmp_path):
+    small = ["--preset", "reasoning_small"]  # which sets use_4bit
+    for typed, quantize in {
+        (): "4bit",
+        ("--quantize", "none"): "none",
+        ("--quantize", "8bit"): "8bit",
+        ("--no-use-4bit",): "none",
+    }.items():
+        config = parse(GRPOConfig, [*small, *typed], presets=PRESETS)
+        assert (config.quantize, config.use_4bit) == (quantize, quantize == "4bit")
+        assert ("use_4bit" in set_by_preset(config)) == (not typed)
+    assert GRPOConfig.from_preset("reasoning_small", quantize="8bit").quantize == "8bit"
+    file = tmp_path / "c.yaml"
+    file.write_text("use_4bit: true\nuse_wandb: true\n")
+    config = parse(GRPOConfig, ["--config", str(file), "--quantize=none", "--tracker=trackio"])
+    assert (config.quantize, config.tracker) == ("none", "trackio")
+
+
+def test_what_is_saved_reads_back_as_the_same_config(tmp_path):
+    config = GRPOConfig.from_preset("dapo", max_new_tokens=50, sft_adapter=None)
+    file = tmp_path / "config.json"  # JSON is YAML
+    file.write_text(json.dumps(to_dict(config)))
+    assert parse(GRPOConfig, ["--config", str(file)], presets=PRESETS) == config
+
+
+def test_another_length_fills_in_again():
+    """Not Dr. GRPO's old constant, nor DAPO's old buffer."""
+    drgrpo = changed(GRPOConfig.from_preset("reasoning_small"), max_new_tokens=100)
+    assert drgrpo.fixed_length_normalizer == 100
+    assert "use_4bit" in set_by_preset(drgrpo)
+    assert changed(GRPOConfig(algorithm="dapo"), max_new_tokens=50).overlong_buffer == 10
+    given = GRPOConfig(algorithm="drgrpo", fixed_length_normalizer=7)
+    assert changed(given, max_new_tokens=100).fixed_length_normalizer == 7
+    assert changed(given, algorithm="grpo").fixed_length_normalizer == 7
+
+
+def test_options_change_the_formula():
+    assert GRPOConfig(algorithm="drgrpo").formula.endswith("sum over tokens / (rollouts · 96)")
+    config = GRPOConfig(
+        algorithm="dapo", use_std_normalization=False, clip_eps_high=0.5, overlong_buffer=0
+    )
+    assert config.formula == (
+        "A = r − mean; l = −min(ρ A, clip(ρ, 0.8, 1.5) A); ρ of each token; "
+        "mean over all tokens of the step; groups without a difference are replaced"
+    )
+    assert GRPOConfig(fixed_length_normalizer=64).aggregation == "constant"
+    assert GRPOConfig(token_level_loss=True).aggregation == "token"
+    assert GRPOConfig(algorithm="dapo", fixed_length_normalizer=64).aggregation == "constant"
+    assert GRPOConfig(algorithm="drgrpo", token_level_loss=True).aggregation == "token"
+
+
+def test_unchanged_options_leave_the_table_as_it_is():
+    for name, algorithm in ALGORITHMS.items():
+        config = GRPOConfig(algorithm=name, max_new_tokens=500)
+        assert config.choices == algorithm
+        assert algorithm.formula() in algorithms_help()
+
+
+def test_dynamic_sampling_rounds():
+    assert GRPOConfig().sampling_rounds == 1
+    assert GRPOConfig(algorithm="dapo").sampling_rounds == 4
+    assert GRPOConfig(algorithm="dapo", dynamic_sampling=False).sampling_rounds == 1
+    assert GRPOConfig(dynamic_sampling=True, max_refill_rounds=0).sampling_rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"top_p": 0.95}, "distribution"),
+        ({"top_k": 50}, "distribution"),
+        ({"lora_dropout": 0.1}, "ratio"),
+        ({"use_lora": False}, "never written"),
+        ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
+        ({"overlong_buffer": 97}, "longer than"),
+        ({"overlong_penalty": 1.0}, "at most 0"),
+        ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo"),
+        ({"reasoning_format": "xml"}, "deepseek, simple"),
+        ({"kl_estimator": "k4"}, "k1, k2, k3"),
+        ({"doctor": True, "resume": True}, "--resume"),
+        ({"clip_eps_low": 1.5}, "at most 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(options, why):
+    with pytest.raises(ValueError, match=why):
+        GRPOConfig(**options)
+    typed = [f"--{name}={value}" for name, value in options.items() if value is not True]
+    typed += [f"--{name}" for name, value in options.items() if value is True]
+    typed = ["--no-use_lora" if t == "--use_lora=False" else t for t in typed]
+    with pytest.raises(UsageError):
+        parse(GRPOConfig, typed, presets=PRESETS)
+
+
+def test_a_small_group_warns_once(caplog):
+    _warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        GRPOConfig(group_size=8)
+        assert not caplog.records
+        GRPOConfig(group_size=4)
+        GRPOConfig(group_size=4)
+    (record,) = caplog.records
+    assert "--group-size 4" in record.message
+
+
+def test_dashes_underscores_and_the_seeds_flags():
+    argv = (
+        "--model m --algorithm drgrpo --preset reasoning_small --max_samples 5000 --use_4bit "
+        "--batch_size 2 --group_size 4 --reasoning_format simple --max-new-tokens 64"
+    )
+    config = parse(GRPOConfig, argv.split(), presets=PRESETS)
+    got = (config.max_samples, config.batch_size, config.group_size, config.reasoning_format)
+    assert got == (5000, 2, 4, "simple")
+    assert "use_4bit" not in set_by_preset(config)  # typed: the user's own wish
+    assert parse(GRPOConfig, ["--max_steps", "7"], presets=PRESETS).steps == 7
+
+
+def test_the_docs_have_every_formula_and_source():
+    text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
+    for name, algorithm in ALGORITHMS.items():
+        page = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert f"> {algorithm.formula()}\n" in page
+        assert algorithm.source.rpartition(" ")[2] in page
+        assert "Differs:" in page
+    for name in PRESETS:
+        assert f"`{name}`" in text

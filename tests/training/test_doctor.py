@@ -1,0 +1,184 @@
+"""`train_grpo.py --doctor` names what was broken on purpose, and leaves a sound set-up alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_model
+
+import train_grpo
+from rlm.cli.main import run_main
+from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
+from rlm.model.hardware import Device
+from rlm.rewards import FormatReward
+from rlm.rewards.scorer import Scores
+from rlm.sampling import Completion
+from rlm.training.config import GRPOConfig
+from rlm.training.doctor import _reward, diagnose, examine
+
+CPU = Device("cpu", torch.float32, "test")
+PROBLEMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(40)]
+LLAMA3 = (
+    "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Scripted:
+    """A sampler that says what it is told: text(problem number, completion number)."""
+
+    exact, path, stop_ids = True, "scripted", frozenset({257})
+
+    def __init__(self, tokenizer, text, truncated=False):
+        self.tokenizer, self.text, self.truncated = tokenizer, text, truncated
+
+    def bytes_for(self, *_):
+        return 0
+
+    def release(self):
+        pass
+
+    def sample(self, prompts, n, params, seeds, on_finish=lambda: None):
+        ending, reason = ([], "length") if self.truncated else ([257], "stop")
+
+        def completion(i, j):
+            on_finish()
+            ids = self.tokenizer.encode(self.text(i, j), add_special_tokens=False) + ending
+            return Completion(ids, [-1.0] * len(ids), reason)
+
+        return [[completion(i, j) for j in range(n)] for i in range(len(prompts))]
+
+
+def half_right(i, j, tags=FORMATS["deepseek"]):
+    return tags.completion("so", str(2 * i + (i + j) % 2))
+
+
+def look(model_dir, tmp_path, text=half_right, reward=None, truncated=False, **options):
+    config = GRPOConfig(
+        sft_adapter=None, group_size=4, max_new_tokens=8, run_dir=tmp_path / "run",
+        output=tmp_path / "out", **options,
+    )  # fmt: skip
+    trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, CPU)
+    trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
+    return trainer, diagnose(trainer, PROBLEMS)
+
+
+def names(diagnosis):
+    return [finding.name for finding in diagnosis.findings]
+
+
+def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
+    trainer, diagnosis = look(model_dir, tmp_path)
+    assert diagnosis.findings == []
+    assert diagnosis.figures == {
+        "reward, mean": 0.5,
+        "pass@1, strict": 0.5,
+        "pass@1, lenient": 0.5,
+        "pass@4, strict": 1.0,
+        "pass@4, lenient": 1.0,
+        "groups without signal": 0.0,
+        "one answer found, strict": 1.0,
+        "one answer found, lenient": 1.0,
+        "truncated": 0.0,
+    }
+    assert examine(trainer, PROBLEMS) == 0
+    out = capsys.readouterr().out
+    assert "nothing stands in the way" in out
+    assert "on 32 problems" in out
+    assert "GB at the peak" in out
+
+
+@pytest.mark.parametrize("template", [LLAMA3, NO_SYSTEM])
+def test_a_wrong_template_is_named(tmp_path, template):
+    path = tmp_path / "base"
+    tiny_model().save_pretrained(path)
+    byte_tokenizer(template=template).save_pretrained(path)
+    _, diagnosis = look(path, tmp_path)
+    assert names(diagnosis) == ["wrong chat template"]
+    (finding,) = diagnosis.findings
+    assert finding.fault
+    assert ("<|eot_id|>" in finding.text) == (template == LLAMA3)
+
+
+def test_a_parser_mismatch_is_named(model_dir, tmp_path):
+    """Right answers between other tags than those that are looked for."""
+    _, diagnosis = look(model_dir, tmp_path, lambda i, j: half_right(i, j, FORMATS["simple"]))
+    assert names(diagnosis) == ["parser mismatch", "no signal"]
+    assert diagnosis.findings[0].advice == "--reasoning-format simple"
+    _, diagnosis = look(model_dir, tmp_path, lambda i, j: rf"so \boxed{{{2 * i + j % 2}}}")
+    assert names(diagnosis)[0] == "parser mismatch"
+    assert diagnosis.figures["pass@1, lenient"] == 0.5
+    assert diagnosis.figures["pass@1, strict"] == 0.0
+    assert "no_reasoning" in diagnosis.findings[0].text
+
+
+def test_a_learning_rate_that_moves_nothing_is_named(model_dir, tmp_path):
+    _, diagnosis = look(model_dir, tmp_path, learning_rate=1e-8)
+    assert names(diagnosis) == ["learning rate too low"]
+    assert diagnosis.findings[0].fault
+    _, diagnosis = look(model_dir, tmp_path, learning_rate=0.1)
+    assert names(diagnosis) == ["learning rate too high"]
+    _, diagnosis = look(model_dir, tmp_path, learning_rate=5e-6)  # reasoning_small's
+    assert [(f.name, f.fault) for f in diagnosis.findings] == [("learning rate too low", False)]
+
+
+def test_all_truncated_and_nothing_to_read(model_dir, tmp_path):
+    _, diagnosis = look(model_dir, tmp_path, lambda i, j: "<think>and then", truncated=True)
+    assert names(diagnosis) == ["no signal", "truncation"]
+    assert all(finding.fault for finding in diagnosis.findings)
+    _, diagnosis = look(model_dir, tmp_path, lambda i, j: "I do not know")
+    assert names(diagnosis) == ["no answers", "no signal"]
+
+
+def test_a_task_that_is_too_easy(model_dir, tmp_path):
+    _, diagnosis = look(
+        model_dir, tmp_path, lambda i, j: FORMATS["deepseek"].completion("so", str(2 * i))
+    )
+    (finding,) = diagnosis.findings
+    assert finding.name == "no signal"
+    assert "harder problems" in finding.advice
+
+
+def test_rewards_that_cannot_teach_are_named(model_dir, tmp_path):
+    _, diagnosis = look(model_dir, tmp_path, reward=FormatReward())
+    assert "reward can be had without being right" in names(diagnosis)
+    text = next(f.text for f in diagnosis.findings if "without being right" in f.name)
+    assert text.startswith("every number up to 200, a wrong answer")
+
+    def blind(completions, answer):  # reads an answer that nobody writes like that
+        return [float(text == answer[0]) for text in completions]
+
+    _, diagnosis = look(model_dir, tmp_path, reward=blind)
+    assert "no signal" in names(diagnosis)
+
+
+def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
+    """A third of the completions is right: a mean of -1/3 where the others cost a point."""
+    figures = {"pass@1, strict": 1 / 3}
+    problem = Problem("a", "1 + 1?", "2")
+
+    def found(scores, rewards):
+        trainer = SimpleNamespace(format=FORMATS["deepseek"], scorer=lambda *_: Scores([scores]))
+        return [finding.name for finding in _reward(trainer, problem, figures, rewards)]
+
+    better = [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    assert found(better, [[1.0, -1.0, -1.0]]) == []
+    assert found(better, [[-1.0, -1.0], [-1.0]]) == ["reward sees nothing"]
+
+
+def test_from_the_command_line(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = f"--doctor --model {model_dir} --learning_rate 1e-8 --group_size 2 --max_new_tokens 4"
+    with pytest.raises(SystemExit) as exit:
+        run_main(train_grpo.main, GRPOConfig, argv=argv.split())
+    assert exit.value.code == 1
+    out = capsys.readouterr().out
+    assert "FAULT  learning rate too low" in out
+    assert not (tmp_path / "runs").exists()

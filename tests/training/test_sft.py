@@ -1,0 +1,410 @@
+"""Stage 1: its loss beside TRL's own, which scores every position; where it starts and stops."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+import trl
+from conftest import byte_tokenizer, tiny_model
+from safetensors.torch import load_file
+
+import rlm.training.sft
+import train_sft
+from rlm.cli.options import UsageError
+from rlm.data.loaders import load_problems
+from rlm.data.prompts import FORMATS, IGNORED
+from rlm.model.adapters import new_adapter
+from rlm.model.base import load_base
+from rlm.model.export import save_adapter
+from rlm.model.hardware import Device
+from rlm.runs.atomic_files import read_lines
+from rlm.training.config import GRPOConfig
+from rlm.training.sft_examples import to_example
+from tests.test_scripts import DATA, run
+from tests.test_train_grpo import a_start_adapter
+from train_grpo import GRPOTrainer
+
+ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
+
+
+def example(ids, prompt):
+    return {"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]}
+
+
+def trainer_of(cls, folder, **options):
+    torch.manual_seed(0)
+    policy = new_adapter(tiny_model(), r=4, alpha=8, dropout=0.0)
+    for name, tensor in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(tensor)  # else half of the gradients are zero
+    arguments = trl.SFTConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to="none",
+        max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, **options,
+    )  # fmt: skip
+    return cls(
+        model=policy,
+        processing_class=byte_tokenizer(),
+        train_dataset=datasets.Dataset.from_list([example(*row) for row in ROWS]),
+        args=arguments,
+    )
+
+
+@pytest.mark.parametrize("count", [None, 11])
+def test_loss_and_gradient_are_trls(tmp_path, count):
+    """Also where several micro-batches share one denominator."""
+    found = []
+    for cls in (trl.SFTTrainer, rlm.training.sft.SFTTrainer):
+        trainer = trainer_of(cls, tmp_path)
+        batch = trainer.data_collator([example(*row) for row in ROWS])
+        loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)
+        loss.backward()
+        gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad}
+        found.append((loss.detach(), gradients))
+    (theirs, their_gradients), (ours, our_gradients) = found
+    assert torch.allclose(ours, theirs, rtol=1e-5)
+    assert their_gradients.keys() == our_gradients.keys()
+    for name, gradient in their_gradients.items():
+        assert gradient.abs().max() > 0, name
+        # Both are 3e-6 from the gradient in double, whose largest entry is 1.5.
+        assert torch.allclose(our_gradients[name], gradient, rtol=1e-4, atol=1e-5), name
+
+
+def test_only_learned_positions_meet_the_vocabulary(tmp_path, monkeypatch):
+    scored = []
+
+    def watched(hidden, head, targets, *others):
+        scored.append((hidden.shape[0], targets.tolist()))
+        return original(hidden, head, targets, *others)
+
+    original = rlm.training.sft.score_tokens
+    monkeypatch.setattr(rlm.training.sft, "score_tokens", watched)
+    trainer = trainer_of(rlm.training.sft.SFTTrainer, tmp_path)
+    batch = trainer.data_collator([example(*row) for row in ROWS])
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert scored == [(5, [9, 10, 12, 13, 17])]  # of 13 tokens, padding to 18
+
+
+def test_training_ends_where_trls_does(tmp_path):
+    """Three updates of two micro-batches each, by the whole of TRL's loop."""
+    ends = []
+    for cls in (trl.SFTTrainer, rlm.training.sft.SFTTrainer):
+        trainer = trainer_of(
+            cls, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+            max_steps=3, learning_rate=1e-2, save_strategy="no",
+        )  # fmt: skip
+        losses = trainer.train().training_loss
+        ends.append((losses, trainer.evaluate(trainer.train_dataset)["eval_loss"]))
+    assert ends[1] == pytest.approx(ends[0], rel=1e-4)
+
+
+# --- where it starts and stops --------------------------------------------------------------------
+
+
+@pytest.fixture
+def sft(model_dir, tmp_path):
+    """`python train_sft.py` on eight examples, four a step; its exit code."""
+
+    def start(*more):
+        return run(
+            train_sft, "--model", model_dir, *DATA, "--max-samples", 8, "--batch-size", 4,
+            "--micro-batch", 4, "--eval-samples", 0, "--output", tmp_path / "sft", "--run-dir",
+            tmp_path / "run", *more,
+        )  # fmt: skip
+
+    return start
+
+
+def history(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tokenizer):
+    """At a rate of almost nothing what comes out is what went in: its rank, its scale, its values,
+    and not a new adapter's."""
+    start = a_start_adapter(model_dir, tokenizer, tmp_path / "start")
+    assert sft("--adapter", start, "--learning-rate", 1e-12) == 0
+    before, after = (
+        load_file(path / "adapter_model.safetensors") for path in (start, tmp_path / "sft")
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.allclose(after[name], tensor, atol=1e-6), name
+    assert any(tensor.abs().max() > 0.1 for name, tensor in before.items() if "lora_B" in name)
+    assert history(tmp_path / "sft")["start_adapter"] == str(start)
+    config = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+
+def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
+    """As on a CPU with bf16 units; what is learned and written stays fp32."""
+    seen, losses, score_tokens = [], [], rlm.training.sft.score_tokens
+
+    def watched(hidden, *others):
+        seen.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return score_tokens(hidden, *others)
+
+    monkeypatch.setattr(rlm.training.sft, "score_tokens", watched)
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(
+            "rlm.model.hardware.pick_device", lambda dtype=dtype: Device("cpu", dtype, "")
+        )
+        assert sft("--epochs", 4, "--learning-rate", 3e-2) == 0
+        assert set(seen) == {(dtype, False)}
+        seen.clear()
+        saved = load_file(tmp_path / "sft" / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+        losses.append([row["loss/sft"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")])
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokenizer, capsys):
+    problems = load_problems(DATA[1], "train", max_samples=8, seed=0)
+    lengths = sorted(
+        len(to_example(tokenizer, problem, FORMATS["deepseek"])["input_ids"])
+        for problem in problems
+    )
+    assert lengths[5] < lengths[6]
+    assert sft("--max-minutes", 1e-6, "--epochs", 9, "--max-length", lengths[5]) == 0
+    said = capsys.readouterr().out
+    assert "6 examples (2 too long, left out)" in said
+    assert "--max-minutes 1e-06 reached" in said
+    found = history(tmp_path / "sft")  # it is saved all the same
+    assert (found["step"], found["examples"]) == (1, 6)
+    assert sft("--max-length", lengths[0] - 1) == 2
+    assert f"no example fits in --max-length {lengths[0] - 1} tokens" in capsys.readouterr().err
+
+
+@pytest.fixture
+def at_batch(monkeypatch):
+    """Do something in the place of a batch's loss, counted from 1; a list of the batches begun."""
+    compute_loss = rlm.training.sft.SFTTrainer.compute_loss
+
+    def install(number, action):
+        begun = []
+
+        def watched(*arguments, **options):
+            begun.append(1)
+            if len(begun) == number:
+                action()
+            return compute_loss(*arguments, **options)
+
+        monkeypatch.setattr(rlm.training.sft.SFTTrainer, "compute_loss", watched)
+        return begun
+
+    return install
+
+
+@pytest.fixture
+def signals():
+    """Signals that would end the tests are a failure, whatever the shell ignores."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def interrupt(number=signal.SIGTERM):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_the_old_adapter_stays(
+    sft, tmp_path, at_batch, signals, capsys, number, code
+):
+    begun = at_batch(1, interrupt(number))
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "adapter_config.json").write_text("an older one's")
+    assert sft("--epochs", 9) == code
+    assert len(begun) == 1  # the step was ended, and no other begun
+    assert [file.name for file in (tmp_path / "sft").iterdir()] == ["adapter_config.json"]
+    assert (tmp_path / "sft" / "adapter_config.json").read_text() == "an older one's"
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run'} is saved up to step 1; go on with: python" in said.splitlines()[-1]
+    assert said.endswith("--epochs 9 --resume\n")
+    assert "Traceback" not in said
+
+
+# Ten examples are three steps an epoch, of two, two and one batch.
+THREE_EPOCHS = ("--max-samples", 10, "--epochs", 3, "--learning-rate", 3e-2, "--micro-batch", 2)
+
+
+def weights(folder):
+    return load_file(folder / "sft" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("batch", "step", "dropout"),
+    [(3, 2, 0.0), (5, 3, 0.0), (11, 7, 0.3)],  # the third step is an epoch's last
+)
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(
+    sft, tmp_path, at_batch, signals, batch, step, dropout
+):
+    """Stopped by a signal, then by the clock; bit for bit."""
+    more = (*THREE_EPOCHS, "--lora-dropout", dropout)
+    assert sft(*more) == 0
+    whole, told = weights(tmp_path), history(tmp_path / "sft")
+    losses = [row["loss/sft"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")]
+
+    at_batch(batch, interrupt())
+    assert sft(*more) == 143
+    assert sft(*more, "--resume", "--max-minutes", 1e-6) == 0  # one step
+    assert history(tmp_path / "sft")["step"] == step + 1
+    assert sft(*more, "--resume") == 0
+    assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
+    rows = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["loss/sft"] for row in rows] == losses
+    after = history(tmp_path / "sft")
+    assert (after["step"], after["loss"]) == (9, told["loss"])
+    assert after["loss"] == pytest.approx(sum(losses) / 9)
+
+
+def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
+    sft, tmp_path, at_batch, monkeypatch, capsys
+):
+    assert sft(*THREE_EPOCHS) == 0
+    whole = weights(tmp_path)
+    assert not (tmp_path / "run" / "checkpoints").exists()  # it took less than a minute
+
+    def crash():
+        raise MemoryError("allocate memory")
+
+    monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
+    at_batch(8, crash)
+    assert sft(*THREE_EPOCHS) != 0
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000004"]
+    (folder / "step_000004" / "state.safetensors").write_bytes(b"torn")
+    capsys.readouterr()
+    assert sft(*THREE_EPOCHS, "--resume") == 0
+    said = capsys.readouterr().out
+    assert "checkpoint step_000004 is damaged" in said
+    assert "before step 4" in said
+    assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
+
+
+def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
+    whole = ("--epochs", 20)  # 40 steps: a report every other one
+    assert sft(*whole) == 0
+    log = tmp_path / "run" / "metrics.jsonl"
+    assert [row["step"] for row in read_lines(log)] == list(range(1, 40, 2))
+    mean = history(tmp_path / "sft")["loss"]
+    monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
+    assert sft(*whole) == 0
+    assert [row["step"] for row in read_lines(log)] == list(range(40))
+    assert history(tmp_path / "sft")["loss"] == pytest.approx(mean)
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step_000038", "step_000039"]
+
+
+def test_only_the_same_run_is_resumed(sft, tmp_path, at_batch, signals, capsys):
+    assert sft(*THREE_EPOCHS, "--resume") == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    at_batch(3, interrupt())
+    assert sft(*THREE_EPOCHS) == 143
+    for option, value, change in (
+        ("--learning-rate", 1e-3, "--learning-rate: 0.03 → 0.001"),
+        ("--epochs", 4, "--epochs: 3 → 4"),
+        ("--max-samples", 9, "training data: 10 examples, sha256"),
+    ):
+        assert sft(*THREE_EPOCHS, option, value, "--resume") == 2
+        assert change in capsys.readouterr().err
+    assert sft(*THREE_EPOCHS, "--resume", "--micro-batch", 4) == 0
+
+
+def test_a_run_of_the_other_stage_is_not_resumed(sft, model_dir, tmp_path, at_batch, capsys):
+    folder = tmp_path / "run"
+    grpo = GRPOConfig(
+        sft_adapter=None, steps=1, lora_r=4, batch_size=2, group_size=2, max_new_tokens=4,
+        eval_every=0, run_dir=folder, output=tmp_path / "g",
+    )  # fmt: skip
+    problems = load_problems(DATA[1], "train", max_samples=2)
+    GRPOTrainer(str(model_dir), grpo, device=Device("cpu", torch.float32, "")).train(problems)
+    assert sft("--resume") == 2
+    assert f"{folder} is a run of another script" in capsys.readouterr().err
+
+    at_batch(1, interrupt())
+    assert sft(*THREE_EPOCHS) == 143  # the other one is moved away
+    again = replace(grpo, resume=True)
+    trainer = GRPOTrainer(str(model_dir), again, device=Device("cpu", torch.float32, ""))
+    with pytest.raises(UsageError, match="is a run of another script"):
+        trainer.train(problems)
+
+
+def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkeypatch, signals):
+    """Held-out problems are read when it is safe, signals wait until they are."""
+    monkeypatch.setattr(rlm.training.sft.SFTTrainer, "mean_loss", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sft("--eval-samples", 1)
+    assert (tmp_path / "sft" / "adapter_model.safetensors").exists()
+    assert history(tmp_path / "sft")["validation_loss"] is None
+    monkeypatch.setattr(rlm.training.sft.SFTTrainer, "mean_loss", lambda *_: interrupt()() or 0.5)
+    assert sft("--eval-samples", 1) == 0
+    assert history(tmp_path / "sft")["validation_loss"] == 0.5
+
+
+def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
+    policy = new_adapter(load_base(str(model_dir), Device("cpu", torch.float32, "")), r=4, alpha=8,
+                         dropout=0.5)  # fmt: skip
+    save_adapter(policy, byte_tokenizer(), tmp_path / "start", {})
+    assert sft("--adapter", tmp_path / "start", "--seed", 0) == 0
+    config = train_sft.SFTConfig(model=str(model_dir), adapter=tmp_path / "start")
+    wet = train_sft.start_policy(config, Device("cpu", torch.float32, ""), "").train()
+    ids = torch.arange(5, 20)[None]
+    torch.nn.init.normal_(next(t for n, t in wet.named_parameters() if "lora_B" in n))
+    assert not torch.equal(wet(ids).logits, wet(ids).logits)  # each pass drops other units
+    assert sft("--adapter", tmp_path / "start", "--lora-dropout", 0.1) == 2
+    assert "--lora-dropout is of a new adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["", "a folder", "a file"])
+def test_only_an_adapter_is_replaced(sft, tmp_path, monkeypatch, capsys, place):
+    """`--output weights`, say, would else take all that is in there."""
+    output = tmp_path / place
+    thesis = output / "thesis.tex" if place != "a file" else output
+    thesis.parent.mkdir(exist_ok=True)
+    thesis.write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    for named in (output, ".") if not place else (output,):
+        assert sft("--output", named) == 2
+        assert f"--output {named}" in capsys.readouterr().err
+    assert thesis.read_text() == "years of work"
+    assert not (tmp_path / "run").exists()  # nothing was begun
+
+
+def test_an_adapter_behind_a_link_is_replaced_where_it_lies(sft, tmp_path):
+    disk = tmp_path / "disk"
+    (disk / "sft").mkdir(parents=True)
+    (tmp_path / "sft").symlink_to(disk / "sft")
+    for seed in (0, 1, 2):
+        assert sft("--seed", seed) == 0
+        assert history(disk / "sft")["config"]["seed"] == seed
+    assert (tmp_path / "sft").is_symlink()
+    assert history(disk / "sft.prev")["config"]["seed"] == 1
+
+
+def test_a_save_that_fails_brings_no_older_adapter_back(sft, tmp_path, monkeypatch, capsys):
+    for seed in (0, 1):
+        assert sft("--seed", seed) == 0
+    (tmp_path / "sft").rename(tmp_path / "kept")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlm.model.export._check_export", full)
+    assert sft() != 0
+    assert "No space left" in capsys.readouterr().err
+    assert not (tmp_path / "sft").exists()  # .prev is that of seed 0
+    assert history(tmp_path / "sft.prev")["config"]["seed"] == 0
+
+
+def test_a_signal_in_the_last_step_loses_nothing(sft, tmp_path, at_batch, signals):
+    at_batch(2, interrupt())
+    assert sft() == 0
+    assert history(tmp_path / "sft")["step"] == 2
