@@ -1,0 +1,100 @@
+"""Imports go one way: the layer table, no circle between packages, none inside one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A package imports from lower layers only (docs/architecture.md shows the same table).
+LAYERS = {
+    "cli": 0,
+    "grading": 0,
+    "kernels": 0,
+    "rate_limit": 0,
+    "api_client": 1,
+    "data": 1,
+    "runs": 1,
+    "model": 2,
+    "rewards": 3,
+    "sampling": 3,
+    "evaluation": 4,
+    "training": 5,
+    "reasoner": 5,
+    "serving": 6,
+}
+SCRIPTS = {"train_sft", "train_grpo", "evaluate", "inference", "server"}
+
+
+def imported(code: str) -> set[str]:
+    """The modules that code imports anywhere, also lazily or for types only."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def packages(code: str) -> set[str]:
+    """The packages and modules right below `rlm` that code imports."""
+    names = {name.split(".")[1] for name in imported(code) if name.startswith("rlm.")}
+    return names & LAYERS.keys()
+
+
+def against_the_table(package: str, code: str) -> set[str]:
+    if package == "serving":
+        return packages(code) & {"training"}
+    return {p for p in packages(code) - {package} if LAYERS[p] >= LAYERS[package]}
+
+
+def modules(folder: str) -> dict[str, str]:
+    """Dotted name → code of every module below a folder of the project."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f.read_text()
+        for f in files
+    }
+
+
+RLM = modules("rlm")
+
+
+@pytest.mark.parametrize("module", [name for name in RLM if name.count(".")])
+def test_a_package_imports_lower_layers_only(module):
+    package = module.split(".")[1]
+    assert package in LAYERS, "a new package takes a place in the table"
+    assert not against_the_table(package, RLM[module])
+    above = {name.split(".")[0] for name in imported(RLM[module])}
+    assert not above & (SCRIPTS | {"recipes", "benchmarks"})
+
+
+def test_an_import_against_the_table_is_noticed():
+    assert against_the_table("model", "from rlm.sampling import Sampler") == {"sampling"}
+    lazily = "def f():\n    from rlm.training.config import GRPOConfig"
+    assert against_the_table("data", lazily) == {"training"}
+    assert against_the_table("serving", "import rlm.training.sft") == {"training"}
+    assert not against_the_table("serving", "from rlm import reasoner")
+
+
+@pytest.mark.parametrize("folder", ["recipes/orchestrator", "recipes/experience", "benchmarks"])
+def test_recipes_and_benchmarks_do_not_import_each_other(folder):
+    others = {"recipes.orchestrator", "recipes.experience", "benchmarks"} - {
+        folder.replace("/", ".")
+    }
+    for code in modules(folder).values():
+        for name in imported(code):
+            assert not any(name == other or name.startswith(f"{other}.") for other in others)
+
+
+@pytest.mark.parametrize("package", sorted({n.split(".")[1] for n in RLM if n.count(".") == 2}))
+def test_no_circle_inside_a_package(package):
+    inside = {name: code for name, code in RLM.items() if name.startswith(f"rlm.{package}.")}
+    arrows = {name: imported(code) & inside.keys() for name, code in inside.items()}
+    while arrows:
+        leaves = {name for name, targets in arrows.items() if not targets & arrows.keys()}
+        assert leaves, f"these import each other: {sorted(arrows)}"
+        arrows = {name: targets for name, targets in arrows.items() if name not in leaves}
