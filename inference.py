@@ -110,7 +110,7 @@ def load_rlm_model(
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
     loaded.rlm_format = trained_format(run)
-    loaded.rlm_sampler = Sampler(loaded, tokenizer, seats=SEATS)
+    loaded.rlm_sampler = Sampler(loaded, tokenizer, max_num_seqs=SEATS)
     return loaded, tokenizer
 
 
@@ -148,7 +148,7 @@ def _complete(
     format = getattr(model, "rlm_format", FORMATS["deepseek"])
     prompt = render_prompt(tokenizer, question, format)
     started, shown = time.monotonic(), 0
-    sampler = getattr(model, "rlm_sampler", None) or Sampler(model, tokenizer, seats=SEATS)
+    sampler = getattr(model, "rlm_sampler", None) or Sampler(model, tokenizer, max_num_seqs=SEATS)
     thinking = Thinking(
         tokenizer,
         format,

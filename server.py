@@ -34,7 +34,7 @@ from rlm.runs.atomic_files import replace_file
 if TYPE_CHECKING:
     from rlm.serving.access import AllowedHosts, Keys
     from rlm.serving.service import Service
-    from rlm.serving.shutdown import DrainingServer
+    from rlm.serving.shutdown import GracefulServer
     from rlm.serving.tunnel import Tunnel
 
 ADAPTER = Path("weights/final_rlm_lora")
@@ -58,7 +58,7 @@ class ServerConfig:
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
     key_file: Path | None = flag(None, "file of API keys, one a line (or RLM_API_KEY is set)")
     requests_per_minute: int = flag(120, "for each key", min=1)
-    seats: int = flag(16, "completions drawn at the same time", min=1)
+    max_num_seqs: int = flag(16, "completions drawn at the same time", aliases=["seats"], min=1)
     max_new_tokens: int = flag(512, "longest completion that may be asked for", min=1)
     max_prompt_tokens: int = flag(512, "longest prompt, system prompt included", min=1)
     queue: int = flag(64, "requests accepted and not yet answered", min=1)
@@ -115,7 +115,7 @@ def _service(config: ServerConfig) -> Service:
     from rlm.serving.catalog import find_adapters
     from rlm.serving.engine import Engine
     from rlm.serving.metrics import Metrics
-    from rlm.serving.replicas import load_lanes
+    from rlm.serving.replicas import load_replicas
     from rlm.serving.service import Limits, Service
 
     catalog = find_adapters(
@@ -123,7 +123,7 @@ def _service(config: ServerConfig) -> Service:
     )
     tokenizer = load_tokenizer(catalog.model)
     engine = Engine(
-        partial(load_lanes, catalog, tokenizer, config.seats),
+        partial(load_replicas, catalog, tokenizer, config.max_num_seqs),
         prompt_tokens=config.max_prompt_tokens,
         new_tokens=config.max_new_tokens,
     )
@@ -147,7 +147,7 @@ async def _serve(
     from rlm.serving.app import create_app
     from rlm.serving.http_guard import UVICORN
     from rlm.serving.middleware import SecuritySettings, secure
-    from rlm.serving.shutdown import DrainingServer
+    from rlm.serving.shutdown import GracefulServer
 
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
@@ -157,7 +157,7 @@ async def _serve(
     )
     app = secure(create_app(service, needs_key=keys.required), settings)
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
-    server = DrainingServer(options, service, DRAIN_SECONDS)
+    server = GracefulServer(options, service, DRAIN_SECONDS)
     attendant = asyncio.create_task(_attend(config, service, server, hosts, listening))
 
     def end(_: asyncio.Task[None]) -> None:  # with the attendant: nobody would watch the engine
@@ -178,7 +178,7 @@ async def _serve(
 async def _attend(
     config: ServerConfig,
     service: Service,
-    server: DrainingServer,
+    server: GracefulServer,
     hosts: AllowedHosts,
     listening: socket.socket,
 ) -> None:

@@ -54,8 +54,8 @@ from rlm.sampling import SamplingParams
 from rlm.training import doctor
 from rlm.training import metrics as report
 from rlm.training import setup as start
-from rlm.training.distributed import Team
-from rlm.training.fused_layers import use_lean_layers
+from rlm.training.distributed import Distributed
+from rlm.training.fused_layers import use_fused_layers
 from rlm.training.grpo import (
     Group,
     Rollout,
@@ -68,7 +68,7 @@ from rlm.training.grpo import (
     policy_loss,
     reward_tensor,
     rollout_seeds,
-    share_rollouts,
+    shard_rollouts,
 )
 from rlm.training.logprobs import split, token_logprobs
 from rlm.training.metrics import LearningTally, mean_metrics, step_metrics, timed
@@ -99,18 +99,20 @@ class GRPOTrainer:
             reward_fn: a RewardFunction or a plain function (`rlm.rewards`); by default 1 for a
                 completion in the strict format with the right number, else 0.
         """
-        self.team = Team.join()
+        self.distributed = Distributed.from_env()
         self.model_name, self.base_hash = model_name, models.base_hash(model_name)
-        config = start.fit(config or GRPOConfig(), model_name, self.base_hash, self.team.size)
+        config = start.fit(
+            config or GRPOConfig(), model_name, self.base_hash, self.distributed.size
+        )
         self.config, self.format = config, FORMATS[config.reasoning_format]
         reward = reward_fn or CorrectnessReward()
         self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
-        use_lean_layers(self.policy)
+        use_fused_layers(self.policy)
         use_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
-        self.adapter = self.trained.masters  # name → the fp32 tensor that is trained
-        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.team.rank)
+        self.adapter = self.trained.master_weights  # name → the fp32 tensor that is trained
+        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed.rank)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -135,23 +137,30 @@ class GRPOTrainer:
                 nothing that it could resume as it was.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        if self.team.leads:
+        if self.distributed.is_main:
             check_output(self.config.output)  # first: a run directory puts an old run away
         self.run = RunDirectory(
-            self.config.run_dir, resume=self.config.resume, writes=self.team.leads
+            self.config.run_dir, resume=self.config.resume, writes=self.distributed.is_main
         )
         with self.run:  # from here on a signal waits for the end of a step
             return self._loop(problems, eval_problems)
 
     def _loop(self, problems: Sequence[Problem], eval_problems: Sequence[Problem]) -> dict:
-        config, team, run, started = self.config, self.team, self.run, time.monotonic()
+        config, distributed, run, started = (
+            self.config,
+            self.distributed,
+            self.run,
+            time.monotonic(),
+        )
         choices, overlong = config.choices, (config.overlong_buffer, config.overlong_penalty)
         time_limit = math.inf if config.max_minutes is None else config.max_minutes
         problems = start.within(problems, self.render, config.max_prompt_length)
-        first_step = self.state.begin(run, config, problems, eval_problems, team)
-        self.plan = team.agree(start.plan(self, [*problems, *eval_problems], len(eval_problems)))
+        first_step = self.state.begin(run, config, problems, eval_problems, distributed)
+        self.plan = distributed.broadcast(
+            start.plan(self, [*problems, *eval_problems], len(eval_problems))
+        )
         start_accuracy = self._evaluate(eval_problems, 0) if first_step == 0 else None
-        run.leave_if(team.any(run.interrupted))
+        run.raise_if_interrupted(distributed.any(run.interrupted))
         for step in range(first_step, config.steps):
             seconds: dict[str, float] = {}
             tried, figures = self._roll_out(problems, step, seconds)  # 1. sample, 2. score
@@ -176,17 +185,17 @@ class GRPOTrainer:
                 mask_truncated=config.mask_truncated,
             )
             with timed(seconds, "learn"):
-                rate = self.state.rate_scale * config.learning_rate_at(step)
+                rate = self.state.lr_scale * config.learning_rate_at(step)
                 learned = self._learn(rollouts, rate)
-            self.state.go_back_if_lost(run, step)
+            self.state.restore_if_diverged(run, step)
 
             metrics = {"step": step} | step_metrics(completions, rewards, penalties, kept, seconds)
             metrics |= figures | learned
             if step == 0 and start_accuracy is not None:
                 metrics["eval/start_accuracy"] = start_accuracy
             done = step + 1
-            out_of_time = team.agree(time.monotonic() - started >= 60 * time_limit)
-            interrupted = team.any(run.interrupted)
+            out_of_time = distributed.broadcast(time.monotonic() - started >= 60 * time_limit)
+            interrupted = distributed.any(run.interrupted)
             last = done == config.steps or out_of_time
             if last or (config.eval_every and done % config.eval_every == 0):
                 accuracy = self._evaluate(eval_problems, done)
@@ -197,14 +206,14 @@ class GRPOTrainer:
                 self.state.save(run, done, keep=config.keep_checkpoints)
             if last:
                 break
-            run.leave_if(interrupted)
+            run.raise_if_interrupted(interrupted)
         return self._finish(len(eval_problems))
 
     def _roll_out(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step, of every process, and the reward's own figures of them."""
-        config, team, size = self.config, self.team, self.config.group_size
+        config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         tried: list[Group] = []
@@ -213,10 +222,10 @@ class GRPOTrainer:
             drawn = draw_problems(problems, tried, step, config.batch_size, config.seed)
             if not drawn:
                 break
-            chosen = team.share(drawn)
+            chosen = distributed.shard(drawn)
             with timed(seconds, "sample"):  # 1. sample: G completions of each problem
                 prompts = [self.render(problem) for problem in chosen]
-                seeds = team.share(rollout_seeds(drawn, config.seed, step, refill))
+                seeds = distributed.shard(rollout_seeds(drawn, config.seed, step, refill))
                 with terminal.progress("sampling", len(chosen) * size) as advance:
                     groups = self.sampler.sample(prompts, size, params, seeds, advance)
             with timed(seconds, "score"):  # 2. score: one call for all of them
@@ -226,9 +235,9 @@ class GRPOTrainer:
             figures.append((len(chosen), scores.metrics))
             # From here on every process knows the whole step; alone, nothing happens.
             scored = zip(chosen, prompts, groups, texts, scores.rewards, strict=True)
-            tried += [Group(*parts) for parts in team.gather(list(scored))]
+            tried += [Group(*parts) for parts in distributed.gather(list(scored))]
         self.sampler.release()  # its memory is the learning pass's, its weights soon stale
-        return tried, mean_metrics(team.gather([figures]))
+        return tried, mean_metrics(distributed.gather([figures]))
 
     def _learn(self, rollouts: Sequence[Rollout], rate: float) -> dict[str, float]:
         """`updates_per_batch` passes over the rollouts, one optimizer update each."""
@@ -237,7 +246,7 @@ class GRPOTrainer:
         reference: dict[int, Tensor] = {}  # likewise, by the start adapter
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        mine = share_rollouts(rollouts, self.team)
+        mine = shard_rollouts(rollouts, self.distributed)
         for update in range(config.updates_per_batch if rollouts else 0):
             micro_batches = split(
                 mine,
@@ -271,13 +280,13 @@ class GRPOTrainer:
                     kl_estimator=config.kl_estimator,
                 )
                 (loss * self.trained.loss_scale).backward()
-                self.trained.collect()
+                self.trained.accumulate()
                 tally.add(update, micro, logprobs.detach(), entropy, sums)
             tally.grad_norm = self._update()
             if not math.isfinite(tally.grad_norm):
                 break  # the weights are as before, another pass would give the same
         machine.give_back_memory()  # the sampler's turn
-        learned = LearningTally.joined(self.team.gather([tally])).metrics()
+        learned = LearningTally.joined(self.distributed.gather([tally])).metrics()
         learned |= {"optim/lr": rate, "optim/skipped": self.state.skipped_total}
         if config.kl_weight:
             learned["loss/kl_weight"] = self.state.kl_weight
@@ -286,11 +295,11 @@ class GRPOTrainer:
 
     def _update(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
-        self.team.add_gradients(self.adapter.values())
+        self.distributed.all_reduce(self.adapter.values())
         norm = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         if norm.isfinite():
             self.optimizer.step()
-            self.trained.publish()
+            self.trained.copy_to_model()
         else:
             terminal.line(f"gradient norm is {norm.item()}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
@@ -301,11 +310,11 @@ class GRPOTrainer:
         """Greedy strict accuracy on the validation slice; the best adapter so far is kept."""
         if not problems:
             return None
-        mine = self.team.share(problems)
+        mine = self.distributed.shard(problems)
         with terminal.progress("evaluating", len(mine)) as advance:
             correct = self.count_correct(mine, advance) if mine else 0
         self.sampler.release()
-        correct, total = sum(self.team.gather([correct])), len(problems)
+        correct, total = sum(self.distributed.gather([correct])), len(problems)
         share = correct / total
         if step == 0:
             terminal.line(f"start: validation accuracy {share:.1%} ({correct} of {total})")
@@ -332,9 +341,9 @@ class GRPOTrainer:
     def _finish(self, validated_on: int) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.use_best()
-        rows, config = self.team.agree(self.run.metrics()), self.config
+        rows, config = self.distributed.broadcast(self.run.metrics()), self.config
         summary = report.run_summary(config, self.model_name, self.state, rows, validated_on)
-        if self.team.leads:
+        if self.distributed.is_main:
             save_adapter(self.policy, self.tokenizer, config.output, summary)
             self.run.write_csv(rows)
             learning_curves(rows, self.run.path / "curves.png")

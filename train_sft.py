@@ -180,7 +180,7 @@ def train(
     run.track(config.tracker, to_dict(config))
     with run:
         trainer.train_from(progress.step)
-        run.leave_if(run.interrupted and trainer.state.global_step < steps)
+        run.raise_if_interrupted(run.interrupted and trainer.state.global_step < steps)
         run.write_csv(run.metrics())
         history = history_of(config, weights, len(examples), trainer.state.global_step, progress)
         save_adapter(policy, tokenizer, config.output, history)
@@ -234,7 +234,7 @@ def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
     """The base, with the adapter to go on from or a new one."""
     from rlm.model.adapters import check_base, load_adapter, new_adapter
     from rlm.model.base import load_base
-    from rlm.training.fused_layers import use_lean_layers
+    from rlm.training.fused_layers import use_fused_layers
 
     if config.adapter:
         check_base(config.adapter, config.model, weights)
@@ -245,7 +245,7 @@ def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
     if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
-        use_lean_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
+        use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     return policy
 
 

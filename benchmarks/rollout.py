@@ -77,7 +77,7 @@ def ours_fixed(
     sampler: Sampler, prompts: peers.Prompts, n: int, new_tokens: int, seeds: Sequence[int]
 ) -> int:
     """Every row draws new_tokens tokens, ends ignored; how many tokens that are."""
-    ends, sampler.stop_ids, sampler.seats = sampler.stop_ids, frozenset(), len(prompts) * n
+    ends, sampler.stop_ids, sampler.max_num_seqs = sampler.stop_ids, frozenset(), len(prompts) * n
     try:
         return _tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
     finally:
@@ -86,7 +86,7 @@ def ours_fixed(
 
 def ours_lengths(
     sampler: Sampler,
-    seats: int,
+    max_num_seqs: int,
     prompts: peers.Prompts,
     lengths: Sequence[Sequence[int]],
     seeds: Sequence[int],
@@ -95,7 +95,7 @@ def ours_lengths(
 
     An end token is put where the recording had one, and another token where one is drawn early.
     """
-    end, sampler.seats = min(sampler.stop_ids), seats
+    end, sampler.max_num_seqs = min(sampler.stop_ids), max_num_seqs
 
     def steer(ends: Sequence[int], filler: int, row: int, ids: Sequence[int], token: int) -> Any:
         if len(ids) + 1 == ends[row]:
@@ -241,7 +241,7 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
     average = useful / rows
     name = f"{rows} rows, real lengths"
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
-    cell |= {"seats": SEATS, "length_mean": average, "length_limit": limit}
+    cell |= {"max_num_seqs": SEATS, "length_mean": average, "length_limit": limit}
     cell["note"] = f"mean length {average:.1f}, limit {limit}, {SEATS} at a time"
     return cell
 

@@ -178,7 +178,7 @@ def cells(config: ServingConfig, servers: dict[str, Server]) -> list[dict[str, A
 
 def main(config: ServingConfig) -> int:
     directory = models.model_directory(config.model)
-    ours = ["server.py", "--base", "--model", config.model, "--seats", str(config.requests)]
+    ours = ["server.py", "--base", "--model", config.model, "--max-num-seqs", str(config.requests)]
     cb = ["--continuous-batching"] if config.continuous else []
     peer = ["-m", "transformers.cli.transformers", "serve", "--device", "cpu", "--dtype", "float32"]
     with running(ours, "base", "/ready") as own:

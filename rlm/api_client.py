@@ -27,7 +27,7 @@ MAX_PAUSE = 60.0  # seconds before a further try; who asks for more is told to t
 TEMPLATE_TOKENS = 64
 
 
-class RemoteError(UsageError):
+class APIError(UsageError):
     """A request was refused, or failed every time: one line in a script, for a recipe to record.
 
     status: of HTTP, None where no answer came.
@@ -117,7 +117,7 @@ class ChatReply:
     reasoning: str = ""  # where the server sends it apart (`reasoning_content`)
 
 
-class RemoteClient:
+class APIClient:
     """Sends requests to one server; any number of threads may share it."""
 
     def __init__(
@@ -198,7 +198,7 @@ class RemoteClient:
             options: sent as they are (top_p, seed, stop, response_format, …).
 
         Raises:
-            RemoteError: the request was refused, failed every time, or the reply is none.
+            APIError: the request was refused, failed every time, or the reply is none.
             BudgetExceeded: it was not sent.
             UsageError: no such server or model, or a key that it does not take.
         """
@@ -213,7 +213,7 @@ class RemoteClient:
             text = _text(choice["message"]["content"])
             reasoning = _text(choice["message"].get("reasoning_content"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RemoteError(f"{self.url}: a reply without message or usage", 200) from error
+            raise APIError(f"{self.url}: a reply without message or usage", 200) from error
         cost = self.price.of(*tokens)
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
@@ -243,14 +243,14 @@ class RemoteClient:
         for attempt in range(1, self._attempts + 1):
             try:
                 return self._once("POST", path, body, most, tokens)
-            except RemoteError as error:
+            except APIError as error:
                 if error.status is not None and error.status != 429 and error.status < 500:
                     raise
                 if attempt == self._attempts:
-                    raise RemoteError(f"{error} (tries: {attempt})", error.status) from error
+                    raise APIError(f"{error} (tries: {attempt})", error.status) from error
                 if error.pause > MAX_PAUSE:
                     wish = f"it asks for a pause of {error.pause:.0f} s"
-                    raise RemoteError(f"{error} ({wish})", error.status) from error
+                    raise APIError(f"{error} ({wish})", error.status) from error
                 jitter = self._jitter.uniform(0.5, 1)
                 wait = error.pause + min(MAX_PAUSE, self._backoff * 2 ** (attempt - 1) * jitter)
             with self._count:
@@ -267,10 +267,10 @@ class RemoteClient:
                 response = self._http.request(method, f"{self.url}/{path}", json=body)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 charge.cost = 0.0
-                raise RemoteError(f"no server answers at {self.url}: {error}") from error
+                raise APIError(f"no server answers at {self.url}: {error}") from error
             except httpx2.RequestError as error:
                 what = str(error) or type(error).__name__  # time-outs come without a text
-                raise RemoteError(f"{self.url}/{path}: no reply: {what}") from error
+                raise APIError(f"{self.url}/{path}: no reply: {what}") from error
             if not response.is_success:
                 charge.cost = 0.0
                 raise self._refusal(response)
@@ -283,7 +283,7 @@ class RemoteClient:
                     charge.cost = self.price.of(*charge.tokens)
                     turn.tokens = sum(charge.tokens)
             except (ValueError, TypeError, KeyError) as error:
-                raise RemoteError(f"{response.url}: the reply makes no sense", 200) from error
+                raise APIError(f"{response.url}: the reply makes no sense", 200) from error
             return answer
 
     def _refusal(self, response: httpx2.Response) -> UsageError:
@@ -297,7 +297,7 @@ class RemoteClient:
         if status == 404:  # a model that is not there is named; a path that is not there is not
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
-        return RemoteError(text, status, _pause(response))
+        return APIError(text, status, _pause(response))
 
 
 def _usage(reply: dict[str, Any]) -> tuple[int, int]:

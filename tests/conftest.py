@@ -25,7 +25,7 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
-from rlm.kernels.build import Native, compiled
+from rlm.kernels.build import Kernels, compiled
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
@@ -85,7 +85,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def native(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Native:
+def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     """What is compiled for this CPU; that nothing can be is no failure."""
     made, why = compiled(dtype, queries, width)
     if made is None:

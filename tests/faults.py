@@ -66,8 +66,8 @@ def run(action: Callable[[], int | None], said: Path) -> Ended:
 def meet(rank: int, place: Path) -> None:
     """Be one of two processes that know who they are as `torchrun` tells it, and that meet in a
     file: a port that is free now may be another test's by then."""
-    team = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({key: str(value) for key, value in team.items()})
+    distributed = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({key: str(value) for key, value in distributed.items()})
     store = dist.FileStore(str(place), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 

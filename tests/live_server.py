@@ -18,13 +18,13 @@ from rlm.data.prompts import FORMATS
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.catalog import Catalog, Offered
-from rlm.serving.engine import Engine, Lane
+from rlm.serving.engine import Engine, Replica
 from rlm.serving.http_guard import UVICORN
 from rlm.serving.metrics import Metrics
 from rlm.serving.middleware import SecuritySettings, secure
 from rlm.serving.replicas import _shared_prefix
 from rlm.serving.service import Limits, Service
-from rlm.serving.shutdown import DrainingServer
+from rlm.serving.shutdown import GracefulServer
 
 FORMAT = FORMATS["deepseek"]
 ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"
@@ -36,19 +36,23 @@ def make_service(
     script: Script,
     *,
     limits: Limits = LIMITS,
-    seats: int = 4,
+    max_num_seqs: int = 4,
     pause: float = 0.0,
     **engine_options: object,
 ) -> tuple[Service, ScriptedSampler]:
     """A service with two adapters, `tuned` (scripted) and `base` (which says nothing but 0)."""
     prefix = _shared_prefix(tokenizer, FORMAT)
     samplers = {
-        "tuned": ScriptedSampler(tiny_model(), tokenizer, script, seats=seats, pause=pause),
-        "base": ScriptedSampler(tiny_model(), tokenizer, {"": "0"}, seats=seats, pause=pause),
+        "tuned": ScriptedSampler(
+            tiny_model(), tokenizer, script, max_num_seqs=max_num_seqs, pause=pause
+        ),
+        "base": ScriptedSampler(
+            tiny_model(), tokenizer, {"": "0"}, max_num_seqs=max_num_seqs, pause=pause
+        ),
     }
-    lanes = {name: Lane(sampler, lambda: None, prefix) for name, sampler in samplers.items()}
+    replicas = {name: Replica(sampler, lambda: None, prefix) for name, sampler in samplers.items()}
     engine = Engine(
-        lambda: lanes,
+        lambda: replicas,
         prompt_tokens=limits.prompt_tokens,
         new_tokens=limits.new_tokens,
         **engine_options,
@@ -65,7 +69,7 @@ def make_service(
 class Live:
     url: str
     service: Service
-    server: DrainingServer
+    server: GracefulServer
     thread: threading.Thread
 
     @property
@@ -94,7 +98,7 @@ def live(
     settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
     app = secure(create_app(service, needs_key=keys.required), settings)
     config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
-    server = DrainingServer(config, service, drain_seconds)
+    server = GracefulServer(config, service, drain_seconds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     wait_until(lambda: server.started and service.engine.state != "loading")

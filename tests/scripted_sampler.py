@@ -1,6 +1,6 @@
 """The real sampler over a tiny model, but what it draws is written down in the test.
 
-Everything else is real: seats, cache, seeds, steering, cancelling. Only the logits are replaced by
+Everything else is real: batch, cache, seeds, steering, cancelling. Only the logits are replaced by
 ones that leave no choice, so that a test can say what the model answers to a question.
 """
 
@@ -20,8 +20,10 @@ Script = Mapping[str, str | Sequence[str]]  # part of the question → the compl
 class ScriptedSampler(Sampler):
     """Continues each row with its script; where something was forced, with `after_forced`."""
 
-    def __init__(self, model, tokenizer, script: Script, *, seats: int = 4, pause: float = 0.0):
-        super().__init__(model, tokenizer, seats=seats)
+    def __init__(
+        self, model, tokenizer, script: Script, *, max_num_seqs: int = 4, pause: float = 0.0
+    ):
+        super().__init__(model, tokenizer, max_num_seqs=max_num_seqs)
         self.script, self.pause, self.after_forced = script, pause, "7</answer>"
         self.before_step: Callable[[list[str]], None] = lambda questions: None
         self.steps = 0

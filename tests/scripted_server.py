@@ -2,7 +2,7 @@
 
     with ScriptedServer() as server:
         server.script(refuse(429, retry_after="0.1"), chat_reply("4"))
-        RemoteClient(server.url).chat(…)           # sees a 429, then the reply
+        APIClient(server.url).chat(…)           # sees a 429, then the reply
         server.requests[-1].body["temperature"]    # what was asked
 
 What the script does not answer, the server does by itself: `/models`, loading and unloading of

@@ -27,16 +27,16 @@ from scripted_server import (
 )
 
 from rlm.api_client import (
+    APIClient,
+    APIError,
     BudgetExceeded,
     Price,
-    RemoteClient,
-    RemoteError,
     Spending,
 )
 from rlm.cli.options import UsageError
 from rlm.rate_limit import Pace
 from rlm.sampling import SamplingParams
-from rlm.sampling.vllm import RemoteSampler
+from rlm.sampling.vllm import VLLMSampler
 
 ASK = {"model": "m", "temperature": 0.3, "max_tokens": 20}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -48,8 +48,8 @@ def server():
         yield server
 
 
-def client_of(server: ScriptedServer, **options) -> RemoteClient:
-    return RemoteClient(server.url, **({"backoff": 0.001} | options))
+def client_of(server: ScriptedServer, **options) -> APIClient:
+    return APIClient(server.url, **({"backoff": 0.001} | options))
 
 
 @pytest.fixture
@@ -99,19 +99,19 @@ def test_passing_failures_are_tried_again(server, failure):
 @pytest.mark.parametrize(
     ("failure", "kind", "says"),
     [
-        (refuse(400, "prompt too long"), RemoteError, "400 Bad Request: prompt too long"),
-        (Reply({"detail": "n is wrong"}, 422), RemoteError, "422 .*: n is wrong$"),
-        (Reply("", 307, {"Location": "http://127.0.0.1/"}), RemoteError, "307"),
+        (refuse(400, "prompt too long"), APIError, "400 Bad Request: prompt too long"),
+        (Reply({"detail": "n is wrong"}, 422), APIError, "422 .*: n is wrong$"),
+        (Reply("", 307, {"Location": "http://127.0.0.1/"}), APIError, "307"),
         (refuse(401), UsageError, "wrong or missing API key"),
         (refuse(404, "The model `m` does not exist."), UsageError, r"`m` does not exist\.$"),
-        (GARBAGE, RemoteError, "makes no sense"),
-        (Reply([1]), RemoteError, "makes no sense"),
-        (Reply({"choices": []}), RemoteError, "without message or usage"),
-        (Reply({"choices": [{"message": {}}], "usage": {}}), RemoteError, "makes no sense"),
-        (Reply("<html>", content_type="text/html"), RemoteError, "without message or usage"),
-        (chat_reply("4", written=None), RemoteError, "makes no sense"),
-        (chat_reply([{"type": "text"}]), RemoteError, "without message or usage"),
-        (chat_reply(7), RemoteError, "without message or usage"),
+        (GARBAGE, APIError, "makes no sense"),
+        (Reply([1]), APIError, "makes no sense"),
+        (Reply({"choices": []}), APIError, "without message or usage"),
+        (Reply({"choices": [{"message": {}}], "usage": {}}), APIError, "makes no sense"),
+        (Reply("<html>", content_type="text/html"), APIError, "without message or usage"),
+        (chat_reply("4", written=None), APIError, "makes no sense"),
+        (chat_reply([{"type": "text"}]), APIError, "without message or usage"),
+        (chat_reply(7), APIError, "without message or usage"),
     ],
 )
 def test_other_failures_are_final_and_one_line(server, failure, kind, says):
@@ -139,12 +139,12 @@ def test_a_reply_without_a_count_keeps_nobody_waiting(server):
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(client.chat, HELLO, **ASK) for _ in range(3)]
         errors = [call.exception(timeout=10) for call in calls]
-    assert sum(isinstance(error, RemoteError) for error in errors) == 1
+    assert sum(isinstance(error, APIError) for error in errors) == 1
 
 
 def test_after_the_last_try_the_error_says_so(server):
     server.script(*[refuse(500, "out of\nmemory")] * 3)
-    with pytest.raises(RemoteError, match=r"500 .*: out of memory \(tries: 3\)") as caught:
+    with pytest.raises(APIError, match=r"500 .*: out of memory \(tries: 3\)") as caught:
         client_of(server, attempts=3).chat(HELLO, **ASK)
     assert caught.value.status == 500
     assert len(server.requests) == 3
@@ -169,7 +169,7 @@ def pauses(monkeypatch) -> list[float]:
 
 def test_pauses_double_with_jitter(server, pauses):
     server.script(*[refuse(500)] * 4)
-    with pytest.raises(RemoteError):
+    with pytest.raises(APIError):
         client_of(server, attempts=4, backoff=1.0).chat(HELLO, **ASK)
     assert len(pauses) == 3  # none after the last
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses))
@@ -202,7 +202,7 @@ def test_retry_after_as_seconds_or_date(server, pauses, header, low, high):
 
 def test_a_pause_of_an_hour_is_told_and_not_waited_for(server):
     server.script(refuse(429, "quota", retry_after="3600"))
-    with pytest.raises(RemoteError, match=r"quota \(it asks for a pause of 3600 s\)"):
+    with pytest.raises(APIError, match=r"quota \(it asks for a pause of 3600 s\)"):
         client_of(server).chat(HELLO, **ASK)
 
 
@@ -346,8 +346,8 @@ def test_what_failures_cost(server, nobody):
     assert cost_after(chat_reply("x")) == 5
     assert cost_after(refuse(500), chat_reply("x")) == 5  # refused: free
     assert cost_after(HANG_UP, chat_reply("x")) == 25  # may have been charged, at most 20
-    client = RemoteClient(nobody, price=Price(completion=1e6), attempts=2, backoff=0)
-    with pytest.raises(RemoteError):
+    client = APIClient(nobody, price=Price(completion=1e6), attempts=2, backoff=0)
+    with pytest.raises(APIError):
         client.chat(HELLO, **ASK)
     assert client.spending.cost == 0  # nobody was there
 
@@ -381,7 +381,7 @@ def test_a_missing_or_broken_key_is_named(monkeypatch, value, says):
     if value is not None:
         monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(UsageError, match=says):
-        RemoteClient("http://127.0.0.1:1/v1", api_key_env="SOME_KEY")
+        APIClient("http://127.0.0.1:1/v1", api_key_env="SOME_KEY")
 
 
 def test_a_key_may_be_given_itself(server):
@@ -396,28 +396,28 @@ def test_a_key_may_be_given_itself(server):
 )
 def test_what_is_no_url(url):
     with pytest.raises(UsageError, match="is not a URL"):
-        RemoteClient(url)
+        APIClient(url)
 
 
 def test_a_key_in_the_url_is_refused_and_not_repeated():
     with pytest.raises(UsageError, match="environment variable") as caught:
-        RemoteClient("http://me:sk-secret@127.0.0.1/v1")
+        APIClient("http://me:sk-secret@127.0.0.1/v1")
     assert "sk-secret" not in str(caught.value)
 
 
 def test_v1_is_added_where_there_is_no_path(server):
     for url in (server.url.removesuffix("/v1"), server.url.removesuffix("v1"), server.url + "/"):
-        client = RemoteClient(url)
+        client = APIClient(url)
         assert client.url == server.url
         assert client.models()[0]["id"] == BASE
     with pytest.raises(UsageError, match=r"404 .* \(the URL usually ends in /v1\)"):
-        RemoteClient(server.url.removesuffix("v1") + "api").models()
+        APIClient(server.url.removesuffix("v1") + "api").models()
 
 
 def test_no_server(nobody, pauses):
-    client = RemoteClient(nobody)
+    client = APIClient(nobody)
     with pytest.raises(UsageError, match="no server answers at http://127"):
-        RemoteSampler(client, [END])
+        VLLMSampler(client, [END])
     assert (pauses, client.retries) == ([], 0)  # not five tries
 
 
@@ -431,7 +431,7 @@ def test_importing_the_client_loads_no_torch():
 
 @pytest.fixture
 def sampler(server):
-    sampler = RemoteSampler(client_of(server), [END, 7])
+    sampler = VLLMSampler(client_of(server), [END, 7])
     server.requests.clear()
     return sampler
 
@@ -510,7 +510,7 @@ def test_a_failed_request_is_repeated_with_its_seed(server, sampler):
 
 def test_a_refusal_ends_the_step(server, sampler):
     server.script(refuse(400, "maximum context length is 8"))
-    with pytest.raises(RemoteError, match="maximum context length is 8"):
+    with pytest.raises(APIError, match="maximum context length is 8"):
         sampler.sample([[i] for i in range(4)], 2, SamplingParams(4), list(range(4)))
 
 
@@ -544,14 +544,14 @@ def test_completions_that_could_not_be_trained_on(server, sampler, choice, says)
 @pytest.mark.parametrize(("reply", "got"), [(completions_reply(GOOD), 1), (Reply({}), 0)])
 def test_a_wrong_number_of_completions(server, sampler, reply, got):
     server.script(reply)
-    with pytest.raises(RemoteError, match=f"asked for 2 completions, got {got}"):
+    with pytest.raises(APIError, match=f"asked for 2 completions, got {got}"):
         sampler.sample([[1]], 2, SamplingParams(4), [0])
 
 
 def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
     server.processed_logprobs = False
     with pytest.raises(UsageError, match="--logprobs-mode processed_logprobs"):
-        RemoteSampler(client_of(server), [END])
+        VLLMSampler(client_of(server), [END])
 
 
 def test_it_says_what_the_trainer_asks_of_a_sampler(server, sampler):
@@ -566,7 +566,7 @@ def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
         exported.append(tmp_path / str(len(exported)))
         return exported[-1]
 
-    sampler = RemoteSampler(client_of(server), [END], export)
+    sampler = VLLMSampler(client_of(server), [END], export)
     loaded = []
     for release in (False, True, True, False):
         sampler.sample([[1]], 1, SamplingParams(4), [0])
@@ -591,7 +591,7 @@ def test_sync_gives_each_adapter_a_new_name_and_drops_the_last_one(server, sampl
 
 def test_the_base_is_found_among_adapters_left_by_other_runs(server):
     server.adapters["of another run"] = "/somewhere"
-    sampler = RemoteSampler(client_of(server), [END])
+    sampler = VLLMSampler(client_of(server), [END])
     sampler.sample([[1]], 1, SamplingParams(4), [0])
     assert {body["model"] for body in server.asked("completions")} == {BASE}
 

@@ -30,7 +30,7 @@ from rlm.data.problem import Problem
 from rlm.runs.resume import differences
 from rlm.sampling import Sampler
 from rlm.training.config import GRPOConfig
-from rlm.training.distributed import Team
+from rlm.training.distributed import Distributed
 from rlm.training.state import MAY_CHANGE
 from tests.test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
@@ -557,17 +557,17 @@ def test_two_processes_go_back_together(runs):
     """The bad gradients are one's alone; their sum is everyone's."""
 
     def poison_mine():
-        add, count = Team.add_gradients, -1
+        add, count = Distributed.all_reduce, -1
 
-        def poisoned(team, parameters):
+        def poisoned(distributed, parameters):
             nonlocal count
             count += 1
             parameters = list(parameters)
             if count in {2, 3, 4}:
                 parameters[0].grad = torch.full_like(parameters[0], torch.nan)
-            add(team, parameters)
+            add(distributed, parameters)
 
-        Team.add_gradients = poisoned
+        Distributed.all_reduce = poisoned
 
     shorter = FOREVER | {"steps": 6}
     ended = runs.together("two", before=(lambda: None, poison_mine), **shorter)
@@ -596,13 +596,13 @@ def test_what_ends_one_of_two_processes_is_said_by_it_and_ends_the_other(runs):
 def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monkeypatch):
     assert runs.run("run", steps=2).code == 0
     config = (runs.folder / "run" / "config.json").read_text()
-    changes = {"steps": 2, "learning_rate": 0.02, "group_size": 8, "seats": 7}
+    changes = {"steps": 2, "learning_rate": 0.02, "group_size": 8, "max_num_seqs": 7}
     ended = runs.run("run", "--resume", **changes)
     assert ended.code == 2
     assert "--learning-rate: 0.01 → 0.02" in ended.text
     assert "--group-size: 4 → 8" in ended.text
     assert "--accept-changes" in ended.text
-    assert "seats" not in ended.text  # how fast, not what
+    assert "max_num_seqs" not in ended.text  # how fast, not what
     assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
 
     monkeypatch.setattr("tests.test_faults.PROBLEMS", PROBLEMS[1:])

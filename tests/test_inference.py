@@ -48,8 +48,8 @@ def scripted(monkeypatch) -> list[Request]:
     asked = []
 
     class Watched(ScriptedSampler):
-        def __init__(self, model, tokenizer, *, seats):
-            super().__init__(model, tokenizer, SCRIPT, seats=seats)
+        def __init__(self, model, tokenizer, *, max_num_seqs):
+            super().__init__(model, tokenizer, SCRIPT, max_num_seqs=max_num_seqs)
 
         def stream(self, requests):
             asked.extend(requests)
@@ -176,7 +176,7 @@ def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
     model, _ = inference.load_rlm_model(adapter)
     prompt = render_prompt(tokenizer, "hello", FORMAT)
     request = Request(prompt, SamplingParams(12, 1.0), prompt_seed(5), 3)
-    [group] = Sampler(model, tokenizer, seats=1).complete([request])
+    [group] = Sampler(model, tokenizer, max_num_seqs=1).complete([request])
     likeliest = max(group, key=lambda c: sum(c.logprobs) / len(c.logprobs))
     assert reply["response"] == tokenizer.decode(likeliest.token_ids, skip_special_tokens=True)
     assert (reply["vote"]["n"], reply["vote"]["valid"]) == (3, 0)

@@ -38,9 +38,9 @@ from rlm.serving.catalog import find_adapters
 from rlm.serving.engine import Engine
 from rlm.serving.http_guard import SlowGuard
 from rlm.serving.middleware import SecuritySettings, secure
-from rlm.serving.replicas import load_lanes
+from rlm.serving.replicas import load_replicas
 from rlm.serving.service import Limits
-from rlm.serving.shutdown import DrainingServer
+from rlm.serving.shutdown import GracefulServer
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -102,15 +102,17 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
 
 
 def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer, in_fp32):
-    """All lanes stand on one model; each must say what a model with only its adapter says."""
-    lanes = load_lanes(find_adapters(weights / "final_rlm_lora", weights, None), tokenizer, seats=2)
+    """All replicas stand on one model; each must say what a model with only its adapter says."""
+    replicas = load_replicas(
+        find_adapters(weights / "final_rlm_lora", weights, None), tokenizer, max_num_seqs=2
+    )
     prompt = render_prompt(tokenizer, "hello", FORMATS["deepseek"])
     request = Request(prompt, SamplingParams(12, 1.0), seed=1, n=2)
     said = {}
     for _ in range(2):  # also after others were worn
-        for name, lane in lanes.items():
-            lane.activate()
-            group = lane.sampler.complete([request])[0]
+        for name, replica in replicas.items():
+            replica.activate()
+            group = replica.sampler.complete([request])[0]
             assert said.setdefault(name, [c.token_ids for c in group]) == [
                 c.token_ids for c in group
             ]
@@ -167,7 +169,7 @@ def test_a_hostile_or_broken_adapter_is_refused_at_the_start(
     shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
     damage(tmp_path / "a", how)
     with pytest.raises(UsageError, match=said):
-        load_lanes(find_adapters(tmp_path / "a", None, None), tokenizer, seats=1)
+        load_replicas(find_adapters(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
 
 
 def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path, tokenizer):
@@ -176,8 +178,8 @@ def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path
     config = tmp_path / "a" / "adapter_config.json"
     changed = json.loads(config.read_text()) | {"base_model_name_or_path": "evil/model"}
     config.write_text(json.dumps(changed))
-    lanes = load_lanes(find_adapters(tmp_path / "a", None, None), tokenizer, seats=1)
-    assert set(lanes) == {"base", "a"}
+    replicas = load_replicas(find_adapters(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
+    assert set(replicas) == {"base", "a"}
 
 
 def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
@@ -212,7 +214,7 @@ def start(capsys, *arguments) -> tuple[int, str]:
         (["--host", "0.0.0.0"], "RLM_API_KEY"),
         (["--host", "192.0.2.1"], "RLM_API_KEY"),
         (["--port", "70000"], "--port"),
-        (["--seats", "0"], "--seats"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--deadline", "0"], "--deadline"),
         (["--key-file", "/dev/null"], "holds no API key"),
         (["--key-file", "nowhere"], "cannot read"),
@@ -258,8 +260,8 @@ def config_of(*arguments: object) -> server.ServerConfig:
 
 def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     loaded = []
-    monkeypatch.setattr("rlm.serving.replicas.load_lanes", lambda *given: loaded.append(given))
-    options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--seats": 2}
+    monkeypatch.setattr("rlm.serving.replicas.load_replicas", lambda *given: loaded.append(given))
+    options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--max-num-seqs": 2}
     options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5}
     service = server._service(config_of(*(word for pair in options.items() for word in pair)))
     assert service.limits == Limits(
@@ -272,7 +274,7 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # as docs/serving.md has it
 
 
-def served_by(monkeypatch, tokenizer, *arguments) -> tuple[DrainingServer, SecuritySettings]:
+def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, SecuritySettings]:
     """What stands around the app when the server runs with these options; it leaves at once."""
     made = []
 
@@ -280,7 +282,7 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[DrainingServer, Secur
         made.append(settings)
         return secure(app, settings)
 
-    class Watched(DrainingServer):
+    class Watched(GracefulServer):
         def __init__(self, *given):
             super().__init__(*given)
             made.append(self)
@@ -289,7 +291,7 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[DrainingServer, Secur
         pass
 
     monkeypatch.setattr("rlm.serving.middleware.secure", watched)
-    monkeypatch.setattr("rlm.serving.shutdown.DrainingServer", Watched)
+    monkeypatch.setattr("rlm.serving.shutdown.GracefulServer", Watched)
     monkeypatch.setattr(server, "_attend", leave)
     config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
     with server._listen(config.host, 0) as listening:
@@ -430,7 +432,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
     command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
     options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "200", "--ngrok"]
-    options += ["--seats", "1", "--requests-per-minute", "1000"]
+    options += ["--max-num-seqs", "1", "--requests-per-minute", "1000"]
     endpoint = tmp_path / server.ENDPOINT
     endpoint.parent.mkdir(parents=True)
     endpoint.write_text("of a server that was killed")

@@ -408,13 +408,13 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
     config = a_config(tmp_path)
     state = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU).state
     state.count_update(skipped=False)
-    state.go_back_if_lost(None, 1)
+    state.restore_if_diverged(None, 1)
     assert state.last_finite == 1
-    state.go_back_if_lost(None, 2)
+    state.restore_if_diverged(None, 2)
     assert state.last_finite == 1
     state.count_update(skipped=True)
-    state.go_back_if_lost(None, 3)
-    assert (state.last_finite, state.skipped_in_a_row) == (1, 1)
+    state.restore_if_diverged(None, 3)
+    assert (state.last_finite, state.consecutive_skips) == (1, 1)
 
 
 def test_three_bad_gradients_in_a_row_stop_the_run(model_dir, tmp_path, monkeypatch):
@@ -655,7 +655,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     start = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
     trainer.train(PROBLEMS)
     moved = 0
-    for name, computed in trainer.trained.computed.items():
+    for name, computed in trainer.trained.model_weights.items():
         master = trainer.adapter[name]
         assert computed.dtype == torch.bfloat16
         assert master.dtype == torch.float32
@@ -676,7 +676,9 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     assert again.state.restore(RunDirectory(resumed.run_dir, resume=True)) == 4
     for name, tensor in trainer.adapter.items():
         assert torch.equal(tensor, again.adapter[name]), name
-        assert torch.equal(trainer.trained.computed[name], again.trained.computed[name]), name
+        assert torch.equal(
+            trainer.trained.model_weights[name], again.trained.model_weights[name]
+        ), name
 
 
 def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, tokenizer):

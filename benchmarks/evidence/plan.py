@@ -250,7 +250,7 @@ class EvidenceConfig(TRLFlags):
             "batch_size": self.batch_size,
             "group_size": self.group_size,
             "max_new_tokens": self.max_new_tokens,
-            "seats": self.batch_size * self.group_size,
+            "max_num_seqs": self.batch_size * self.group_size,
             "learning_rate": self.learning_rate,
             "eval_every": 0,
             "save_every": self.curve_every,

@@ -111,7 +111,7 @@ def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Re
     base = models.load_base(config.model, machine.pick_device())
     policy = adapters.load_adapter(base, _adapter(config, cell, START), trainable=False)
     started = time.monotonic()
-    groups = Sampler(policy, tokenizer, seats=config.batch_size * config.group_size).sample(
+    groups = Sampler(policy, tokenizer, max_num_seqs=config.batch_size * config.group_size).sample(
         [render_prompt(tokenizer, problem.question, FORMAT) for problem in practice],
         config.group_size,
         SamplingParams(config.max_new_tokens),

@@ -13,7 +13,7 @@ from recipes.experience.library import Library
 from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
 from recipes.experience.scaffold import Scaffold, ScaffoldError, find_object, parse_scaffold
-from rlm.api_client import ChatReply, RemoteError
+from rlm.api_client import APIError, ChatReply
 from rlm.data.experiences import experience_block
 from rlm.data.problem import Problem
 
@@ -76,7 +76,7 @@ class Actor:
             except ScaffoldError as error:
                 refused = str(error)
             attempt = self._solve(problem, scaffold, plan, seed)
-        except RemoteError as error:
+        except APIError as error:
             attempt = self._failed(error)
         row = {"rollout_id": number, "scaffold": scaffold_text(scaffold, plan)}
         return row | attempt | {"scaffold_error": refused}
@@ -111,7 +111,7 @@ class Actor:
                 except ScaffoldError as error:
                     refused = str(error)
             attempt = self._solve(problem, fused, "–", seed, r_fusion=r_fusion)
-        except RemoteError as error:
+        except APIError as error:
             attempt = self._failed(error, "r_fusion")
         row = {"generator_id": generator, "fused_scaffold": scaffold_text(fused, "")}
         row |= {"final_answer": attempt.pop("answer")} | attempt
@@ -126,7 +126,7 @@ class Actor:
         thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
         return scores | {"solution": thought + reply.text, "error": None}
 
-    def _failed(self, error: RemoteError, *more: str) -> Row:
+    def _failed(self, error: APIError, *more: str) -> Row:
         parts = ("r_ans", "r_logic", "r_graph", *more, "r_total")
         row = {"answer": "", "is_correct": False, "rewards": dict.fromkeys(parts)}
         row |= {"r_total_of": [], "answer_reason": "no_reply", "scored_by": {}}
@@ -142,7 +142,7 @@ class Actor:
         try:
             reply = self.ask(stage, problem.id, **values)
             proposed = find_operations(reply.text)
-        except (RemoteError, ScaffoldError) as error:
+        except (APIError, ScaffoldError) as error:
             return {"error": str(error), "operations": []}
         return {"error": None, "operations": library.apply(proposed, problem, now)}
 

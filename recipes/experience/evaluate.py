@@ -35,7 +35,7 @@ from recipes.experience.roles import (
 )
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
-from rlm.api_client import ChatReply, RemoteError, Spending
+from rlm.api_client import APIError, ChatReply, Spending
 from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, check_values, flag, to_dict
@@ -156,7 +156,7 @@ def answer_all(
         question = with_experiences(problem.question, lessons)
         try:
             return actor.ask("solve", f"{problem.id} {sample}", problem=question)
-        except RemoteError as error:
+        except APIError as error:
             terminal.line(f"{problem.id}: no reply: {error}")
             return None
 

@@ -18,7 +18,7 @@ from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
 from recipes.experience.rules import Value, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, find_object
-from rlm.api_client import RemoteError
+from rlm.api_client import APIError
 from rlm.cli.options import UsageError
 from rlm.data.problem import Problem
 from rlm.grading.answers import grade, split_completion
@@ -218,7 +218,7 @@ class Judge:
         def judged(ask: Callable[..., float], *about: Any) -> float | None:
             try:
                 return ask(problem, *about, seed)
-            except (RemoteError, ScaffoldError, _NoScoreError) as error:
+            except (APIError, ScaffoldError, _NoScoreError) as error:
                 errors.append(str(error))
                 return None
 

@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from rlm.api_client import (
     FREE,
+    APIClient,
+    APIError,
     BudgetExceeded,
     ChatReply,
     Price,
-    RemoteClient,
-    RemoteError,
     Spending,
 )
 from rlm.cli.options import UsageError
@@ -134,9 +134,9 @@ def _checked(name: str, entry: dict[str, Any], path: Path) -> RoleSettings:
     )
 
 
-def client_of(settings: RoleSettings, spending: Spending) -> RemoteClient:
+def client_of(settings: RoleSettings, spending: Spending) -> APIClient:
     """One for a role in a process: it is who keeps the role's limits."""
-    return RemoteClient(
+    return APIClient(
         settings.base_url,
         api_key=settings.api_key.get_secret_value(),
         price=settings.price,
@@ -153,7 +153,7 @@ class Role:
     """An endpoint that answers prompts; any number of threads may share it."""
 
     def __init__(
-        self, name: str, settings: RoleSettings, client: RemoteClient, journal: Journal
+        self, name: str, settings: RoleSettings, client: APIClient, journal: Journal
     ) -> None:
         self.name, self.client = name, client
         self._journal, self._most = journal, settings.max_tokens or sys.maxsize
@@ -170,7 +170,7 @@ class Role:
             seed: whatever tells this request from others; a number made of it is sent.
 
         Raises:
-            RemoteError: no reply; for the caller to record.
+            APIError: no reply; for the caller to record.
             UsageError: no further request makes sense (key, model, budget).
         """
         asked = {
@@ -183,7 +183,7 @@ class Role:
         key = hashlib.sha256(json.dumps([self.name, asked], sort_keys=True).encode()).hexdigest()
         if row := self._journal.rows.get(key):
             return ChatReply(**row["reply"])
-        reply = self._told(self.client.chat, (RemoteError, BudgetExceeded), **asked)
+        reply = self._told(self.client.chat, (APIError, BudgetExceeded), **asked)
         row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
         self._journal.add(key, row)
         return reply

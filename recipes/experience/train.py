@@ -38,7 +38,7 @@ from recipes.experience.roles import (
     named,
 )
 from recipes.experience.summary import summarise
-from rlm.api_client import RemoteClient, Spending
+from rlm.api_client import APIClient, Spending
 from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, check_values, flag
@@ -118,7 +118,7 @@ def connect(
     apprentice: Apprentice,
     config: TrainConfig,
     settings: Mapping[str, RoleSettings],
-    clients: Mapping[str, RemoteClient],
+    clients: Mapping[str, APIClient],
     prompts: Prompts,
 ) -> Actor:
     """The role at its endpoint, and the judge if there is one.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from recipes.orchestrator.config import Config
 from recipes.orchestrator.prompts import PLAIN
 from recipes.orchestrator.runner import Agents, Call, Reply, Runner
-from rlm.api_client import RemoteClient, RemoteError
+from rlm.api_client import APIClient, APIError
 from rlm.cli.options import UsageError
 from rlm.data.prompts import render_prompt
 from rlm.model import adapters
@@ -76,7 +76,7 @@ class LocalAgents:
 class RemoteAgents:
     """A model behind an OpenAI-compatible API. A request that fails is recorded, not scored."""
 
-    def __init__(self, client: RemoteClient, model: str) -> None:
+    def __init__(self, client: APIClient, model: str) -> None:
         self._client, self._model = client, model
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class RemoteAgents:
                 max_tokens=call.params.max_new_tokens,
                 seed=call.seed % 2**31,
             )
-        except RemoteError as error:
+        except APIError as error:
             return Reply("", error=str(error))
         return Reply(said.text, said.prompt_tokens, said.completion_tokens)
 
@@ -111,8 +111,8 @@ def choose_agents(config: Config) -> AgentModel | RemoteAgents:
         UsageError: the adapter is not there, or the server's URL or key is none.
     """
     if config.agent_url:
-        limits = {"api_key_env": config.agent_key, "concurrency": config.seats}
-        return RemoteAgents(RemoteClient(config.agent_url, **limits), config.agent_model)
+        limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
+        return RemoteAgents(APIClient(config.agent_url, **limits), config.agent_model)
     adapter = config.agent_adapter
     if adapter:
         adapters.check_adapter(adapter, "run: python train_grpo.py")
@@ -155,16 +155,16 @@ def _open(
     if (agents.name, agents.quantize) == (config.model, config.quantize):
         name = "agent" if agents.adapter else None
         if agents.adapter:
-            was_plain = adapters.wears_plain_lora(policy)
+            was_plain = adapters.has_plain_lora(policy)
             adapters.load_adapter(policy, agents.adapter, trainable=False, name=name)
-            if was_plain and not adapters.wears_plain_lora(policy):  # its layers take no other
+            if was_plain and not adapters.has_plain_lora(policy):  # its layers take no other
                 raise UsageError(
                     f"adapter {agents.adapter} is more than plain LoRA: agents with it need a base "
                     "of their own (--agent-model with another copy's path)"
                 )
         if not isinstance(sampler, Sampler):
             sampler = Sampler(policy, tokenizer)
-        return LocalAgents(sampler, tokenizer, partial(adapters.wearing, policy, name))
+        return LocalAgents(sampler, tokenizer, partial(adapters.using_adapter, policy, name))
     device = machine.pick_device()
     model = models.load_base(agents.name, device, quantize=agents.quantize)
     if agents.adapter:

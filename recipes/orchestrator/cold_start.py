@@ -27,7 +27,7 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.export import save_adapter
-from rlm.training.fused_layers import use_lean_layers
+from rlm.training.fused_layers import use_fused_layers
 from rlm.training.grpo import Rollout
 from rlm.training.logprobs import split, token_logprobs
 from rlm.training.memory_plan import micro_batch_tokens
@@ -93,11 +93,11 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     base = models.load_base(config.model, device, quantize=config.quantize, attn="auto")
     torch.manual_seed(config.seed)  # of the new adapter's matrices
     policy = adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
-    use_lean_layers(policy)
+    use_fused_layers(policy)
     adapters.use_checkpointing(policy, config.checkpointing)
     trained = TrainedAdapter(policy)
-    masters = list(trained.masters.values())
-    optimizer = torch.optim.AdamW(masters, lr=PEAK_RATE, weight_decay=0.0)
+    master_weights = list(trained.master_weights.values())
+    optimizer = torch.optim.AdamW(master_weights, lr=PEAK_RATE, weight_decay=0.0)
     rows = list(examples(tokenizer, problems, config.max_agents, config.seed))
     steps = math.ceil(len(rows) / QUESTIONS_A_STEP)
     terminal.line(
@@ -112,10 +112,10 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
             PEAK_RATE * warmed * (1 + math.cos(math.pi * step / steps)) / 2
         )
         loss = _learn(policy, trained, batch, device.type)
-        torch.nn.utils.clip_grad_norm_(masters, config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(master_weights, config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        trained.publish()
+        trained.copy_to_model()
         if step % max(1, steps // 8) == 0 or step == steps - 1:
             terminal.line(f"  step {step + 1}/{steps}  loss {loss:.3f}")
     seconds = time.monotonic() - started
@@ -148,6 +148,6 @@ def _learn(policy, trained: TrainedAdapter, batch, device: str) -> float:
         logprobs, _ = token_logprobs(policy, micro, temperature=1.0)  # (n, T), 0 beyond the end
         loss = -(logprobs * micro.weights[:, None]).sum()
         (loss * trained.loss_scale).backward()
-        trained.collect()
+        trained.accumulate()
         total += loss.item()
     return total

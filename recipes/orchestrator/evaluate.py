@@ -36,7 +36,7 @@ from rlm.evaluation.evaluate import (
     wilson_interval,
 )
 from rlm.model import hardware as machine
-from rlm.model.adapters import wearing
+from rlm.model.adapters import using_adapter
 from rlm.runs.atomic_files import replace_file, replace_json
 from rlm.runs.directory import check_writable
 
@@ -133,7 +133,7 @@ def fixed_row(run: OpenRun, problems: Sequence[Problem], graph: Graph) -> Row:
 
 def written_row(run: OpenRun, problems: Sequence[Problem], adapter: str | None) -> Row:
     """The greedy graphs of the model with this adapter; an invalid one solves nothing."""
-    with wearing(run.policy, adapter):
+    with using_adapter(run.policy, adapter):
         written = run.write([problem.question for problem in problems])
     outcomes = try_graphs(run.runner, problems, [w.graph for w in written])
     return Row([[outcome] for outcome in outcomes], written)

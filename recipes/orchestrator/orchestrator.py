@@ -96,7 +96,7 @@ class OpenRun:
         if config.sft_adapter:
             adapters.check_adapter(config.sft_adapter, "it is what the run began with")
             adapters.load_adapter(policy, config.sft_adapter, trainable=False, name="start")
-        sampler = Sampler(policy, tokenizer, seats=config.seats)
+        sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         agents = choose_agents(config)
         runner = open_runner(config, agents, policy, sampler, tokenizer)
         return cls(config, policy, sampler, tokenizer, agents, runner)

@@ -132,8 +132,8 @@ class OrchestratorTrainer(GRPOTrainer):
 
         graphs: list[list[dict[str, Any]]] = []  # in the order of the groups
         for outcomes in self.scorer.take_outcomes():
-            graphs += self.team.gather([[o.record() for o in row] for row in outcomes])
-        if self.team.leads:
+            graphs += self.distributed.gather([[o.record() for o in row] for row in outcomes])
+        if self.distributed.is_main:
             rows = [
                 {
                     "step": metrics["step"],
@@ -163,12 +163,12 @@ def fit(
 ) -> tuple[list[dict[str, float | None]], dict[str, object]]:
     """Train, then test the best adapter; the lines of train_logs.csv, and the summary."""
     summary = trainer.train(train, validation)
-    logs = [as_log(row) for row in trainer.team.agree(trainer.run.metrics())]
-    mine = trainer.team.share(test)
+    logs = [as_log(row) for row in trainer.distributed.broadcast(trainer.run.metrics())]
+    mine = trainer.distributed.shard(test)
     correct = trainer.count_correct(mine, lambda: None) if mine else 0
-    found = {"correct": sum(trainer.team.gather([correct])), "total": len(test)}
+    found = {"correct": sum(trainer.distributed.gather([correct])), "total": len(test)}
     summary["test"] = found | {"accuracy": found["correct"] / len(test) if test else None}
-    if trainer.team.leads:
+    if trainer.distributed.is_main:
         trainer.run.write_csv(logs)
         replace_json(trainer.run.path / "summary.json", summary)
     return logs, summary

@@ -58,7 +58,7 @@ class _Product(ctypes.Structure):
 
 
 @functools.cache
-def compiled(dtype: torch.dtype, queries: int, width: int) -> tuple[Native | None, str]:
+def compiled(dtype: torch.dtype, queries: int, width: int) -> tuple[Kernels | None, str]:
     """The same for a number type and a shape of heads: tried once in a process.
 
     Args:
@@ -79,7 +79,7 @@ def compiled(dtype: torch.dtype, queries: int, width: int) -> tuple[Native | Non
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
             # It stays loaded when the file is gone. OpenMP's threads are torch's: its library is
             # in the process already.
-            return Native(ctypes.CDLL(str(library)), dtype), "passes between products compiled"
+            return Kernels(ctypes.CDLL(str(library)), dtype), "passes between products compiled"
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or ["no reason given"]
             first = next((line for line in lines if "error" in line), lines[0])
@@ -88,7 +88,7 @@ def compiled(dtype: torch.dtype, queries: int, width: int) -> tuple[Native | Non
             return None, f"{missing}{error}"
 
 
-class Native:
+class Kernels:
     """The functions of the C files, for tensors."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -249,10 +249,12 @@ class Native:
         self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
         return by_gate, by_up
 
-    def soften(self, scores: Tensor, mask: Tensor) -> Tensor:
+    def masked_softmax(self, scores: Tensor, mask: Tensor) -> Tensor:
         """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
         rows, columns = mask.shape
-        if self._pass("soften", scores, mask, scores.numel() // mask.numel(), rows, columns):
+        if self._pass(
+            "masked_softmax", scores, mask, scores.numel() // mask.numel(), rows, columns
+        ):
             raise MemoryError("no memory for a row of attention")
         return scores
 

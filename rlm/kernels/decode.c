@@ -1,4 +1,4 @@
-/* What stands between the matrix products of a decoding step, for CPUs; compiled by native.py.
+/* What stands between the matrix products of a decoding step, for CPUs; compiled by build.py.
  *
  * Attention first. A row (one completion) has one new token: its keys and values are stored, then
  * its queries attend to the row's three segments, which are the beginning that all prompts share,

@@ -60,7 +60,7 @@ void gating_back(const number *gate, const number *up, const number *by_out, num
 
 /* softmax(scores + mask) of each row, in place: scores (heads · rows, columns), mask (rows,
  * columns). Returns 1 if there is no memory for a row of exponentials. */
-int soften(number *scores, const number *mask, int64_t heads, int64_t rows, int64_t columns,
+int masked_softmax(number *scores, const number *mask, int64_t heads, int64_t rows, int64_t columns,
            int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)

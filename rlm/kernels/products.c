@@ -1,5 +1,5 @@
 /* The matrix products of the fast path, for CPUs that multiply pairs of bf16 numbers (AVX512-BF16);
- * compiled by native.py.
+ * compiled by build.py.
  *
  * With 64 rows a block of the weights is multiplied for about as long as it takes to come from
  * memory, and oneDNN does the one after the other. Here, while one block is multiplied, the next is

@@ -178,7 +178,7 @@ def is_plain_lora(layer: LoraLayer) -> bool:
     return not layer.lora_variant and not any(layer.lora_bias.values())
 
 
-def wears_plain_lora(model: torch.nn.Module) -> bool:
+def has_plain_lora(model: torch.nn.Module) -> bool:
     return all(map(is_plain_lora, lora_layers(model)))
 
 
@@ -230,7 +230,7 @@ def _layers(policy: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def wearing(policy: PeftModel, adapter: str | None) -> Iterator[None]:
+def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
     """Inside, the policy computes with this adapter of its own, frozen; None is the bare base."""
     if adapter is None:
         with policy.disable_adapter():
@@ -252,7 +252,7 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
     """
     if start_adapter is not None and "reference" not in policy.peft_config:
         load_adapter(policy, start_adapter, trainable=False, name="reference")
-    with wearing(policy, None if start_adapter is None else "reference"):
+    with using_adapter(policy, None if start_adapter is None else "reference"):
         yield
 
 

@@ -24,14 +24,14 @@ from transformers.masking_utils import eager_mask
 from rlm.cli.options import UsageError
 
 if TYPE_CHECKING:
-    from rlm.kernels.build import Native
+    from rlm.kernels.build import Kernels
 
 ROWS = 128  # queries of a block
 NAME = "rlm_products"  # for transformers' `attn_implementation`
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, native: Native | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernels: Kernels | None = None
 ) -> Tensor:
     """softmax(scale · q kᵀ + mask) v, softmax in fp32, with its gradients for q, k and v.
 
@@ -39,12 +39,12 @@ def attend(
         q: (B, H·Q, S, D).
         k: (B, H, S, D), and v.
         mask: (B or 1, 1, S, S) of the same type: 0, or its lowest number where nothing is seen.
-        native: what is compiled for these shapes, if anything is.
+        kernels: what is compiled for these shapes, if anything is.
 
     Returns:
         (B, H·Q, S, D), laid out as (B, S, H·Q, D).
     """
-    return _Attend.apply(q, k, v, mask, scale, native)
+    return _Attend.apply(q, k, v, mask, scale, kernels)
 
 
 class _Attend(torch.autograd.Function):
@@ -56,14 +56,14 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         mask: Tensor,
         scale: float,
-        native: Native | None,
+        kernels: Kernels | None,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.scale, ctx.blocks, ctx.native = scale, _blocks(mask), native
+        ctx.scale, ctx.blocks, ctx.kernels = scale, _blocks(mask), kernels
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         for b, row in enumerate(out.transpose(1, 2)):
             for block in ctx.blocks[b % len(ctx.blocks)]:
-                part = _Part(q[b], k[b], v[b], scale, block, native)
+                part = _Part(q[b], k[b], v[b], scale, block, kernels)
                 mixed = part.weights @ part.values
                 row[:, block.rows] = mixed.view(row[:, block.rows].shape)
         return out.transpose(1, 2)
@@ -78,7 +78,7 @@ class _Attend(torch.autograd.Function):
             # A key's gradient is a sum over parts: in fp32, rounded once.
             wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
             for block in ctx.blocks[b % len(ctx.blocks)]:
-                part = _Part(q[b], k[b], v[b], ctx.scale, block, ctx.native)
+                part = _Part(q[b], k[b], v[b], ctx.scale, block, ctx.kernels)
                 slope = _by_head(by_out[b][:, block.rows], k[b])
                 wide_v.index_add_(1, block.columns, (part.weights.mT @ slope).float())
                 by_weights = slope @ part.values.mT
@@ -109,13 +109,13 @@ class _Part:
         v: Tensor,
         scale: float,
         block: _Block,
-        native: Native | None,
+        kernels: Kernels | None,
     ) -> None:
         self.scaled = _by_head(q[:, block.rows], k) * scale
         self.keys, self.values = (part.index_select(1, block.columns) for part in (k, v))
         scores = self.scaled @ self.keys.mT
-        if native:
-            self.weights = native.soften(scores, block.mask)
+        if kernels:
+            self.weights = kernels.masked_softmax(scores, block.mask)
         else:
             scores.unflatten(1, (-1, len(block.mask))).add_(block.mask)
             self.weights = scores.softmax(-1)  # (H, Q·rows, columns); computed in fp32

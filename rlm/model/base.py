@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import Native, compiled
+from rlm.kernels.build import Kernels, compiled
 from rlm.model import attention
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.model.quantize import check_unpacking, keep_as_packed, packing
@@ -182,7 +182,7 @@ def key_value_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def native_for(model: PreTrainedModel) -> tuple[Native | None, str]:
+def kernels_for(model: PreTrainedModel) -> tuple[Kernels | None, str]:
     """What is compiled for a model (None: torch does it all), and words that say which, or why."""
     if model.device.type != "cpu":
         return None, f"passes between products not compiled: no code for {model.device.type}"

@@ -124,7 +124,7 @@ class RunDirectory:
         """Whether a signal asks this process to stop after its step."""
         return self._interrupts.received is not None
 
-    def leave_if(self, interrupted: bool) -> None:
+    def raise_if_interrupted(self, interrupted: bool) -> None:
         """
         Raises:
             Interrupted: with what was received; SIGTERM if another process received it.

@@ -17,7 +17,7 @@ from rlm.kernels.build import BLOCK
 from rlm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rlm.kernels.build import Native
+    from rlm.kernels.build import Kernels
 
 COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
 NOT_FINITE = (
@@ -48,7 +48,7 @@ def draw(
     logits: torch.Tensor,
     uniform: torch.Tensor,
     params: SamplingParams,
-    native: Native | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (N,) and their log-probabilities (N,) from logits (N, V).
 
@@ -58,14 +58,14 @@ def draw(
     random numbers on one thread.)
 
     Args:
-        native: what is compiled for the number type of the logits, if anything is.
+        kernels: what is compiled for the number type of the logits, if anything is.
 
     Raises:
         UsageError: a row's logits are not finite: nothing can be drawn from them.
     """
-    if native and not params.top_k and params.top_p == 1:
+    if kernels and not params.top_k and params.top_p == 1:
         temperature = params.temperature and max(params.temperature, COLDEST)
-        drawn = native.draw(logits, uniform, temperature)
+        drawn = kernels.draw(logits, uniform, temperature)
         if drawn is None:
             raise UsageError(NOT_FINITE)
         return drawn

@@ -1,4 +1,4 @@
-"""Continuous batching: a bounded number of seats, refilled the moment a row ends.
+"""Continuous batching: at most `max_num_seqs` rows, refilled the moment a row ends.
 
 A prompt is read once for all its completions. A completion is a pure function of its prompt, its
 seed and the weights: who shares the batch does not matter (up to the rounding of matrix products,
@@ -18,12 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlm.cli.options import UsageError
 from rlm.data.prompts import stop_token_ids
 from rlm.model import hardware as machine
-from rlm.model.base import native_for
+from rlm.model.base import kernels_for
 from rlm.sampling.draw import draw, uniforms
 from rlm.sampling.kv_cache import (
     Attend,
     Cache,
-    Room,
+    CacheConfig,
     coarse,
     token_bytes,
 )
@@ -89,7 +89,7 @@ class Sampler:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        seats: int = 128,
+        max_num_seqs: int = 128,
         merged: bool | None = None,
     ) -> None:
         """
@@ -107,11 +107,11 @@ class Sampler:
                 f"the tokenizer has {len(tokenizer)} tokens, the model {rows}: they do not belong "
                 "together"
             )
-        self.model, self.tokenizer, self.seats = model, tokenizer, seats
+        self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
-        self._native, passes = native_for(model)
-        self._weights, weights = choose_weights(model, merged, self._native)
+        self._kernels, passes = kernels_for(model)
+        self._weights, weights = choose_weights(model, merged, self._kernels)
         self.path = f"{weights}, {passes}"
         self._cache: Cache | None = None
         self._prefix: tuple[int, ...] = ()
@@ -188,11 +188,11 @@ class Sampler:
                 self.cancel(handle)
             self._cache = None  # the memory is somebody else's until the next batch
 
-    def _room_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> Room:
+    def _room_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
         """What a batch wants whose prompts have n[0], n[1], … completions."""
-        return Room(
-            seats=min(self.seats, sum(n)),
-            slots=min(len(n), self.seats // min(n) + PREFILL_PROMPTS),
+        return CacheConfig(
+            max_num_seqs=min(self.max_num_seqs, sum(n)),
+            slots=min(len(n), self.max_num_seqs // min(n) + PREFILL_PROMPTS),
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
         )
@@ -207,8 +207,8 @@ class Sampler:
         room = self._fitting(self._room_for(n, prompt_tokens, new_tokens))
         cache = room.tokens * token_bytes(self._config, self.model.dtype)
         # Compiled code reads logits as they are; torch holds them in fp32, with exponentials.
-        each = self.model.dtype.itemsize if self._native else 3 * 4
-        logits = room.seats * self._config.vocab_size * each
+        each = self.model.dtype.itemsize if self._kernels else 3 * 4
+        logits = room.max_num_seqs * self._config.vocab_size * each
         return cache + logits + self._weights.copied_bytes
 
     def release(self) -> None:
@@ -219,8 +219,8 @@ class Sampler:
     # --- the core ---------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def reserve(self, room: Room, prefix: Sequence[int] = ()) -> None:
-        """Make room, once, for requests up to this size; fewer seats where memory is short.
+    def reserve(self, room: CacheConfig, prefix: Sequence[int] = ()) -> None:
+        """Make room, once, for requests up to this size; fewer rows where memory is short.
 
         Also brings a merged copy of the weights up to date, and reads `prefix`, the beginning
         that prompts share (those that begin otherwise are read whole, if they fit).
@@ -239,24 +239,24 @@ class Sampler:
         self._weights.refresh()
         self._cache = None  # the old one goes first
         room = self._fitting(room)
-        self._cache = Cache(self._config, room, self.model.dtype, self.model.device, self._native)
+        self._cache = Cache(self._config, room, self.model.dtype, self.model.device, self._kernels)
         self._free_slots = list(reversed(range(self._cache.room.slots)))
         self._prefix = tuple(prefix)
         if prefix:
             self._read([prefix], 0, self._cache.read_prefix(), len(prefix))
 
-    def _fitting(self, room: Room) -> Room:
-        """The room, with as many seats and slots as fit in half of the memory that is free."""
+    def _fitting(self, room: CacheConfig) -> CacheConfig:
+        """The config, with as many rows and slots as fit in half of the memory that is free."""
         budget = machine.available_memory(self.model.device.type) // 2
         each = token_bytes(self._config, self.model.dtype)
         while room.tokens * each > budget:
-            if room.seats == 1 and room.slots == 1:
+            if room.max_num_seqs == 1 and room.slots == 1:
                 raise UsageError(
                     f"keys and values of one completion need {room.tokens * each / 2**30:.1f} GB, "
                     f"and {budget / 2**30:.1f} GB are free: lower --max-new-tokens"
                 )
-            halved = (max(1, room.seats // 2), max(1, room.slots // 2))
-            room = replace(room, seats=halved[0], slots=halved[1])
+            halved = (max(1, room.max_num_seqs // 2), max(1, room.slots // 2))
+            room = replace(room, max_num_seqs=halved[0], slots=halved[1])
         return room
 
     @property
@@ -269,7 +269,7 @@ class Sampler:
         Raises:
             ValueError: it is larger than what was reserved.
         """
-        room = self._cache.room if self._cache else Room(0, 0, 0, 0)
+        room = self._cache.room if self._cache else CacheConfig(0, 0, 0, 0)
         shares = tuple(request.prompt[:-1][: len(self._prefix)]) == self._prefix
         prompt = _Prompt(self._handles, request, len(self._prefix) if shares else 0)
         if len(prompt.rest) > room.prompt_tokens:
@@ -299,8 +299,8 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """One token for every row that has a seat, after free seats have been given away."""
-        while len(self._seated) < self._cache.room.seats:
+        """One token for every row that runs, after free places have been given away."""
+        while len(self._seated) < self._cache.room.max_num_seqs:
             if not self._waiting and not self._read_more():
                 break
             self._seated.append(self._waiting.popleft())
@@ -322,7 +322,7 @@ class Sampler:
                 logits if every else logits[members],
                 (uniform if every else uniform[members]).to(logits.device),
                 rows[members[0]].prompt.request.params,
-                self._native,
+                self._kernels,
             )
             for i, *pair in zip(members, tokens.tolist(), logprobs.tolist(), strict=True):
                 drawn[i] = tuple(pair)
@@ -400,7 +400,7 @@ class Sampler:
         return any(stop in tail for stop in stops)
 
     def _leave(self) -> None:
-        """Finished rows give up their seats; the last rows take them."""
+        """Finished rows leave; the last rows take their places."""
         seat = 0
         while seat < len(self._seated):
             row = self._seated[seat]

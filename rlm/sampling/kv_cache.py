@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlm.kernels.build import Native
+from rlm.kernels.build import Kernels
 from rlm.model.base import head_width, key_value_heads
 
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
@@ -30,10 +30,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheConfig:
     """How much a cache holds: fixed when it is made, so nothing can run out half way."""
 
-    seats: int  # rows decoded at once
+    max_num_seqs: int  # rows decoded at once
     slots: int  # prompts held at once
     prompt_tokens: int  # of a prompt, without the shared beginning
     new_tokens: int  # of a completion
@@ -42,7 +42,11 @@ class Room:
     @property
     def tokens(self) -> int:
         """Tokens for which keys and values are stored."""
-        return self.prefix_tokens + self.slots * self.prompt_tokens + self.seats * self.new_tokens
+        return (
+            self.prefix_tokens
+            + self.slots * self.prompt_tokens
+            + self.max_num_seqs * self.new_tokens
+        )
 
 
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -66,16 +70,16 @@ class Cache:
     def __init__(
         self,
         config: PretrainedConfig,
-        room: Room,
+        room: CacheConfig,
         dtype: torch.dtype,
         device: torch.device,
-        native: Native | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """
         Args:
-            native: what is compiled for this config and number type; None multiplies matrices.
+            kernels: what is compiled for this config and number type; None multiplies matrices.
         """
-        self.room, self._native = room, native
+        self.room, self._kernels = room, kernels
         layers, heads, width = (
             config.num_hidden_layers,
             key_value_heads(config),
@@ -86,7 +90,7 @@ class Cache:
             """Keys (L, …, H, D, T) and values (L, …, H, T, D)."""
             shape = (layers, *shape, heads)
             # Zeros for products: what is masked is still multiplied, and 0 · NaN would be NaN.
-            made = torch.empty if native else torch.zeros
+            made = torch.empty if kernels else torch.zeros
             return (
                 made(*shape, width, tokens, dtype=dtype, device=device),
                 made(*shape, tokens, width, dtype=dtype, device=device),
@@ -94,7 +98,7 @@ class Cache:
 
         self._prefix = store(room.prefix_tokens)
         self._prompts = store(room.prompt_tokens, room.slots)
-        self._own = store(room.new_tokens, room.seats)
+        self._own = store(room.new_tokens, room.max_num_seqs)
         self._device, self._heads = device, heads
 
     def read_prefix(self) -> Attend:
@@ -150,7 +154,7 @@ class Cache:
         prompt_lengths: Sequence[int],
         own_lengths: Sequence[int],
     ) -> Attend:
-        """Attention of a pass that reads one token for each of seats 0…N-1.
+        """Attention of a pass that reads one token for each of the rows 0…N-1.
 
         Args:
             slots: where the prompt of each row stands.
@@ -158,10 +162,10 @@ class Cache:
         """
         # With the new token, which is stored before anything is read.
         lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
-        if self._native:
+        if self._kernels:
             stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
             where = ([0] * len(slots), slots, range(len(slots)))
-            return self._native.decode(stores, where, lengths)
+            return self._kernels.decode(stores, where, lengths)
         return self._decode_by_products(slots, lengths)
 
     def _decode_by_products(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Attend:
@@ -172,7 +176,7 @@ class Cache:
         longest = [coarse(n, 64, most) for n, most in zip(needed, room, strict=True)]
         mask = self._mask(lengths, longest)
         own = lengths[2] - 1
-        seats = torch.arange(len(slots), device=self._device)
+        rows = torch.arange(len(slots), device=self._device)
         grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
         # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
         products = (_shared_by_all, partial(_shared_by_some, grid=grid, place=place), torch.bmm)
@@ -192,8 +196,8 @@ class Cache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             keys, values = self._own
-            keys[layer][seats, :, :, own] = k[:, :, 0]
-            values[layer][seats, :, own] = v[:, :, 0]
+            keys[layer][rows, :, :, own] = k[:, :, 0]
+            values[layer][rows, :, own] = v[:, :, 0]
             (n, heads, width), shared = q[:, :, 0].shape, k.shape[1]
             # Queries that share a key-value head become rows of one matrix.
             q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
@@ -218,7 +222,7 @@ class Cache:
         return mask.masked_fill_(torch.cat(beyond, 1), -torch.inf)[:, None, None]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a row to another seat, so that the occupied seats stay a block."""
+        """Copy a row to another seat, so that the running rows stay a block."""
         keys, values = self._own
         keys[:, target, ..., :length] = keys[:, source, ..., :length]
         values[:, target, :, :length] = values[:, source, :, :length]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlm.kernels.build import Native
+from rlm.kernels.build import Kernels
 from rlm.model.adapters import merged_weight
 
 # product(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
@@ -20,7 +20,7 @@ Product = Callable[..., Tensor]
 
 
 class TorchPasses:
-    """What stands between a layer's products, in torch; `Native` has the same, compiled."""
+    """What stands between a layer's products, in torch; `Kernels` has the same, compiled."""
 
     @staticmethod
     def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -44,31 +44,31 @@ class TorchPasses:
 
 @torch.no_grad()
 def product(
-    *layers: nn.Module, norm: nn.Module | None = None, native: Native | None = None
+    *layers: nn.Module, norm: nn.Module | None = None, kernels: Kernels | None = None
 ) -> Product:
     """Linear layers that read the same, side by side as one product; with the norm before them."""
     weight, bias = _merged(layers, norm)
-    if _native_multiplies(native, weight):
-        return native.product([weight], [bias], norm and norm.variance_epsilon)
+    if _kernels_multiply(kernels, weight):
+        return kernels.product([weight], [bias], norm and norm.variance_epsilon)
     linear = _torch_linear(weight, bias)
     if norm is None:
         return linear
-    passes = native or TorchPasses
+    passes = kernels or TorchPasses
     return lambda x: linear(passes.norm(x, None, norm.variance_epsilon))  # its weight is merged
 
 
 @torch.no_grad()
 def gated_product(
-    gate: nn.Module, up: nn.Module, norm: nn.Module, native: Native | None = None
+    gate: nn.Module, up: nn.Module, norm: nn.Module, kernels: Kernels | None = None
 ) -> Product:
     """silu(gate(x)) · up(x), of the normalised x."""
     gate_weight, gate_bias = _merged([gate], norm)
     up_weight, up_bias = _merged([up], norm)
     epsilon = norm.variance_epsilon
-    if _native_multiplies(native, gate_weight):
-        return native.product([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
+    if _kernels_multiply(kernels, gate_weight):
+        return kernels.product([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
     first, second = _torch_linear(gate_weight, gate_bias), _torch_linear(up_weight, up_bias)
-    passes = native or TorchPasses
+    passes = kernels or TorchPasses
 
     def multiply(x: Tensor) -> Tensor:
         unit = passes.norm(x, None, epsilon)
@@ -93,8 +93,8 @@ def _merged(layers: Sequence[nn.Module], norm: nn.Module | None) -> tuple[Tensor
     )
 
 
-def _native_multiplies(native: Native | None, weight: Tensor) -> bool:
-    return native is not None and native.multiplies and weight.shape[1] % 2 == 0
+def _kernels_multiply(kernels: Kernels | None, weight: Tensor) -> bool:
+    return kernels is not None and kernels.multiplies and weight.shape[1] % 2 == 0
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> _Plain | _Packed:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from rlm.api_client import RemoteClient, RemoteError
+from rlm.api_client import APIClient, APIError
 from rlm.cli.options import UsageError
 from rlm.sampling.params import Completion, SamplingParams
 
@@ -16,7 +16,7 @@ from rlm.sampling.params import Completion, SamplingParams
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
 
-class RemoteSampler:
+class VLLMSampler:
     """Completions drawn by a vLLM server: the same `sample` as `rlm.sampling.Sampler`.
 
     One request a prompt, for all its completions: vLLM gives completion i the seed + i, which is
@@ -28,7 +28,7 @@ class RemoteSampler:
 
     def __init__(
         self,
-        client: RemoteClient,
+        client: APIClient,
         stop_ids: Collection[int],
         export: Callable[[], Path] | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class RemoteSampler:
             on_finish: called after each finished completion (progress bars).
 
         Raises:
-            RemoteError: the server failed, or ends completions on other tokens than the model.
+            APIError: the server failed, or ends completions on other tokens than the model.
             UsageError: it does not return token ids and log-probabilities.
         """
         if len(prompts) != len(seeds):
@@ -140,7 +140,7 @@ class RemoteSampler:
         }
         choices = self._client.post("completions", body).get("choices", [])
         if len(choices) != body["n"]:
-            raise RemoteError(f"asked for {body['n']} completions, got {len(choices)}", 200)
+            raise APIError(f"asked for {body['n']} completions, got {len(choices)}", 200)
         choices = sorted(choices, key=lambda choice: choice["index"])
         return [
             self._completion(choice, stop_texts=bool(params.stop))
@@ -158,7 +158,7 @@ class RemoteSampler:
             )
         ended = ids[-1] in self.stop_ids
         if reason not in ("stop", "length") or ((reason == "stop") != ended and not stop_texts):
-            raise RemoteError(
+            raise APIError(
                 f"{self._client.url} ended a completion ({reason}) at token {ids[-1]}: that is "
                 "not how the model being trained ends; is another one served?"
             )

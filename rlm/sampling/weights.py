@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import Native
+from rlm.kernels.build import Kernels
 from rlm.model import hardware as machine
-from rlm.model.adapters import active_adapters, wears_plain_lora
+from rlm.model.adapters import active_adapters, has_plain_lora
 from rlm.model.attention import plain_scale
 from rlm.model.base import decoder_and_head
 from rlm.sampling.kv_cache import Attend
@@ -100,7 +100,7 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
-    if not wears_plain_lora(model):
+    if not has_plain_lora(model):
         return "its adapter is more than plain LoRA"
     return None
 
@@ -115,11 +115,11 @@ def copy_bytes(model: PreTrainedModel) -> int:
 class MergedWeights:
     """A fused copy of base + active adapters, in the model's number type."""
 
-    def __init__(self, model: PreTrainedModel, native: Native | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels | None = None) -> None:
         self._model = model
-        self._native = native
+        self._kernels = kernels
         self._decoder, self._head = decoder_and_head(model)
-        self.head = product(self._head, native=native)  # adapters do not reach it: copied once
+        self.head = product(self._head, kernels=kernels)  # adapters do not reach it: copied once
         self.copied_bytes = copy_bytes(model)
         self.release()
 
@@ -132,7 +132,7 @@ class MergedWeights:
         if self._seen is not None and _same(adapters, self._seen):
             return
         self.release()  # the old copy goes first
-        self._layers = [_Layer(layer, self._native) for layer in self._decoder.layers]
+        self._layers = [_Layer(layer, self._kernels) for layer in self._decoder.layers]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
@@ -148,12 +148,12 @@ class MergedWeights:
         shape, x = ids.shape, x.flatten(0, 1)
         for i, layer in enumerate(self._layers):
             x = layer(i, x, shape, cos, sin, attend)
-        final, passes = self._decoder.norm, self._native or TorchPasses
+        final, passes = self._decoder.norm, self._kernels or TorchPasses
         return passes.norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
 
 
 def choose_weights(
-    model: PreTrainedModel, merged: bool | None, native: Native | None
+    model: PreTrainedModel, merged: bool | None, kernels: Kernels | None
 ) -> tuple[ModelWeights | MergedWeights, str]:
     """The weights to sample with, and a line that says which and why.
 
@@ -176,8 +176,8 @@ def choose_weights(
     if merged is False or reason:
         return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
     path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
-    path += ", products compiled" if native and native.multiplies else ""
-    return MergedWeights(model, native), path
+    path += ", products compiled" if kernels and kernels.multiplies else ""
+    return MergedWeights(model, kernels), path
 
 
 class _Layer:
@@ -188,15 +188,15 @@ class _Layer:
     norms, residual sums and the gating belong to products.
     """
 
-    def __init__(self, layer: nn.Module, native: Native | None) -> None:
-        self.passes = native or TorchPasses
+    def __init__(self, layer: nn.Module, kernels: Kernels | None) -> None:
+        self.passes = kernels or TorchPasses
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = product(*projections, norm=layer.input_layernorm, native=native)
-        self.out = product(attention.o_proj, native=native)
+        self.qkv = product(*projections, norm=layer.input_layernorm, kernels=kernels)
+        self.out = product(attention.o_proj, kernels=kernels)
         norm = layer.post_attention_layernorm
-        self.gated = gated_product(mlp.gate_proj, mlp.up_proj, norm, native)
-        self.down = product(mlp.down_proj, native=native)
+        self.gated = gated_product(mlp.gate_proj, mlp.up_proj, norm, kernels)
+        self.down = product(mlp.down_proj, kernels=kernels)
         # Qwen3 normalises each head's queries and keys.
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.scale, self.width = attention.scaling, attention.head_dim

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlm.sampling.engine import Sampler
-from rlm.sampling.kv_cache import Room
+from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.params import Request, SamplingParams, Token
 from rlm.serving.errors import Problem
 from rlm.serving.logging import log_error
@@ -26,7 +26,7 @@ REPLAYS = 2  # of a request, because others broke the batch that it was in
 
 
 @dataclass
-class Lane:
+class Replica:
     """One adapter (or the base without one), and the sampler that draws with it."""
 
     sampler: Sampler
@@ -42,7 +42,7 @@ class Job:
         brought; with None at the end; with a Problem if the job fails. Must not block.
     """
 
-    lane: str
+    replica: str
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
@@ -80,14 +80,14 @@ class Job:
 
 
 class Engine:
-    """Runs lanes in a thread of its own.
+    """Runs replicas in a thread of its own.
 
-    `load` makes the lanes, in that thread. `state` is loading, ready, draining or dead.
+    `load` makes the replicas, in that thread. `state` is loading, ready, draining or dead.
     """
 
     def __init__(
         self,
-        load: Callable[[], dict[str, Lane]],
+        load: Callable[[], dict[str, Replica]],
         *,
         prompt_tokens: int,
         new_tokens: int,
@@ -101,11 +101,11 @@ class Engine:
         self._load = load
         self._room = (prompt_tokens, new_tokens)
         self._hang_seconds = hang_seconds
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, Replica] = {}
         self._changed = threading.Condition()
         self._arrived: deque[Job] = deque()
         self._cancelled: deque[Job] = deque()
-        self._running: dict[str, dict[int, Job]] = {}  # lane → handle → job
+        self._running: dict[str, dict[int, Job]] = {}  # replica → handle → job
         self._suspects: dict[str, deque[Job]] = {}
         self._step_began: float | None = None
         self._draining = self._stopping = False
@@ -129,7 +129,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Forget a job: its seats are free after the step that is running."""
+        """Forget a job: its rows are free after the step that is running."""
         with self._changed:
             self._cancelled.append(job)
             self._changed.notify()
@@ -198,13 +198,15 @@ class Engine:
                 self.state = "draining" if self._draining else "ready"
 
     def _reset(self, name: str) -> None:
-        """A lane without requests, with all the room that it will ever have."""
-        lane = self._lanes[name]
+        """A replica without requests, with all the room that it will ever have."""
+        replica = self._lanes[name]
         prompt_tokens, new_tokens = self._room
-        lane.activate()
-        lane.sampler.clear()
-        seats = lane.sampler.seats
-        lane.sampler.reserve(Room(seats, seats, prompt_tokens, new_tokens), lane.prefix)
+        replica.activate()
+        replica.sampler.clear()
+        max_num_seqs = replica.sampler.max_num_seqs
+        replica.sampler.reserve(
+            CacheConfig(max_num_seqs, max_num_seqs, prompt_tokens, new_tokens), replica.prefix
+        )
         self._running[name], self._suspects[name] = {}, deque()
 
     def _work(self) -> None:
@@ -219,8 +221,8 @@ class Engine:
             for job in arrived:
                 # While a failure is being looked for, newcomers wait in line: nobody is to be
                 # blamed for what one of them breaks.
-                if self._suspects[job.lane] or self._on_probation(job.lane):
-                    self._suspects[job.lane].append(job)
+                if self._suspects[job.replica] or self._on_probation(job.replica):
+                    self._suspects[job.replica].append(job)
                 else:
                     self._begin(job)
             for job in cancelled:
@@ -239,27 +241,27 @@ class Engine:
     def _begin(self, job: Job) -> None:
         request = Request(job.prompt, job.params, job.seed, job.n, job.thinking)
         try:
-            handle = self._lanes[job.lane].sampler.submit(request)
+            handle = self._lanes[job.replica].sampler.submit(request)
         except ValueError as error:  # larger than the room
             job.notify(Problem(422, "validation", str(error)))
         else:
-            self._running[job.lane][handle] = job
+            self._running[job.replica][handle] = job
 
     def _forget(self, job: Job) -> None:
-        running, suspects = self._running[job.lane], self._suspects[job.lane]
+        running, suspects = self._running[job.replica], self._suspects[job.replica]
         for handle in [handle for handle, other in running.items() if other is job]:
-            self._lanes[job.lane].sampler.cancel(handle)
+            self._lanes[job.replica].sampler.cancel(handle)
             del running[handle]
-        self._suspects[job.lane] = deque(other for other in suspects if other is not job)
+        self._suspects[job.replica] = deque(other for other in suspects if other is not job)
 
     def _step(self, name: str) -> None:
-        lane, running, suspects = self._lanes[name], self._running[name], self._suspects[name]
+        replica, running, suspects = self._lanes[name], self._running[name], self._suspects[name]
         if suspects and not self._on_probation(name):
             self._begin(suspects.popleft())
         self._step_began = time.monotonic()
         try:
-            lane.activate()
-            tokens = lane.sampler.step()
+            replica.activate()
+            tokens = replica.sampler.step()
         except Exception as error:
             self._isolate(name, error)
             return
@@ -275,7 +277,7 @@ class Engine:
             try:
                 self._deliver(job, new)
             except Exception as error:  # its own text or budget: nobody else's business
-                log_error("request_failed", error, lane=name)
+                log_error("request_failed", error, replica=name)
                 self._forget(job)
                 job.notify(Problem(500, "internal", "this request could not be computed"))
             else:
@@ -313,7 +315,7 @@ class Engine:
         running = self._running[name]
         jobs = list(running.values())
         blamed = jobs if len(jobs) == 1 else [job for job in jobs if job.on_probation]
-        log_error("step_failed", error, lane=name, requests=len(jobs), blamed=len(blamed))
+        log_error("step_failed", error, replica=name, requests=len(jobs), blamed=len(blamed))
         if blamed and len(jobs) > 1:
             for job in blamed:
                 self._forget(job)

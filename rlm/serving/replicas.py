@@ -1,4 +1,4 @@
-"""The model behind a server: one base, each offered adapter a lane on it."""
+"""The model behind a server: one base, each offered adapter a replica on it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from rlm.model.base import load_base
 from rlm.model.hardware import pick_device
 from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.serving.catalog import BASE, Catalog
-from rlm.serving.engine import Lane
+from rlm.serving.engine import Replica
 
 
-def load_lanes(catalog: Catalog, tokenizer: PreTrainedTokenizerBase, seats: int) -> dict[str, Lane]:
+def load_replicas(
+    catalog: Catalog, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
+) -> dict[str, Replica]:
     """Load the base once, every adapter onto it, and a sampler for each.
 
     Raises:
@@ -29,13 +31,13 @@ def load_lanes(catalog: Catalog, tokenizer: PreTrainedTokenizerBase, seats: int)
         if offered.path is not None:
             model = load_adapter(model, offered.path, trainable=False, name=inner[name])
     wear = _wardrobe(model)
-    lanes = {}
+    replicas = {}
     for name, offered in catalog.offered.items():
         activate = partial(wear, None if name == BASE else inner[name])
         activate()
-        sampler = Sampler(model, tokenizer, seats=seats)
-        lanes[name] = Lane(sampler, activate, _shared_prefix(tokenizer, offered.format))
-    return lanes
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
+        replicas[name] = Replica(sampler, activate, _shared_prefix(tokenizer, offered.format))
+    return replicas
 
 
 def _wardrobe(model: PreTrainedModel) -> Callable[[str | None], None]:

@@ -151,7 +151,7 @@ class Service:
             stop=ask.stop,
         )
         job = Job(
-            lane=offered.name,
+            replica=offered.name,
             prompt=prompt,
             params=SamplingParams(new_tokens, temperature, ask.top_p),
             seed=prompt_seed(ask.seed),

@@ -11,7 +11,7 @@ import uvicorn
 from rlm.serving.service import Service
 
 
-class DrainingServer(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """The first signal drains, the second one leaves at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:

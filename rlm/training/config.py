@@ -96,7 +96,7 @@ class GRPOConfig:
     temperature: float = flag(1.0, "of sampling and scoring alike")
     top_p: float = flag(1.0, "1: another value would not be the distribution that is scored")
     top_k: int = flag(0, "0: off, for the same reason")
-    seats: int = flag(128, "completions decoded at the same time", min=1)
+    max_num_seqs: int = flag(128, "completions decoded at the same time", aliases=["seats"], min=1)
     sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
     sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
 

@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Team:
+class Distributed:
     """This process among the others. Alone (size 1) every method is free."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
-    def join(cls) -> Team:
+    def from_env(cls) -> Distributed:
         """Meet the processes of this launch, as the launcher's environment names them."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -40,22 +40,22 @@ class Team:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        team = cls(dist.get_rank(), size)
-        terminal.console.quiet = not team.leads
+        distributed = cls(dist.get_rank(), size)
+        terminal.console.quiet = not distributed.is_main
         terminal.line(f"{size} processes share this run")  # a launcher may have started only one
-        return team
+        return distributed
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
 
-    def share(self, items: Sequence[T]) -> list[T]:
+    def shard(self, items: Sequence[T]) -> list[T]:
         """This process's part: every size-th."""
         return list(items[self.rank :: self.size])
 
     def gather(self, shares: Sequence[T]) -> list[T]:
-        """All parts, in the order from which `share` took them."""
+        """All parts, in the order from which `shard` took them."""
         if self.size == 1:
             return list(shares)
         parts: list[list[T]] = [[] for _ in range(self.size)]
@@ -63,7 +63,7 @@ class Team:
             dist.all_gather_object(parts, list(shares))
         return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
 
-    def agree(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """What the leading process says: clocks and disks differ."""
         if self.size == 1:
             return value
@@ -76,7 +76,7 @@ class Team:
         """Whether it is so in one of the processes: a signal may reach any of them."""
         return True in self.gather([value])
 
-    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def all_reduce(self, parameters: Iterable[Tensor]) -> None:
         """Every gradient becomes its sum over the processes; None counts as zero."""
         if self.size == 1:
             return

@@ -11,32 +11,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlm.kernels.build import Native
+from rlm.kernels.build import Kernels
 from rlm.model import attention
 from rlm.model.adapters import is_plain_lora, lora_layers
-from rlm.model.base import decoder_and_head, native_for
+from rlm.model.base import decoder_and_head, kernels_for
 from rlm.sampling.weights import FUSED_FAMILIES
 
 
-def use_lean_layers(policy: PreTrainedModel) -> None:
-    """Let the policy compute with lean adapters and, where they can be compiled, lean norms,
+def use_fused_layers(policy: PreTrainedModel) -> None:
+    """Let the policy compute with fused adapters and, where they can be compiled, fused norms,
     gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
     for module in lora_layers(policy):
         if is_plain_lora(module):
             module.forward = MethodType(_lora, module)
-    native, _ = native_for(policy)
-    if native is None:
+    kernels, _ = kernels_for(policy)
+    if kernels is None:
         return
     decoder, _ = decoder_and_head(policy)
     if decoder.config.model_type not in FUSED_FAMILIES:
         return
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
-            module.forward = MethodType(_norm(native), module)
+            module.forward = MethodType(_norm(kernels), module)
         elif hasattr(module, "q_proj"):
-            module.forward = MethodType(_attention(native), module)
+            module.forward = MethodType(_attention(kernels), module)
         elif hasattr(module, "gate_proj") and decoder.config.hidden_act == "silu":
-            module.forward = MethodType(_gated(native), module)
+            module.forward = MethodType(_gated(kernels), module)
 
 
 def _lora(self: nn.Module, x: Tensor) -> Tensor:
@@ -60,21 +60,21 @@ def _lora(self: nn.Module, x: Tensor) -> Tensor:
     return rows.view_as(result)
 
 
-def _norm(native: Native) -> Callable[[nn.Module, Tensor], Tensor]:
+def _norm(kernels: Kernels) -> Callable[[nn.Module, Tensor], Tensor]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.variance_epsilon, native)
+        return _Norm.apply(x, self.weight, self.variance_epsilon, kernels)
 
     return forward
 
 
-def _gated(native: Native) -> Callable[[nn.Module, Tensor], Tensor]:
+def _gated(kernels: Kernels) -> Callable[[nn.Module, Tensor], Tensor]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), native))
+        return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), kernels))
 
     return forward
 
 
-def _attention(native: Native) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _attention(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def forward(
         self: nn.Module,
         hidden_states: Tensor,
@@ -99,9 +99,9 @@ def _attention(native: Native) -> Callable[..., tuple[Tensor, Tensor | None]]:
         )
         if hasattr(self, "q_norm"):  # Qwen3 normalises each head's
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (_Rotation.apply(x, *position_embeddings, native) for x in (q, k))
+        q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention.attend(q, k, v, attention_mask, self.scaling, native)
+        out = attention.attend(q, k, v, attention_mask, self.scaling, kernels)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
     return forward
@@ -116,19 +116,19 @@ class _Rotation(torch.autograd.Function):
         x: Tensor,  # (B, S, heads, D)
         cos: Tensor,  # (B or 1, S, D)
         sin: Tensor,
-        native: Native,
+        kernels: Kernels,
     ) -> Tensor:
         cos, sin = (part.expand(len(x), -1, -1).flatten(0, 1) for part in (cos, sin))
         ctx.save_for_backward(cos, sin)
-        ctx.native = native
-        return native.rotate(_rows(x), cos, sin).view_as(x)
+        ctx.kernels = kernels
+        return kernels.rotate(_rows(x), cos, sin).view_as(x)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
     ) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return ctx.native.rotate(_rows(by_out), cos, -sin).view_as(by_out), None, None, None
+        return ctx.kernels.rotate(_rows(by_out), cos, -sin).view_as(by_out), None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -148,12 +148,12 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,  # frozen
         epsilon: float,
-        native: Native,
+        kernels: Kernels,
     ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.epsilon, ctx.native = epsilon, native
-        return native.norm(x.flatten(0, -2), weight, epsilon).view_as(x)
+        ctx.epsilon, ctx.kernels = epsilon, kernels
+        return kernels.norm(x.flatten(0, -2), weight, epsilon).view_as(x)
 
     @staticmethod
     def backward(
@@ -161,7 +161,7 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
-        by_x = ctx.native.norm_back(rows, weight, ctx.epsilon, by_rows)
+        by_x = ctx.kernels.norm_back(rows, weight, ctx.epsilon, by_rows)
         return by_x.view_as(x), None, None, None
 
 
@@ -170,14 +170,14 @@ class _Gating(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, gate: Tensor, up: Tensor, native: Native
+        ctx: torch.autograd.function.FunctionCtx, gate: Tensor, up: Tensor, kernels: Kernels
     ) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.native = native
-        return native.gating(gate, up)
+        ctx.kernels = kernels
+        return kernels.gating(gate, up)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        return *ctx.native.gating_back(*ctx.saved_tensors, by_out.contiguous()), None
+        return *ctx.kernels.gating_back(*ctx.saved_tensors, by_out.contiguous()), None

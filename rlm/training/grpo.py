@@ -20,7 +20,7 @@ from torch import Tensor
 from rlm.data.problem import Problem
 from rlm.sampling.params import Completion, prompt_seed
 from rlm.training.algorithms import soft_overlong
-from rlm.training.distributed import Team
+from rlm.training.distributed import Distributed
 
 T = TypeVar("T")
 
@@ -228,10 +228,10 @@ def make_rollouts(
     ]
 
 
-def share_rollouts(rollouts: Sequence[Rollout], team: Team) -> list[Rollout]:
+def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:
     """This process's part of the learning: whole problems, so that their prompts stay shared."""
     problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
-    mine = set(team.share(problems))
+    mine = set(distributed.shard(problems))
     return [rollout for rollout in rollouts if rollout.problem in mine]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from rlm.kernels.build import Native
-from rlm.model.base import decoder_and_head, native_for
+from rlm.kernels.build import Kernels
+from rlm.model.base import decoder_and_head, kernels_for
 from rlm.training.grpo import Rollout
 
 # Logits of this many tokens are made in one product and held at once.
@@ -161,8 +161,8 @@ def token_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, S, hidden)
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
-    native, _ = native_for(model)
-    logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature, native)
+    kernels, _ = kernels_for(model)
+    logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature, kernels)
     return _pad(logprobs.split(batch.lengths)), _pad(entropy.split(batch.lengths))
 
 
@@ -171,7 +171,7 @@ def score_tokens(
     head: nn.Module,
     targets: Tensor,
     temperature: float,
-    native: Native | None,
+    kernels: Kernels | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target after its hidden state, and the entropy: two (M,).
 
@@ -179,11 +179,11 @@ def score_tokens(
         hidden: (M, hidden), contiguous.
         head: the output embeddings, frozen.
         targets: (M,) of token ids.
-        native: what is compiled for the model, if anything is.
+        kernels: what is compiled for the model, if anything is.
     """
     chunks = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     scored = [
-        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature, native)
+        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature, kernels)
         for part, wanted in chunks
     ]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
@@ -208,12 +208,12 @@ class _ScoreTokens(torch.autograd.Function):
         bias: Tensor | None,  # (V,), frozen
         targets: Tensor,  # (M,)
         temperature: float,
-        native: Native | None,
+        kernels: Kernels | None,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
         slopes = ctx.needs_input_grad[0]  # they then take the place of the logits
-        if native:
-            logprobs, entropy = native.score(logits, targets, temperature, slopes)
+        if kernels:
+            logprobs, entropy = kernels.score(logits, targets, temperature, slopes)
         else:
             logprobs, entropy = _score(logits, targets, temperature, slopes)
         if slopes:
@@ -232,7 +232,7 @@ class _ScoreTokens(torch.autograd.Function):
 def _score(
     logits: Tensor, targets: Tensor, temperature: float, slopes: bool
 ) -> tuple[Tensor, Tensor]:
-    """`Native.score` in torch."""
+    """`Kernels.score` in torch."""
     rows = WIDE_ROWS if logits.device.type == "cpu" else LOGITS_CHUNK
     logprobs, entropies = [], []
     for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):

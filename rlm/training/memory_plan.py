@@ -21,7 +21,7 @@ from rlm.model import attention
 from rlm.model.adapters import without_checkpointing
 from rlm.model.hardware import available_memory
 from rlm.sampling.engine import Sampler, shared_beginning
-from rlm.sampling.vllm import RemoteSampler
+from rlm.sampling.vllm import VLLMSampler
 from rlm.training.config import GRPOConfig
 from rlm.training.grpo import Rollout
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
@@ -75,8 +75,8 @@ class MemoryPlan:
 
 def plan_memory(
     policy: PreTrainedModel,
-    masters: Sequence[Tensor],
-    sampler: Sampler | RemoteSampler,
+    master_weights: Sequence[Tensor],
+    sampler: Sampler | VLLMSampler,
     config: GRPOConfig,
     longest_prompts: Sequence[Sequence[int]],
     eval_problems: int,
@@ -84,7 +84,7 @@ def plan_memory(
     """Measure, count, and choose the micro-batch if the config leaves it open.
 
     Args:
-        masters: the fp32 tensors that are trained.
+        master_weights: the fp32 tensors that are trained.
         longest_prompts: the few longest that will come, as token ids.
 
     Raises:
@@ -107,7 +107,7 @@ def plan_memory(
         )
     device = policy.device.type
     available = available_memory(device)
-    optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in masters)
+    optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in master_weights)
     with without_checkpointing(policy):
         per_token = activation_bytes(policy)
     learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
@@ -128,8 +128,8 @@ def plan_memory(
     )
     if plan.peak - plan.loaded > available:
         terminal.line(
-            "warning: this may not fit into memory; --checkpointing, --seats, --max-new-tokens "
-            "and --quantize bring it down"
+            "warning: this may not fit into memory; --checkpointing, --max-num-seqs, "
+            "--max-new-tokens and --quantize bring it down"
         )
     return plan
 

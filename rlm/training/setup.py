@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlm.api_client import RemoteClient
+from rlm.api_client import APIClient
 from rlm.cli import terminal
 from rlm.cli.options import UsageError, changed, set_by_preset
 from rlm.data.loaders import load_problems
@@ -21,7 +21,7 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.quantize import trained_on
 from rlm.sampling import Sampler
-from rlm.sampling.vllm import RemoteSampler
+from rlm.sampling.vllm import VLLMSampler
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
 from rlm.training.memory_plan import MemoryPlan, plan_memory
 
@@ -116,7 +116,7 @@ def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -
 
 def make_sampler(
     policy: PeftModel, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, rank: int
-) -> Sampler | RemoteSampler:
+) -> Sampler | VLLMSampler:
     """The sampler that the config asks for.
 
     Args:
@@ -127,7 +127,7 @@ def make_sampler(
     """
     if config.sampler != "vllm":
         merged = {"merged": True, "unmerged": False}.get(config.sampler)
-        return Sampler(policy, tokenizer, seats=config.seats, merged=merged)
+        return Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs, merged=merged)
 
     def export() -> Path:
         path = config.run_dir / f"sampler_adapter_{rank}"
@@ -135,16 +135,16 @@ def make_sampler(
         return path
 
     key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
-    client = RemoteClient(config.sampler_url, concurrency=config.seats, api_key_env=key)
-    return RemoteSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
+    client = APIClient(config.sampler_url, concurrency=config.max_num_seqs, api_key_env=key)
+    return VLLMSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
 
 
 def plan(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
     """The memory plan of a `train_grpo.GRPOTrainer` on these problems, and a line that says it."""
     prompts = longest_prompts(trainer.render, problems)
-    masters = list(trainer.adapter.values())
+    master_weights = list(trainer.adapter.values())
     found = plan_memory(
-        trainer.policy, masters, trainer.sampler, trainer.config, prompts, evaluated
+        trainer.policy, master_weights, trainer.sampler, trainer.config, prompts, evaluated
     )
     terminal.line(f"memory: {found}")
     return found

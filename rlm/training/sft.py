@@ -28,7 +28,7 @@ from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.prompts import IGNORED
 from rlm.model.adapters import adapter_tensors
-from rlm.model.base import decoder_and_head, native_for
+from rlm.model.base import decoder_and_head, kernels_for
 from rlm.runs.checkpoints import check_space
 from rlm.runs.directory import RunDirectory
 from rlm.runs.resume import differences, newest_checkpoint, optimizer_tensors, restore_optimizer
@@ -66,8 +66,8 @@ class SFTTrainer(trl.SFTTrainer):
         ).last_hidden_state[:, :-1]  # (B, S - 1, hidden): before each label
         labels = inputs["labels"][:, 1:]
         learned = labels != IGNORED  # (B, S - 1)
-        native, _ = native_for(model)
-        logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, native)
+        kernels, _ = kernels_for(model)
+        logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, kernels)
         count = learned.sum() if num_items_in_batch is None else num_items_in_batch
         return -logprobs.sum() / count
 

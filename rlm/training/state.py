@@ -24,7 +24,7 @@ from rlm.runs.resume import (
     restore_optimizer,
 )
 from rlm.training.config import GRPOConfig
-from rlm.training.distributed import Team
+from rlm.training.distributed import Distributed
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -37,58 +37,58 @@ MAY_CHANGE = {
     *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
     *("max_prompt_length", "use_4bit"),  # the data's hash and --quantize say it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
-    *("seats", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
+    *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
     *("checkpointing", "attn", "tracker", "use_wandb"),
 }
 # What of the state a checkpoint's JSON holds: what must be the same, and what goes on from there.
 IDENTITY = ("base_hash", "origin")
 PROGRESS = (
-    *("best_accuracy", "best_step", "skipped_total", "skipped_in_a_row"),
-    *("last_finite", "rate_scale", "kl_weight"),
+    *("best_accuracy", "best_step", "skipped_total", "consecutive_skips"),
+    *("last_finite", "lr_scale", "kl_weight"),
 )
 
 
 class TrainedAdapter:
-    """The LoRA matrices that training changes: the model's, and the fp32 masters behind them.
+    """The LoRA matrices that training changes: the model's, and their fp32 master weights.
 
     A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
-    are smaller than bf16's steps, so they are added to fp32 masters. In fp32 both are the same
-    tensors, and `collect` and `publish` do nothing.
+    are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
+    same tensors, and `accumulate` and `copy_to_model` do nothing.
 
     In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
-    below it: the loss is multiplied by `loss_scale` before the backward pass, and `collect` divides
-    by it in fp32. What overflows then is not finite, and that update is skipped.
+    below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
+    divides by it in fp32. What overflows then is not finite, and that update is skipped.
     """
 
     def __init__(self, policy: PeftModel) -> None:
-        self.computed = adapter_tensors(policy)
-        self.masters = self.computed
+        self.model_weights = adapter_tensors(policy)
+        self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
         if policy.dtype != torch.float32:
-            self.masters = {
+            self.master_weights = {
                 name: torch.nn.Parameter(tensor.detach().float())
-                for name, tensor in self.computed.items()
+                for name, tensor in self.model_weights.items()
             }
-            for tensor in self.computed.values():
+            for tensor in self.model_weights.values():
                 tensor.data = tensor.data.to(policy.dtype)
 
-    def collect(self) -> None:
-        """Add the gradients of a micro-batch to the masters' (summed in fp32)."""
-        if self.masters is self.computed:
+    def accumulate(self) -> None:
+        """Add the gradients of a micro-batch to the master weights' (summed in fp32)."""
+        if self.master_weights is self.model_weights:
             return
-        for name, tensor in self.computed.items():
+        for name, tensor in self.model_weights.items():
             if tensor.grad is not None:
-                master = self.masters[name]
+                master = self.master_weights[name]
                 new = tensor.grad.float() / self.loss_scale
                 master.grad = new if master.grad is None else master.grad + new
                 tensor.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """The model computes with the masters' values from here on."""
-        if self.masters is not self.computed:
-            for name, master in self.masters.items():
-                self.computed[name].copy_(master)
+    def copy_to_model(self) -> None:
+        """The model computes with the master weights' from here on."""
+        if self.master_weights is not self.model_weights:
+            for name, master in self.master_weights.items():
+                self.model_weights[name].copy_(master)
 
 
 @dataclass
@@ -106,10 +106,10 @@ class TrainingState:
     best_step: int | None = None
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
-    skipped_in_a_row: int = 0
+    consecutive_skips: int = 0
     last_finite: int = 0  # the last step that began with weights that gave a finite gradient
     updated: bool = False  # whether the step that runs has changed the weights
-    rate_scale: float = 1.0  # of the learning rate; halved by `go_back`
+    lr_scale: float = 1.0  # of the learning rate; halved by `go_back`
     origin: dict[str, object] = field(default_factory=dict)  # config and data of the run
     _began: float = field(default_factory=time.monotonic)
     _seconds_before: float = 0.0  # of earlier processes, up to the checkpoint
@@ -117,7 +117,7 @@ class TrainingState:
     @property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
         """Name → fp32 master."""
-        return self.trained.masters
+        return self.trained.master_weights
 
     @property
     def seconds(self) -> float:
@@ -130,7 +130,7 @@ class TrainingState:
         config: GRPOConfig,
         problems: Sequence[Problem],
         eval_problems: Sequence[Problem],
-        team: Team,
+        distributed: Distributed,
     ) -> int:
         """Write the first checkpoint of a new run, or load the newest of this one.
 
@@ -142,7 +142,7 @@ class TrainingState:
                 had other data, other options, another base or adapter.
         """
         self._began = time.monotonic()
-        if team.leads:
+        if distributed.is_main:
             # Adapter, best adapter and two moments; beside those kept, one that is protected and
             # the one that is being written.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
@@ -157,10 +157,10 @@ class TrainingState:
         if not config.resume:
             self.save(run, 0, keep=config.keep_checkpoints)
             step = 0
-        elif team.leads:  # the leader goes first: it renames what is damaged
-            step = team.agree(self.restore(run))
+        elif distributed.is_main:  # the leader goes first: it renames what is damaged
+            step = distributed.broadcast(self.restore(run))
         else:
-            team.agree(0)
+            distributed.broadcast(0)
             step = self.restore(run)
         run.write_config(to_dict(config))
         run.track(config.tracker, to_dict(config))  # only now: what is refused is shown nowhere
@@ -169,10 +169,10 @@ class TrainingState:
     def count_update(self, *, skipped: bool) -> None:
         """Count an update whose gradient was not finite; a finite one ends the streak."""
         self.skipped_total += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         self.updated |= not skipped
 
-    def go_back_if_lost(self, run: RunDirectory, step: int) -> None:
+    def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
         """After GIVE_UP_AFTER skipped updates: the last good weights, and half the learning rate.
 
         Good is a checkpoint from which an update was made: the weights after the last update may
@@ -187,17 +187,17 @@ class TrainingState:
         """
         if self.updated:  # a step without a difference in any group says nothing of its weights
             self.last_finite, self.updated = step, False
-        if self.skipped_in_a_row < GIVE_UP_AFTER:
+        if self.consecutive_skips < GIVE_UP_AFTER:
             return
         loaded = run.checkpoints.load(at_most=self.last_finite, set_aside=False)
-        if self.rate_scale < 1 or loaded is None:
+        if self.lr_scale < 1 or loaded is None:
             raise UsageError(
-                f"{self.skipped_in_a_row} updates in a row had no finite gradient, "
+                f"{self.consecutive_skips} updates in a row had no finite gradient, "
                 + ("at half the rate too" if loaded else "and there is no checkpoint to go back to")
                 + "; start again with a lower --learning-rate"
             )
         self._load(loaded[0])
-        self.skipped_in_a_row, self.rate_scale = 0, 0.5
+        self.consecutive_skips, self.lr_scale = 0, 0.5
         terminal.line(
             f"{GIVE_UP_AFTER} updates in a row had no finite gradient: weights of step "
             f"{loaded[1]['step']} again, half the learning rate from here on"
@@ -226,7 +226,7 @@ class TrainingState:
         """Put the best adapter's tensors on the model; the present ones where none was kept."""
         for name, tensor in self.best.items():
             self.adapter[name].copy_(tensor)
-        self.trained.publish()
+        self.trained.copy_to_model()
 
     def save(self, run: RunDirectory, next_step: int, keep: int) -> None:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
@@ -281,7 +281,7 @@ class TrainingState:
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.adapter.items():
             tensor.copy_(tensors[f"adapter/{name}"])
-        self.trained.publish()
+        self.trained.copy_to_model()
         restore_optimizer(self.optimizer, list(self.adapter), tensors)
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import native, tiny_model
+from conftest import kernels, tiny_model
 
 from rlm.kernels.build import compiled
 from rlm.sampling import Sampler, SamplingParams, engine
@@ -54,7 +54,7 @@ def test_attention_is_the_softmax_over_what_a_row_has(queries, width, dtype, thr
     heads, layer, scale = 2, 1, 0.3
     kept = stores(heads, width, dtype)
     q, k, v = (torch.randn(5, n, 1, width).to(dtype) for n in (heads * queries, heads, heads))
-    attend = native(dtype, queries, width).decode(kept, SLOTS, LENGTHS)
+    attend = kernels(dtype, queries, width).decode(kept, SLOTS, LENGTHS)
     found = attend(layer, q, k, v, scale)
     assert found.shape == q.shape
     for row in range(5):
@@ -77,7 +77,7 @@ def test_rows_may_lie_apart_in_memory():
     kept = stores(2, 64, torch.float32)
     qkv = torch.randn(5, 10, 64)
     q, k, v = (part.unsqueeze(2) for part in qkv.split([6, 2, 2], 1))
-    attend = native(torch.float32).decode(kept, SLOTS, LENGTHS)
+    attend = kernels(torch.float32).decode(kept, SLOTS, LENGTHS)
     together = [part.contiguous() for part in (q, k, v)]
     assert torch.equal(attend(0, q, k, v, 1.0), attend(0, *together, 1.0))
 
@@ -87,7 +87,7 @@ def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number(
     keys, values = kept[1]
     keys[..., 0, :] = torch.tensor([-3e4, 3e4, 0])
     values[..., :, 0] = torch.tensor([1.0, 2.0, 3.0])
-    attend = native(torch.float32, 1, 4).decode(kept, [[0]] * 3, [[0], [3], [1]])
+    attend = kernels(torch.float32, 1, 4).decode(kept, [[0]] * 3, [[0], [3], [1]])
     q, nothing = torch.tensor([[[[1.0, 0, 0, 0]]]]), torch.zeros(1, 1, 1, 4)
     assert attend(0, q, nothing, nothing, 1.0)[0, 0, 0].tolist() == [2, 0, 0, 0]
     assert attend(0, q * torch.nan, nothing, nothing, 1.0).isnan().all()
@@ -97,7 +97,7 @@ def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number(
 @pytest.mark.parametrize("rows", [1, 3, 64])  # 64: enough work for several threads
 def test_the_passes_are_those_of_torch(rows, dtype, threads):
     torch.manual_seed(0)
-    made = native(dtype)
+    made = kernels(dtype)
     x = (3 * torch.randn(rows, 577)).to(dtype)
     close(made.norm(x, None, 1e-5), TorchPasses.norm(x.double(), None, 1e-5))
     heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a part, as queries and keys are
@@ -118,7 +118,7 @@ def test_a_token_is_drawn_where_the_running_sum_passes_the_uniform_number(
     logits = (3 * torch.randn(vocabulary, 500)).to(dtype).T  # its rows do not lie together
     logits[::7, ::3] = -torch.inf
     uniform = torch.rand(500, dtype=torch.float64)
-    tokens, logprobs = native(dtype).draw(logits, uniform, temperature)
+    tokens, logprobs = kernels(dtype).draw(logits, uniform, temperature)
     p = (logits.double() / (temperature or 1)).softmax(-1)
     chosen = p.gather(-1, tokens[:, None])
     torch.testing.assert_close(logprobs, chosen.log()[:, 0].float(), atol=1e-5, rtol=1e-5)
@@ -142,14 +142,14 @@ def test_scores_and_their_derivatives_are_those_of_the_softmax(
     targets = torch.randint(vocabulary, (50,))
     targets[0] = 2
     before = logits.clone()
-    logprobs, entropy = native(dtype).score(logits, targets, temperature, slopes=False)
+    logprobs, entropy = kernels(dtype).score(logits, targets, temperature, slopes=False)
     assert torch.equal(logits, before)
     every = (logits.double() / temperature).log_softmax(-1)
     wanted = every.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), wanted, atol=2e-6, rtol=2e-6)
     wanted_entropy = -(every.exp() * every).sum(-1)
     torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-5)
-    again = native(dtype).score(logits, targets, temperature, slopes=True)
+    again = kernels(dtype).score(logits, targets, temperature, slopes=True)
     assert torch.equal(logprobs, again[0])
     assert torch.equal(entropy, again[1])
     slopes = torch.nn.functional.one_hot(targets, vocabulary) - every.exp()
@@ -161,7 +161,7 @@ def test_scores_and_their_derivatives_are_those_of_the_softmax(
 @pytest.mark.parametrize("rows", [1, 65])
 def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, threads):
     torch.manual_seed(0)
-    made = native(dtype)
+    made = kernels(dtype)
     x, weight, slope = (torch.randn(*shape, 577) for shape in ((rows,), (), (rows,)))
     x, weight, slope = (3 * x).to(dtype), weight.to(dtype), slope.to(dtype)
     exact = x.double().requires_grad_()
@@ -192,25 +192,27 @@ def test_the_softmax_of_attention_is_that_of_torch(columns, dtype, threads):
     mask[0] = lowest  # padding sees nothing; what comes out must be a number
     added = scores.view(3, 2, 5, columns).double() + mask.double()
     wanted = added.softmax(-1).view(scores.shape)
-    found = native(dtype).soften(scores, mask)
+    found = kernels(dtype).masked_softmax(scores, mask)
     assert found.data_ptr() == scores.data_ptr()
     close(found.view(3, 2, 5, columns)[:, :, 1:], wanted.view(3, 2, 5, columns)[:, :, 1:])
     assert found.isfinite().all()
 
 
 def test_passes_of_the_learning_pass_let_through_what_is_not_a_number():
-    made, x, weight = native(torch.float32), torch.ones(3, 8), torch.ones(8)
+    made, x, weight = kernels(torch.float32), torch.ones(3, 8), torch.ones(8)
     x[1, 2] = torch.nan
     assert made.norm(x, weight, 1e-5).isnan().any(1).tolist() == [False, True, False]
     assert made.norm_back(x, weight, 1e-5, x).isnan().any(1).tolist() == [False, True, False]
     assert made.gating(x, x).isnan().any(1).tolist() == [False, True, False]
-    assert made.soften(x, torch.zeros(3, 8)).isnan().any(1).tolist() == [False, True, False]
+    assert made.masked_softmax(x, torch.zeros(3, 8)).isnan().any(1).tolist() == [False, True, False]
 
 
 def test_scores_of_what_is_not_a_number_are_none():
     logits = torch.zeros(3, 300)
     logits[1, 7] = torch.nan
-    logprobs, entropy = native(torch.float32).score(logits, torch.zeros(3).long(), 1.0, slopes=True)
+    logprobs, entropy = kernels(torch.float32).score(
+        logits, torch.zeros(3).long(), 1.0, slopes=True
+    )
     assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
     assert logits.isnan().any(1).tolist() == [False, True, False]
 
@@ -218,11 +220,11 @@ def test_scores_of_what_is_not_a_number_are_none():
 @pytest.mark.parametrize("target", [-1, 300])
 def test_a_target_outside_the_vocabulary_is_refused(target):
     with pytest.raises(IndexError, match="300 tokens"):
-        native(torch.float32).score(torch.zeros(1, 300), torch.tensor([target]), 1.0, slopes=True)
+        kernels(torch.float32).score(torch.zeros(1, 300), torch.tensor([target]), 1.0, slopes=True)
 
 
 def test_no_targets_have_no_scores():
-    nothing = native(torch.float32).score(torch.zeros(0, 300), torch.zeros(0).long(), 1.0, True)
+    nothing = kernels(torch.float32).score(torch.zeros(0, 300), torch.zeros(0).long(), 1.0, True)
     assert [part.shape for part in nothing] == [(0,), (0,)]
 
 
@@ -232,7 +234,7 @@ def test_rounding_to_bf16_is_that_of_torch():
     x = torch.randn(2, 4096).to(torch.bfloat16)
     wide = x.double()
     wanted = (wide * wide.pow(2).mean(1, keepdim=True).rsqrt()).to(torch.bfloat16)
-    found = native(torch.bfloat16).norm(x, None, 0.0)
+    found = kernels(torch.bfloat16).norm(x, None, 0.0)
     assert (found == wanted).double().mean() > 0.999  # but where fp32 itself falls across a tie
 
 
@@ -266,7 +268,7 @@ def test_a_number_type_without_code_is_left_to_torch():
 
 
 def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
-    native(torch.float32, 2, 8)
+    kernels(torch.float32, 2, 8)
     model = tiny_model()
     sampler = Sampler(model, tokenizer)
     assert sampler.path.endswith("passes between products compiled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import native, tiny_model
+from conftest import kernels, tiny_model
 
 from rlm.cli.options import UsageError
 from rlm.model import attention
@@ -32,7 +32,7 @@ def test_attention_and_its_gradients_equal_torchs(
     heads, shared, dtype, rows, is_compiled, monkeypatch
 ):
     monkeypatch.setattr(attention, "ROWS", rows)
-    made = native(dtype) if is_compiled else None
+    made = kernels(dtype) if is_compiled else None
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask = attention_mask(SEGMENTS, dtype)

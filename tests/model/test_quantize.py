@@ -22,7 +22,7 @@ from rlm.model.base import load_base
 from rlm.model.quantize import QUANTIZATIONS, unpacked
 from rlm.sampling import Sampler, SamplingParams
 from rlm.training.config import GRPOConfig
-from rlm.training.fused_layers import use_lean_layers
+from rlm.training.fused_layers import use_fused_layers
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
 from train_grpo import GRPOTrainer
@@ -156,10 +156,10 @@ def test_both_samplers_draw_what_the_model_computes(model_dir, tokenizer, quanti
 def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
     ids = torch.arange(12)[None]
     gradients = []
-    for lean in (False, True):
+    for fused in (False, True):
         policy = with_adapter(model_dir, quantize)
-        if lean:
-            use_lean_layers(policy)
+        if fused:
+            use_fused_layers(policy)
         policy(input_ids=ids, labels=ids).loss.backward()
         gradients.append({n: p.grad for n, p in policy.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():

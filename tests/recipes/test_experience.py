@@ -30,7 +30,7 @@ from recipes.experience.library import Library, gives_away, shorten, tokens
 from recipes.experience.prompting import DIRECTORY, PLACEHOLDERS, Prompts
 from recipes.experience.rules import RuleError, evaluate_rule, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, parse_scaffold
-from rlm.api_client import RemoteError
+from rlm.api_client import APIError
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import experience_block, load_experiences, with_experiences
 from rlm.data.problem import Problem
@@ -352,7 +352,7 @@ def test_a_judge_gives_r_logic_as_the_mean_of_five():
         (json.dumps(dict.fromkeys(LOGIC_PARTS, 5)), "not five scores"),
         (json.dumps(dict.fromkeys(LOGIC_PARTS, True)), "not five scores"),
         (json.dumps(dict.fromkeys(LOGIC_PARTS, "high")), "not five scores"),
-        (RemoteError("500 broken", 500), "500 broken"),
+        (APIError("500 broken", 500), "500 broken"),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from recipes.orchestrator.agents import LocalAgents, RemoteAgents
 from recipes.orchestrator.graph import Graph, Invalid
 from recipes.orchestrator.reward import GraphReward, summary, try_graphs
 from recipes.orchestrator.runner import Reply, Runner
-from rlm.api_client import RemoteClient
+from rlm.api_client import APIClient
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.sampling import Sampler
@@ -244,7 +244,7 @@ def test_a_server_answers_for_the_agents():
         return body["messages"][0]["content"].upper()
 
     with ScriptedServer(answer) as server:
-        agents = RemoteAgents(RemoteClient(server.url, concurrency=3), BASE)
+        agents = RemoteAgents(APIClient(server.url, concurrency=3), BASE)
         graphs = [Graph.chain(f"solve {i}", f"check {i}") for i in range(3)]
         runs = Runner(agents, 7).run(["1?", "2?", "3?"], graphs)
         asked = server.asked("chat/completions")
@@ -260,7 +260,7 @@ def test_a_server_answers_for_the_agents():
 def test_a_refused_request_is_recorded_not_scored():
     with ScriptedServer() as server:
         server.script(refuse(400, "too long"), chat_reply("[2]"), chat_reply("[2]"))
-        client = RemoteClient(server.url, concurrency=1)
+        client = APIClient(server.url, concurrency=1)
         reward = GraphReward(Runner(RemoteAgents(client, BASE), 7))
         scores = reward([SUMS[1]], [[GOOD, BAD]])
     assert sorted(scores.rewards[0], key=str) == [1.0, None]

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import FAMILIES, native, tiny_model
+from conftest import FAMILIES, kernels, tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,7 +18,7 @@ from rlm.model import hardware as machine
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.draw import draw, truncate, uniforms
-from rlm.sampling.kv_cache import Room
+from rlm.sampling.kv_cache import CacheConfig
 from rlm.training.grpo import Rollout
 from rlm.training.logprobs import split, token_logprobs
 
@@ -27,7 +27,7 @@ from rlm.training.logprobs import split, token_logprobs
 def passes(request, monkeypatch):
     """Between the products: compiled code where there is a compiler, and what takes its place."""
     if request.param == "torch":
-        monkeypatch.setattr(engine, "native_for", lambda model: (None, "a test"))
+        monkeypatch.setattr(engine, "kernels_for", lambda model: (None, "a test"))
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -35,7 +35,7 @@ def drawing(request):
     """`draw`, in compiled code and in torch."""
     if request.param == "torch":
         return draw
-    return partial(draw, native=native(torch.float32, 1, 8))
+    return partial(draw, kernels=kernels(torch.float32, 1, 8))
 
 
 def some_prompts(count, seed=0, longest=24):
@@ -57,7 +57,7 @@ def ids(groups):
 def test_greedy_equals_generate(family, merged, tokenizer):
     model = tiny_model(family)
     prompts = some_prompts(64)
-    groups = Sampler(model, tokenizer, seats=5, merged=merged).sample(
+    groups = Sampler(model, tokenizer, max_num_seqs=5, merged=merged).sample(
         prompts, 1, SamplingParams(20, temperature=0), [0] * 64
     )
     completions = {tuple(p): c.token_ids for p, (c,) in zip(prompts, groups, strict=True)}
@@ -76,14 +76,16 @@ def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer)
     model, prompts = tiny_model(), some_prompts(12)
     params, seeds = SamplingParams(24, temperature=1.0), [prompt_seed(0, i) for i in range(12)]
 
-    def sample(prompts, n, seeds, seats):
+    def sample(prompts, n, seeds, max_num_seqs):
         return ids(
-            Sampler(model, tokenizer, seats=seats, merged=merged).sample(prompts, n, params, seeds)
+            Sampler(model, tokenizer, max_num_seqs=max_num_seqs, merged=merged).sample(
+                prompts, n, params, seeds
+            )
         )
 
-    expected = sample(prompts, 4, seeds, seats=64)
-    for seats in (1, 7, 48):
-        assert sample(prompts, 4, seeds, seats) == expected
+    expected = sample(prompts, 4, seeds, max_num_seqs=64)
+    for max_num_seqs in (1, 7, 48):
+        assert sample(prompts, 4, seeds, max_num_seqs) == expected
     order = random.Random(2).sample(range(12), 12)
     shuffled = sample([prompts[i] for i in order], 4, [seeds[i] for i in order], 9)
     assert shuffled == [expected[i] for i in order]
@@ -102,12 +104,12 @@ def boundary_distance(model, prompt, completion, seed, params):
 
 @pytest.mark.slow
 def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
-    """The same ids for one and for many seats; a mismatch only where the uniform is on an edge."""
+    """Few and many rows give the same ids, but where a uniform number is on an edge."""
     model, prompts = tiny_model(), some_prompts(100, longest=60)
     params, seeds = SamplingParams(100, temperature=1.0), [prompt_seed(1, i) for i in range(100)]
     batches = []
-    for seats in (3, 128):
-        sampler = Sampler(model, tokenizer, seats=seats)
+    for max_num_seqs in (3, 128):
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
         sampler.stop_ids = frozenset()  # every completion has its 100 tokens
         batches.append(sampler.sample(prompts, 3, params, seeds))
     one, many = batches
@@ -145,7 +147,7 @@ def sampled_and_scored(model, temperature, merged, tokenizer):
         for tensor in adapter_tensors(policy).values():
             tensor.normal_(0, 0.2)
     prompts = some_prompts(6)
-    groups = Sampler(policy, tokenizer, seats=5, merged=merged).sample(
+    groups = Sampler(policy, tokenizer, max_num_seqs=5, merged=merged).sample(
         prompts, 3, SamplingParams(16, temperature), list(range(6))
     )
     rollouts = [
@@ -239,7 +241,7 @@ def another_architecture(kind="phi"):
 @pytest.mark.parametrize("kind", ["phi", "gpt_neox", "gpt2"])
 def test_another_architecture_runs_on_the_same_scheduler(kind, tokenizer):
     model, prompts = another_architecture(kind), some_prompts(16)
-    sampler = Sampler(model, tokenizer, seats=5)
+    sampler = Sampler(model, tokenizer, max_num_seqs=5)
     assert "not of the Llama family" in sampler.path
     groups = sampler.sample(prompts, 1, SamplingParams(12, temperature=0), [0] * 16)
     for prompt, (completion,) in zip(prompts, groups, strict=True):
@@ -257,7 +259,7 @@ def test_an_architecture_with_attention_of_its_own_is_refused(tokenizer):
 def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
     """The learning pass counts on its memory."""
     sampler = Sampler(tiny_model(), tokenizer, merged=False)
-    sampler.reserve(Room(seats=4, slots=4, prompt_tokens=64, new_tokens=32))
+    sampler.reserve(CacheConfig(max_num_seqs=4, slots=4, prompt_tokens=64, new_tokens=32))
     sampler.submit(Request([1, 2, 3], SamplingParams(4), 0))
     while not sampler.idle:
         sampler.step()
@@ -297,7 +299,7 @@ def test_an_adapter_that_is_more_than_plain_lora_is_left_to_peft(tokenizer):
 
 def a_running_sampler(tokenizer, **options):
     sampler = Sampler(tiny_model(), tokenizer, **options)
-    sampler.reserve(Room(seats=4, slots=4, prompt_tokens=64, new_tokens=32))
+    sampler.reserve(CacheConfig(max_num_seqs=4, slots=4, prompt_tokens=64, new_tokens=32))
     return sampler
 
 
@@ -344,7 +346,7 @@ def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokeniz
     sampler = a_running_sampler(tokenizer)
     sampler.stop_ids = frozenset()
     kept = sampler.submit(Request(prompts[0], params, 1))
-    running = sampler.submit(Request(prompts[1], params, 2, n=8))  # more than there are seats
+    running = sampler.submit(Request(prompts[1], params, 2, n=8))  # more than max_num_seqs
     queued = sampler.submit(Request(prompts[2], params, 3))
     tokens = sampler.step() + sampler.step()
     assert {token.request for token in tokens} == {kept, running}
@@ -452,7 +454,7 @@ def test_a_prompt_that_begins_otherwise_is_read_whole(tokenizer):
     prompts = [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]]
     plain = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
     plain = [of(tokens, handle) for tokens in [run(sampler)] for handle in plain]
-    sampler.reserve(Room(4, 4, 64, 32), prefix=[9, 8, 7])
+    sampler.reserve(CacheConfig(4, 4, 64, 32), prefix=[9, 8, 7])
     shared = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
     assert [of(tokens, handle) for tokens in [run(sampler)] for handle in shared] == plain
 

@@ -20,7 +20,7 @@ from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams, prompt_seed
 from rlm.serving.access import Keys
 from rlm.serving.app import create_app
-from rlm.serving.engine import Engine, Lane
+from rlm.serving.engine import Engine, Replica
 from rlm.serving.metrics import Metrics
 from rlm.serving.replicas import _shared_prefix
 from rlm.serving.service import Service
@@ -413,13 +413,13 @@ def test_not_ready_while_loading(tokenizer):
 # --- many at once ---------------------------------------------------------------------------------
 
 
-def true_service(tokenizer, seats: int) -> Service:
+def true_service(tokenizer, max_num_seqs: int) -> Service:
     """The model's own words, at random: what they are must not depend on the company."""
     prefix = _shared_prefix(tokenizer, FORMAT)
     _, made = make_service(tokenizer, {})
-    sampler = Sampler(made.model, tokenizer, seats=seats)
+    sampler = Sampler(made.model, tokenizer, max_num_seqs=max_num_seqs)
     engine = Engine(
-        lambda: {"tuned": Lane(sampler, lambda: None, prefix)}, prompt_tokens=500, new_tokens=60
+        lambda: {"tuned": Replica(sampler, lambda: None, prefix)}, prompt_tokens=500, new_tokens=60
     )
     service, _ = make_service(tokenizer, {})
     limits = replace(LIMITS, new_tokens=60, requests=100, tokens=10**6)
@@ -437,19 +437,19 @@ def test_a_text_is_the_same_alone_and_under_load(tokenizer):
         assert response.status_code == 200, response.text
         return [sample["response"] for sample in response.json()["samples"]]
 
-    with live(true_service(tokenizer, seats=1)) as server:
+    with live(true_service(tokenizer, max_num_seqs=1)) as server:
         alone = [texts(server.post(body)) for body in bodies]
-    with live(true_service(tokenizer, seats=8)) as server, ThreadPoolExecutor(12) as pool:
+    with live(true_service(tokenizer, max_num_seqs=8)) as server, ThreadPoolExecutor(12) as pool:
         together = [texts(response) for response in pool.map(server.post, bodies)]
     assert alone == together
 
 
 def test_the_server_draws_what_the_sampler_draws(tokenizer):
-    service = true_service(tokenizer, seats=2)
+    service = true_service(tokenizer, max_num_seqs=2)
     with live(service) as server:
         body = {"prompt": "hello", "seed": 5, "temperature": 1.0, "max_new_tokens": 20}
         served = server.post(body).json()["response"]
-    sampler = Sampler(tiny_model(), tokenizer, seats=1)
+    sampler = Sampler(tiny_model(), tokenizer, max_num_seqs=1)
     prompt = render_prompt(tokenizer, "hello", FORMAT)
     request = Request(prompt, SamplingParams(20, 1.0), prompt_seed(5))
     [[completion]] = sampler.complete([request])
@@ -541,7 +541,7 @@ def send(port: int, body: dict) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
-    service, sampler = make_service(tokenizer, SCRIPT, seats=1, pause=0.05)
+    service, sampler = make_service(tokenizer, SCRIPT, max_num_seqs=1, pause=0.05)
     with live(service) as server:
         connection = send(server.port, {"prompt": "loop", "stream": stream})
         wait_until(lambda: service.requests == 1)
@@ -554,7 +554,7 @@ def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
 
 
 def test_leaving_the_queue_or_the_batch_disturbs_nobody(tokenizer):
-    service, sampler = make_service(tokenizer, SCRIPT, seats=2, pause=0.02)
+    service, sampler = make_service(tokenizer, SCRIPT, max_num_seqs=2, pause=0.02)
     with live(service) as server, ThreadPoolExecutor(1) as pool:
         staying = pool.submit(server.post, {"prompt": "long"})
         wait_until(lambda: service.requests == 1)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import native, tiny_model
+from conftest import kernels, tiny_model
 
 from rlm.data.problem import Problem
-from rlm.kernels.build import Native
+from rlm.kernels.build import Kernels
 from rlm.model import attention
 from rlm.model.adapters import adapter_tensors, new_adapter
-from rlm.model.base import native_for
+from rlm.model.base import kernels_for
 from rlm.sampling import Completion, prompt_seed
 from rlm.training.algorithms import ALGORITHMS, soft_overlong
-from rlm.training.fused_layers import use_lean_layers
+from rlm.training.fused_layers import use_fused_layers
 from rlm.training.grpo import (
     Group,
     Rollout,
@@ -528,8 +528,8 @@ def test_prompt_tokens_receive_exactly_zero_gradient(policy):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     """Values and gradients, with an active adapter, another one, and none."""
-    calls, call = Counter(), Native._pass
-    monkeypatch.setattr(Native, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
+    calls, call = Counter(), Kernels._pass
+    monkeypatch.setattr(Kernels, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
     model.set_attn_implementation(attention.NAME)
     policy = new_adapter(model, r=4, alpha=8).eval()
@@ -558,14 +558,16 @@ def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
 
     expected = outcome()
     assert not calls
-    use_lean_layers(policy)
+    use_fused_layers(policy)
     got = outcome()
-    if native_for(policy)[0]:  # every one in 2 layers, 3 passes forward and 2 backward
+    if kernels_for(policy)[0]:  # every one in 2 layers, 3 passes forward and 2 backward
         norms = 2 * (4 if family == "qwen3" else 2) + 1
         first = 2  # nothing before the first norm is trained
         assert (calls["norm"], calls["norm_back"]) == (3 * norms, 2 * norms - first)
         assert (calls["gating"], calls["gating_back"]) == (3 * 2, 2 * 2)
-        assert calls["soften"] == (3 + 2) * 2 * len(micro.input_ids)  # made again to go back
+        assert calls["masked_softmax"] == (3 + 2) * 2 * len(
+            micro.input_ids
+        )  # made again to go back
     assert len(expected) == len(got) == 2 * (1 + 2 * 7 * 2) + 1
     for left, right in zip(expected, got, strict=True):
         assert (left - right).abs().max() < 1e-5 * max(1, left.abs().max())
@@ -584,7 +586,7 @@ def test_a_confident_token_keeps_its_gradient_in_bf16(with_native):
         head = torch.nn.Linear(32, 64, bias=False)
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         hidden = hidden.clone().requires_grad_()
-        made = native(weight.dtype) if with_native else None
+        made = kernels(weight.dtype) if with_native else None
         logprobs, _ = score_tokens(hidden, head, targets, 1.0, made)
         logprobs.sum().backward()
         return logprobs.exp().item(), hidden.grad.float()
@@ -610,8 +612,8 @@ def test_gradients_too_small_for_fp16_are_not_lost():
         logprobs, _ = token_logprobs(policy, micro, 1.0)
         loss = (logprobs * micro.weights[:, None] * micro.completion_mask).sum()
         (loss * trained.loss_scale).backward()
-        trained.collect()
-        return torch.cat([master.grad.flatten() for master in trained.masters.values()])
+        trained.accumulate()
+        return torch.cat([master.grad.flatten() for master in trained.master_weights.values()])
 
     expected, got = gradient(torch.float32), gradient(torch.float16)
     assert got.dtype == torch.float32
@@ -624,10 +626,10 @@ def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
     policy, temperature, with_native, monkeypatch
 ):
     if with_native:
-        native(policy.dtype)
-        assert native_for(policy)[0]
+        kernels(policy.dtype)
+        assert kernels_for(policy)[0]
     else:
-        monkeypatch.setattr("rlm.training.logprobs.native_for", lambda model: (None, "a test"))
+        monkeypatch.setattr("rlm.training.logprobs.kernels_for", lambda model: (None, "a test"))
     rollouts = some_rollouts()
     factors = torch.randn(64, generator=torch.Generator().manual_seed(1))
     expected = []
