@@ -1,76 +1,17 @@
-"""Outputs that must not move while files, names and structure change: tests/goldens/*.json.
-
-A golden's `compute_…` makes it from the code as it is; RLM_WRITE_GOLDENS=1 writes what the tests
-else compare with. Write them only for a change that is meant to change what a user gets.
-"""
+"""Goldens of learning: sampled groups, losses and gradients, the adapters of short runs."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
-import io
 import json
 import os
 import random
-import re
-import runpy
-import signal
-import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
+from golden import check, run
 from safetensors.torch import load_file
-
-ROOT, GOLDENS = Path(__file__).parent.parent, Path(__file__).parent / "goldens"
-
-
-def check(name: str, found: Any, rel: float = 0.0, abs: float = 0.0) -> None:
-    """The golden of that name is what was found; floats within the tolerances."""
-    file, found = GOLDENS / f"{name}.json", json.loads(json.dumps(found))
-    if os.environ.get("RLM_WRITE_GOLDENS"):
-        file.write_text(json.dumps(found, separators=(",", ":"), sort_keys=True) + "\n")
-    differences = [*differ(found, json.loads(file.read_text()), rel, abs, name)]
-    assert not differences, "\n".join(differences[:10])
-
-
-def differ(found: Any, golden: Any, rel: float, abs: float, path: str) -> Iterator[str]:
-    if isinstance(golden, dict | list) and type(found) is type(golden):
-        left, right = (dict(enumerate(x)) if isinstance(x, list) else x for x in (found, golden))
-        for key in {**right, **left}:
-            yield from differ(left.get(key), right.get(key), rel, abs, f"{path}/{key}")
-    elif isinstance(golden, float) and isinstance(found, float):
-        if found != pytest.approx(golden, rel=rel, abs=abs):
-            yield f"{path}: {found!r} is not {golden!r}"
-    elif found != golden or type(found) is not type(golden):
-        yield f"{path}: {found!r} is not {golden!r}"
-
-
-def sha256(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def run(script: str, *arguments: object) -> tuple[int, str]:
-    """What `python script.py …` or `python -m module …` does in this process: exit code, stdout."""
-    argv, out = sys.argv, io.StringIO()
-    start = runpy.run_path if script.endswith(".py") else runpy.run_module
-    sys.argv = [script, *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(out), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a module that a test has imported
-            start(str(ROOT / script) if script.endswith(".py") else script, run_name="__main__")
-    except SystemExit as exit:
-        return exit.code or 0, out.getvalue()
-    finally:
-        sys.argv = argv
-    return 0, out.getvalue()
-
 
 # --- sampling -------------------------------------------------------------------------------------
 
