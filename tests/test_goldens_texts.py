@@ -227,7 +227,12 @@ def joined(text: str) -> list:
         _, first = found.setdefault(json.dumps([event, data]), [event, (data, place)])
         for name, piece in pieces.items():
             first[1][name] += piece
-    return [[event, data] for event, (data, _) in found.values()]
+    listed = [[event, data] for event, (data, _) in found.values()]
+    of_samples = [item for item in listed if "sample" in item[1]]
+    if not of_samples:
+        return listed
+    of_samples.sort(key=lambda item: item[1]["sample"])  # each sample's own stay in order
+    return [listed[0], *of_samples, *listed[1 + len(of_samples) :]]
 
 
 def compute_replies(client) -> dict:
