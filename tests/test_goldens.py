@@ -22,7 +22,7 @@ def compute_groups(tokenizer, merged: bool) -> list:
 
     policy, rng = a_policy(), random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (3, 17, 8, 24)]
-    sampler = Sampler(policy, tokenizer, seats=5, merged=merged)
+    sampler = Sampler(policy, tokenizer, max_num_seqs=5, merged=merged)
     groups = sampler.sample(prompts, 3, SamplingParams(16, temperature=0.8), [1, 2, 3, 4])
     greedy = Request(prompts[0], SamplingParams(12, temperature=0), seed=0, n=1)
     nucleus = Request(prompts[1], SamplingParams(12, temperature=1.3, top_p=0.7), seed=5, n=2)
@@ -34,7 +34,7 @@ def compute_groups(tokenizer, merged: bool) -> list:
 
 
 def a_policy():
-    from rlm.adapters import adapter_tensors, new_adapter
+    from rlm.model.adapters import adapter_tensors, new_adapter
 
     policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
     torch.manual_seed(1)
@@ -54,17 +54,17 @@ def test_sampled_groups(tokenizer, merged):
 
 def compute_losses() -> dict:
     """Loss and adapter gradient of a fixed batch; one of the three groups has no difference."""
-    from rlm.adapters import adapter_tensors
-    from rlm.algorithms import ALGORITHMS
-    from rlm.grpo import (
+    from rlm.model.adapters import adapter_tensors
+    from rlm.sampling import Completion
+    from rlm.training.algorithms import ALGORITHMS
+    from rlm.training.grpo import (
         group_advantages,
         has_signal,
         importance_weights,
         make_rollouts,
         policy_loss,
     )
-    from rlm.logprobs import split, token_logprobs
-    from rlm.sampling import Completion
+    from rlm.training.logprobs import split, token_logprobs
 
     policy, rng, found = a_policy(), random.Random(0), {}
     draw = lambda count: [rng.randrange(256) for _ in range(count)]  # noqa: E731

@@ -24,11 +24,11 @@ HOSTILE = [
 
 def compute_prompts(tokenizer) -> dict:
     """Plain and hostile texts in every place that takes a user's text, and examples of SFT."""
-    from rlm.experiences import with_experiences
-    from rlm.problems import Problem
-    from rlm.prompts import FORMATS, render_problem, render_prompt
-    from rlm.sft_examples import to_example
-    from rlm.word_problems import generate
+    from rlm.data.experiences import with_experiences
+    from rlm.data.problem import Problem
+    from rlm.data.prompts import FORMATS, render_problem, render_prompt
+    from rlm.data.word_problems import generate
+    from rlm.training.sft_examples import to_example
 
     rows = generate("train", 4)
     problems = [Problem(r["id"], r["question"], r["answer"], r["solution"]) for r in rows]
@@ -63,7 +63,7 @@ def test_prompts_of_the_tiny_tokenizer(tokenizer):
 
 def test_prompts_of_the_embedded_model():
     """Where it is, unpacked: unpacking takes longer than this file."""
-    from rlm.models import load_tokenizer
+    from rlm.model.base import load_tokenizer
 
     cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
     if not (cache / "smollm2-135m" / "config.json").exists():
@@ -77,7 +77,7 @@ def test_prompts_of_the_embedded_model():
 def compute_verdicts() -> list:
     """Both verdicts of each row of completions.json, which is written by hand: kind, gold, text and
     tags; of the rows of tests/test_answers.py, of its pieces at random, choices and words."""
-    from rlm.answers import grade
+    from rlm.grading.answers import grade
 
     found = []
     for kind, gold, text, reasoning, answer in json.loads(
@@ -130,7 +130,7 @@ def test_options(monkeypatch):
 
 
 def compute_word_problems() -> dict:
-    from rlm.word_problems import generate
+    from rlm.data.word_problems import generate
 
     found = {}
     for split in ("train", "validation", "test", "test_families"):

@@ -578,7 +578,7 @@ THREE_STEPS = (
         },
         wordings=(
             "{partners} friends sell {sold} cups of juice for {price} dollars each. They spent {costs} dollars on fruit and share the profit equally. How many dollars does each get?",
-            "{name}'s distributed of {partners} sells {sold} candles at ${price} each. The wax cost ${costs}. If the distributed splits the profit evenly, what is each member's part?",
+            "{name}'s team of {partners} sells {sold} candles at ${price} each. The wax cost ${costs}. If the team splits the profit evenly, what is each member's part?",
             "How much does each of {partners} partners earn if they sell {sold} posters at ${price} apiece, pay ${costs} for printing and divide the rest equally?",
             "{name} sells {sold} {bake} for {price} dollars each and pays {costs} dollars for flour. The remaining money is split equally among {partners} people. How many dollars does each receive?",
         ),
