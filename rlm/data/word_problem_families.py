@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a wording stays on one line, however long, so that the table reads as data.
-"""The stories of `rlm.data.word_problems`, as a table.
+"""The stories of `rlm.word_problems`, as a table.
 
 To add a family, add a row: a few ways to tell the story, the numbers it may hold and the steps
 that solve it. The sampler only keeps numbers for which every step gives a positive integer of a
@@ -578,7 +578,7 @@ THREE_STEPS = (
         },
         wordings=(
             "{partners} friends sell {sold} cups of juice for {price} dollars each. They spent {costs} dollars on fruit and share the profit equally. How many dollars does each get?",
-            "{name}'s distributed of {partners} sells {sold} candles at ${price} each. The wax cost ${costs}. If the distributed splits the profit evenly, what is each member's part?",
+            "{name}'s team of {partners} sells {sold} candles at ${price} each. The wax cost ${costs}. If the team splits the profit evenly, what is each member's part?",
             "How much does each of {partners} partners earn if they sell {sold} posters at ${price} apiece, pay ${costs} for printing and divide the rest equally?",
             "{name} sells {sold} {bake} for {price} dollars each and pays {costs} dollars for flour. The remaining money is split equally among {partners} people. How many dollars does each receive?",
         ),
