@@ -47,7 +47,8 @@ from rlm.model import hardware as machine
 from rlm.model.adapters import use_checkpointing, use_reference
 from rlm.model.export import check_output, save_adapter
 from rlm.rewards import CorrectnessReward, RewardFunction
-from rlm.rewards.scorer import as_scorer, load_reward
+from rlm.rewards.reward_function import load_reward
+from rlm.rewards.scorer import Scorer
 from rlm.runs.directory import RunDirectory
 from rlm.runs.plots import learning_curves
 from rlm.sampling import SamplingParams
@@ -106,7 +107,7 @@ class GRPOTrainer:
         )
         self.config, self.format = config, FORMATS[config.reasoning_format]
         reward = reward_fn or CorrectnessReward()
-        self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
+        self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         use_fused_layers(self.policy)
         use_checkpointing(self.policy, config.checkpointing)

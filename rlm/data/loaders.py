@@ -179,10 +179,9 @@ def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) 
     wanted = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
     count = max_samples or (WORD_PROBLEMS_TRAIN if split == "train" else WORD_PROBLEMS)
     try:
-        rows = word_problems.generate(split, count, seed if split == "train" else 0, wanted)
+        return word_problems.generate(split, count, seed if split == "train" else 0, wanted)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for
         raise UsageError(f"word-problems:{levels}: {error}") from error
-    return [parse_row(row, "") for row in rows]
 
 
 def _carve(
