@@ -119,7 +119,7 @@ class Row:
             "written": self.written,
             "orchestrator": self.orchestrator,
             "read": self.read,
-            "cost_of_1000": 1000 * price.of(self.read, self.written + self.orchestrator),
+            "cost_of_1000": 1000 * price.cost(self.read, self.written + self.orchestrator),
             **(summary(self.outcomes) if self.orchestrator else {}),
         }
 

@@ -24,7 +24,7 @@ from transformers.masking_utils import eager_mask
 from rlm.cli.options import UsageError
 
 if TYPE_CHECKING:
-    from rlm.kernels.build import Kernels
+    from rlm.kernels import Kernels
 
 ROWS = 128  # queries of a block
 NAME = "rlm_products"  # for transformers' `attn_implementation`

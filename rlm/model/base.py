@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import Kernels, compiled
+from rlm.kernels import Kernels, load_kernels
 from rlm.model import attention
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.model.quantize import check_unpacking, keep_as_packed, packing
@@ -188,7 +188,7 @@ def kernels_for(model: PreTrainedModel) -> tuple[Kernels | None, str]:
         return None, f"passes between products not compiled: no code for {model.device.type}"
     config = model.config.get_text_config()
     queries = config.num_attention_heads // key_value_heads(config)
-    return compiled(model.dtype, queries, head_width(config))
+    return load_kernels(model.dtype, queries, head_width(config))
 
 
 def _cannot_load(name: str, error: Exception) -> str:

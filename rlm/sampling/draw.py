@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import BLOCK
+from rlm.kernels import VOCAB_BLOCK
 from rlm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rlm.kernels.build import Kernels
+    from rlm.kernels import Kernels
 
 COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
 NOT_FINITE = (
@@ -65,7 +65,7 @@ def draw(
     """
     if kernels and not params.top_k and params.top_p == 1:
         temperature = params.temperature and max(params.temperature, COLDEST)
-        drawn = kernels.draw(logits, uniform, temperature)
+        drawn = kernels.sample(logits, uniform, temperature)
         if drawn is None:
             raise UsageError(NOT_FINITE)
         return drawn
@@ -81,8 +81,12 @@ def draw(
     logits = truncate(logits, params)
     rows, vocabulary = logits.shape
     probabilities = logits.softmax(-1)
-    mass = F.pad(probabilities, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else probabilities
-    mass = mass.unflatten(-1, (-1, BLOCK))  # (N, blocks, BLOCK)
+    mass = (
+        F.pad(probabilities, (0, -vocabulary % VOCAB_BLOCK))
+        if vocabulary % VOCAB_BLOCK
+        else probabilities
+    )
+    mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
     # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
     blocks = mass.sum(-1).double()
     before = blocks.cumsum(-1)
@@ -92,7 +96,7 @@ def draw(
     block = _look_up(before, wanted)
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
     inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-    tokens = (block * BLOCK + _look_up(inside, wanted)).squeeze(-1)
+    tokens = (block * VOCAB_BLOCK + _look_up(inside, wanted)).squeeze(-1)
     chosen = probabilities.gather(-1, tokens[:, None]) / total  # which is one, but for rounding
     return tokens, chosen.log().squeeze(-1).float()
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model.base import head_width, key_value_heads
 
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
@@ -165,7 +165,7 @@ class Cache:
         if self._kernels:
             stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
             where = ([0] * len(slots), slots, range(len(slots)))
-            return self._kernels.decode(stores, where, lengths)
+            return self._kernels.decode_attention(stores, where, lengths)
         return self._decode_by_products(slots, lengths)
 
     def _decode_by_products(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Attend:

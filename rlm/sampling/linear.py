@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model.adapters import merged_weight
 
 # product(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
@@ -23,7 +23,7 @@ class TorchPasses:
     """What stands between a layer's products, in torch; `Kernels` has the same, compiled."""
 
     @staticmethod
-    def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         """weight · x / rms(x), the quotient made in fp32; without a weight, of 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
@@ -31,7 +31,7 @@ class TorchPasses:
         return unit if weight is None else unit * weight
 
     @staticmethod
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama.
 
         Args:
@@ -49,12 +49,12 @@ def product(
     """Linear layers that read the same, side by side as one product; with the norm before them."""
     weight, bias = _merged(layers, norm)
     if _kernels_multiply(kernels, weight):
-        return kernels.product([weight], [bias], norm and norm.variance_epsilon)
+        return kernels.linear([weight], [bias], norm and norm.variance_epsilon)
     linear = _torch_linear(weight, bias)
     if norm is None:
         return linear
     passes = kernels or TorchPasses
-    return lambda x: linear(passes.norm(x, None, norm.variance_epsilon))  # its weight is merged
+    return lambda x: linear(passes.rms_norm(x, None, norm.variance_epsilon))  # its weight is merged
 
 
 @torch.no_grad()
@@ -66,12 +66,12 @@ def gated_product(
     up_weight, up_bias = _merged([up], norm)
     epsilon = norm.variance_epsilon
     if _kernels_multiply(kernels, gate_weight):
-        return kernels.product([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
+        return kernels.linear([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
     first, second = _torch_linear(gate_weight, gate_bias), _torch_linear(up_weight, up_bias)
     passes = kernels or TorchPasses
 
     def multiply(x: Tensor) -> Tensor:
-        unit = passes.norm(x, None, epsilon)
+        unit = passes.rms_norm(x, None, epsilon)
         # (oneDNN's own SiLU tail is slower than this extra pass.)
         return second.times(unit, F.silu(first(unit), inplace=True))
 
@@ -94,7 +94,7 @@ def _merged(layers: Sequence[nn.Module], norm: nn.Module | None) -> tuple[Tensor
 
 
 def _kernels_multiply(kernels: Kernels | None, weight: Tensor) -> bool:
-    return kernels is not None and kernels.multiplies and weight.shape[1] % 2 == 0
+    return kernels is not None and kernels.has_linear and weight.shape[1] % 2 == 0
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> _Plain | _Packed:

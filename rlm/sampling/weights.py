@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model import hardware as machine
 from rlm.model.adapters import active_adapters, has_plain_lora
 from rlm.model.attention import plain_scale
@@ -149,7 +149,7 @@ class MergedWeights:
         for i, layer in enumerate(self._layers):
             x = layer(i, x, shape, cos, sin, attend)
         final, passes = self._decoder.norm, self._kernels or TorchPasses
-        return passes.norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
+        return passes.rms_norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
 
 
 def choose_weights(
@@ -176,7 +176,7 @@ def choose_weights(
     if merged is False or reason:
         return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
     path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
-    path += ", products compiled" if kernels and kernels.multiplies else ""
+    path += ", products compiled" if kernels and kernels.has_linear else ""
     return MergedWeights(model, kernels), path
 
 
@@ -212,7 +212,7 @@ class _Layer:
         if self.q_norm is not None:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
-        qk = self.passes.rotate(qk, cos, sin)
+        qk = self.passes.rotary_embedding(qk, cos, sin)
         # Attention takes (B, heads, T, D), and gives it back.
         q, k, v = (
             part.view(*shape, -1, self.width).transpose(1, 2)
@@ -225,7 +225,7 @@ class _Layer:
     def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Each head's norm: (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
-        return self.passes.norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
+        return self.passes.rms_norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

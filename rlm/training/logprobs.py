@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model.base import decoder_and_head, kernels_for
 from rlm.training.grpo import Rollout
 
@@ -213,7 +213,7 @@ class _ScoreTokens(torch.autograd.Function):
         logits = F.linear(hidden, weight, bias)  # (M, V)
         slopes = ctx.needs_input_grad[0]  # they then take the place of the logits
         if kernels:
-            logprobs, entropy = kernels.score(logits, targets, temperature, slopes)
+            logprobs, entropy = kernels.token_logprobs(logits, targets, temperature, slopes)
         else:
             logprobs, entropy = _score(logits, targets, temperature, slopes)
         if slopes:

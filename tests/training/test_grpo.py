@@ -10,7 +10,7 @@ import torch
 from conftest import kernels, tiny_model
 
 from rlm.data.problem import Problem
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model import attention
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.model.base import kernels_for
