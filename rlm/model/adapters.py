@@ -11,7 +11,7 @@ import_bitsandbytes()  # before peft does: it says there why
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.cli.options import UsageError
+from rlm.model.adapter_info import AdapterInfo
 from rlm.model.base import model_directory
 from rlm.model.quantize import unpacked
 
@@ -71,10 +72,10 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
     Raises:
         UsageError: it was.
     """
-    run = read_run(adapter)
-    if run.get("base_hash") not in (None, model_hash):
+    info = AdapterInfo.load(adapter)
+    if info.base_hash not in (None, model_hash):
         raise UsageError(
-            f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
+            f"adapter {adapter} was trained on {info.base_model} with other weights than "
             f"those of --model {model}"
         )
     templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
@@ -256,16 +257,6 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
         yield
 
 
-def read_run(adapter: Path) -> dict[str, object]:
-    """The run.json beside an adapter; {} if another tool made it and left none.
-
-    Raises:
-        UsageError: the file is there and is not readable JSON.
-    """
-    file = adapter / "run.json"
-    if not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON: {error}") from error
+def read_run(adapter: Path) -> Mapping[str, object]:
+    """All of `AdapterInfo`'s run.json."""
+    return AdapterInfo.load(adapter).run
