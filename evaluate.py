@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlm.cli import terminal
 from rlm.cli.main import run_main
-from rlm.cli.options import Interrupted, UsageError, check_values, explicit, flag, to_dict
+from rlm.cli.options import Interrupted, UsageError, check_values, flag, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
@@ -36,7 +37,7 @@ ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_g
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluateConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
     dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
@@ -70,22 +71,34 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         check_values(self)
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out the default adapters that are not there: `resolve_config` calls it."""
+        values = dict(given)
+        if values.get("audit_reward"):
+            values.setdefault("max_samples", None)  # all that the run has
+            return values
+        for name, (option, script) in ADAPTERS.items():
+            path = getattr(cls, option)
+            if option not in given and not given.get("base_only") and not path.exists():
+                terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
+                values[option] = None
+        return values
+
 
 def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
-    """The adapters that are there, by row name. A path that was typed must exist.
+    """Return the adapters to evaluate, by row name.
 
     Raises:
-        UsageError: it does not, files are missing, or there is no adapter at all.
+        UsageError: one is not there, or none is named.
     """
     from rlm.model.adapters import check_adapter
 
     found: dict[str, Path] = {}
     for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
         path = getattr(config, option)
-        if path is not None and (path.exists() or option in explicit(config)):
+        if path is not None:
             found[name] = check_adapter(path, f"run: python {script}")
-        elif path is not None:
-            terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
     if not found and not config.base_only:
         raise UsageError("no adapter to evaluate; train one, or ask for the base with --base-only")
     return found
@@ -221,8 +234,7 @@ def made_of(
 
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
-        every = "max_samples" not in explicit(config)
-        return audit_run(config.run_dir, config.output, None if every else config.max_samples)
+        return audit_run(config.run_dir, config.output, config.max_samples)
     from rlm.model.adapters import adapter_hash, check_base, load_adapter, read_run
     from rlm.model.base import base_hash, load_base, load_tokenizer
     from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process

@@ -102,7 +102,7 @@ class GRPOTrainer:
         """
         self.distributed = Distributed.from_env()
         self.model_name, self.base_hash = model_name, models.base_hash(model_name)
-        config = start.fit(
+        config = start.resolve_start(
             config or GRPOConfig(), model_name, self.base_hash, self.distributed.size
         )
         self.config, self.format = config, FORMATS[config.reasoning_format]
@@ -353,7 +353,7 @@ class GRPOTrainer:
 
 def main(config: GRPOConfig) -> int:
     machine.prepare_process()
-    reward, config = load_reward(config.reward), start.settle(config)
+    reward = load_reward(config.reward)
     problems, validation = start.load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)
     if config.doctor:

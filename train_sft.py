@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlm.cli import terminal
 from rlm.cli.main import run_main
@@ -26,8 +26,8 @@ from rlm.cli.options import UsageError, check_values, flag, to_dict
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.model.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
-from rlm.runs.trackers import TRACKER_NAMES, chosen_tracker
+from rlm.model.quantize import QUANTIZATIONS, import_bitsandbytes
+from rlm.runs.trackers import TRACKER_NAMES
 from rlm.training.config import ATTENTIONS
 from rlm.training.sft_examples import Example, check_loss_mask, show_example, to_examples
 
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from rlm.training.sft import Progress, SFTTrainer
 
 
-@dataclass
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
+
+
+@dataclass(frozen=True)
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
@@ -50,20 +54,22 @@ class SFTConfig:
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
     )
-    epochs: int = flag(1, "passes over the examples", min=1)
+    epochs: int = flag(1, "passes over the examples", aliases=["num_train_epochs"], min=1)
     batch_size: int = flag(16, "examples per optimizer step", min=1)
     micro_batch: int = flag(8, "examples per forward pass", min=1)
     learning_rate: float = flag(
         1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
     )
-    warmup_share: float = flag(0.05, "share of the steps in which the rate rises", min=0, max=1)
+    warmup_share: float = flag(
+        0.05, "share of the steps in which the rate rises", aliases=["warmup_ratio"], min=0, max=1
+    )
     adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
     lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
-    attn: str = flag("auto", "attention", choices=ATTENTIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
+    attn_implementation: str = flag("auto", "attention", choices=ATTENTIONS, old=["attn"])
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end (0: none)", min=0
     )
@@ -71,7 +77,7 @@ class SFTConfig:
         None, "stop at the step after this many minutes, and save", above=0
     )
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
+    use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
     seed: int = flag(0, "seed of data order and adapter")
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
     run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
@@ -80,9 +86,6 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
-        self.use_4bit = self.quantize == "4bit"
-        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
         if self.batch_size % self.micro_batch:
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
@@ -95,26 +98,27 @@ class SFTConfig:
         if self.adapter and self.output.resolve() == self.adapter.resolve():
             raise ValueError("--output would overwrite --adapter; name another directory")
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
+        from rlm.model.adapters import TEACH, check_adapter, read_run
+        from rlm.model.hardware import default_values
+
+        adapter = given.get("adapter")
+        start_run = read_run(check_adapter(adapter, TEACH)) if adapter else {}
+        return default_values(given, start_run, GPU_DEFAULTS)
+
     def steps(self, examples: int) -> int:
         """Optimizer steps of a run over so many examples."""
         return self.epochs * -(-examples // self.batch_size)
 
 
-# What changes when a GPU picks the 7B model on GSM8K.
-GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
-
-
 def main(config: SFTConfig) -> int:
-    from rlm.model.adapters import check_adapter, read_run
-    from rlm.model.hardware import fill_in, prepare_process
+    from rlm.model.hardware import prepare_process
 
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT is one process: start it with python, not with a launcher")
-    if config.adapter:
-        check_adapter(config.adapter, "run: python train_sft.py")
-    start_run = read_run(config.adapter) if config.adapter else None
-    config = fill_in(config, GPU_DEFAULTS, start_run)
     problems = load_problems(
         config.dataset,
         "train",
@@ -238,7 +242,8 @@ def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
 
     if config.adapter:
         check_base(config.adapter, config.model, weights)
-    base = load_base(config.model, device, quantize=config.quantize, attn=config.attn)
+    packing = {"quantize": config.quantize, "attn": config.attn_implementation}
+    base = load_base(config.model, device, **packing)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:

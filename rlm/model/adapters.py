@@ -24,9 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.cli.options import UsageError
 from rlm.model.adapter_info import AdapterInfo
-from rlm.model.base import model_directory
+from rlm.model.base import base_hash, model_directory
 from rlm.model.quantize import unpacked
 
+TEACH = "run: python train_sft.py"  # how to make an adapter to start from
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -55,6 +56,22 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
         raise UsageError(f"adapter {path} {what}; {how_to_make}")
     return path
+
+
+def misfit(adapter: Path, model: str, model_hash: str | None = None) -> str:
+    """Say why an adapter can not be put on a base; "" if it can.
+
+    Args:
+        model_hash: of the base; computed if it is not at hand.
+    """
+    if not adapter.exists():
+        return f"{adapter} does not exist"
+    try:
+        check_adapter(adapter, TEACH)
+        check_base(adapter, model, model_hash or base_hash(model))
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def adapter_hash(path: Path) -> str:

@@ -154,8 +154,10 @@ def _for_transformers(
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention; heads and tokens are swapped in its answer."""
     if dropout or attention_mask is None:
-        raise UsageError("this model's attention needs dropout, or no mask: use --attn eager")
-    scale = plain_scale(query, scaling, options, "use --attn eager")
+        raise UsageError(
+            "this model's attention needs dropout, or no mask: use --attn-implementation eager"
+        )
+    scale = plain_scale(query, scaling, options, "use --attn-implementation eager")
     return attend(query, key, value, attention_mask, scale).transpose(1, 2), None
 
 

@@ -147,7 +147,9 @@ def load_base(
             attn_implementation=attn,
         )
     except ImportError as error:
-        raise UsageError(f"--attn {attn}: {str(error).strip().splitlines()[0]}") from error
+        raise UsageError(
+            f"--attn-implementation {attn}: {str(error).strip().splitlines()[0]}"
+        ) from error
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if packed:

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 QUANTIZATIONS = ("none", "4bit", "8bit")
 
 
-def chosen_quantization(quantize: str, use_4bit: bool) -> str:
-    """What `--quantize` and its older spelling `--use-4bit` say together.
-
-    >>> chosen_quantization("none", True), chosen_quantization("8bit", False)
-    ('4bit', '8bit')
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    if use_4bit and quantize == "8bit":
-        raise ValueError("--use-4bit and --quantize 8bit contradict each other")
-    return "4bit" if use_4bit else quantize
-
-
 def trained_on(run: Mapping[str, object]) -> str:
     """How the base was packed in the run that made an adapter (its run.json).
 

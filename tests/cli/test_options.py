@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, explicit, flag, parse, to_dict
+from rlm.cli.options import UsageError, check_values, flag, parse, to_dict
 
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 
@@ -52,20 +52,17 @@ def mistake(*argv, **source):
 def test_defaults_are_not_explicit():
     config = read()
     assert config == Config()
-    assert explicit(config) == frozenset() == explicit(Config())
 
 
 def test_layers(tmp_path):
     source = {"text": "batch_size: 2\nlimit: 50\n", "tmp_path": tmp_path}
     config = read("--preset", "tiny", "--limit", "9", **source)
     assert (config.learning_rate, config.batch_size, config.limit) == (0.5, 2, 9)
-    assert explicit(config) == {"learning_rate", "batch_size", "limit"}
 
 
 def test_a_value_equal_to_the_default_beats_a_preset(tmp_path):
     assert read("--preset", "tiny", "--batch-size", "8").batch_size == 8
     assert read("--preset", "tiny", text="batch_size: 8", tmp_path=tmp_path).batch_size == 8
-    assert explicit(read("--batch-size=8")) == {"batch_size"}
 
 
 def test_yaml_may_name_a_preset_and_the_command_line_another(tmp_path):

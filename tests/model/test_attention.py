@@ -106,5 +106,5 @@ def test_it_is_chosen_where_a_cpu_computes_in_bf16(model_dir, dtype, taken):
 def test_what_it_does_not_do_is_one_line(option):
     q, k, v = inputs(torch.float32, 2, 2)
     mask = attention_mask(SEGMENTS, torch.float32)
-    with pytest.raises(UsageError, match="use --attn eager"):
+    with pytest.raises(UsageError, match="use --attn-implementation eager"):
         attention._for_transformers(torch.nn.Module(), q, k, v, mask, **option)

@@ -216,7 +216,7 @@ def test_attention_is_what_was_asked_for(model_dir, attn):
 
 
 def test_attention_that_is_not_installed_is_one_line(model_dir):
-    with pytest.raises(UsageError, match="--attn flash_attention_2: "):
+    with pytest.raises(UsageError, match="--attn-implementation flash_attention_2: "):
         load_base(str(model_dir), CPU, attn="flash_attention_2")
 
 
