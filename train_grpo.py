@@ -54,23 +54,21 @@ from rlm.sampling import SamplingParams
 from rlm.training import doctor
 from rlm.training import metrics as report
 from rlm.training import setup as start
-from rlm.training.distributed import Distributed
-from rlm.training.fused_layers import use_fused_layers
-from rlm.training.grpo import (
+from rlm.training.advantages import group_advantages, has_signal, overlong_penalties
+from rlm.training.batches import (
     Group,
     Rollout,
     draw_problems,
-    group_advantages,
-    has_signal,
-    importance_weights,
     make_rollouts,
-    overlong_penalties,
-    policy_loss,
     reward_tensor,
     rollout_seeds,
     shard_rollouts,
+    split,
 )
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.distributed import Distributed
+from rlm.training.fused_layers import use_fused_layers
+from rlm.training.logprobs import token_logprobs
+from rlm.training.loss import importance_weights, policy_loss
 from rlm.training.metrics import LearningTally, mean_metrics, step_metrics, timed
 from rlm.training.setup import make_sampler
 from rlm.training.state import TrainedAdapter, TrainingState

@@ -20,8 +20,8 @@ from rlm.data.prompts import FORMATS
 from rlm.model import export
 from rlm.model import hardware as machine
 from rlm.rewards import CorrectnessReward
+from rlm.training.batches import problems_for_step
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import problems_for_step
 
 if TYPE_CHECKING:
     from train_grpo import GRPOTrainer

@@ -27,9 +27,9 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.export import save_adapter
+from rlm.training.batches import Rollout, split
 from rlm.training.fused_layers import use_fused_layers
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import micro_batch_tokens
 from rlm.training.state import TrainedAdapter
 

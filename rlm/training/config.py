@@ -163,7 +163,7 @@ class GRPOConfig:
 
     @property
     def aggregation(self) -> str:
-        """As `rlm.training.grpo.row_weights` names it."""
+        """As `rlm.training.batches.row_weights` names it."""
         if self.token_level_loss:
             return "token"
         return "constant" if self.fixed_length_normalizer else "sequence"

@@ -22,9 +22,9 @@ from rlm.model.adapters import without_checkpointing
 from rlm.model.hardware import available_memory
 from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.sampling.vllm import VLLMSampler
+from rlm.training.batches import Rollout, split
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
+from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a

@@ -16,9 +16,10 @@ from rlm.model.hardware import peak_memory_gb, pick_device
 from rlm.runs.alerts import new_warnings
 from rlm.runs.directory import RunDirectory, git_commit
 from rlm.sampling import Completion
+from rlm.training.advantages import has_signal
+from rlm.training.batches import Group, MicroBatch
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import Group, LossSums, has_signal
-from rlm.training.logprobs import MicroBatch
+from rlm.training.loss import LossSums
 from rlm.training.state import TrainingState
 
 

@@ -19,8 +19,8 @@ from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.draw import draw, truncate, uniforms
 from rlm.sampling.kv_cache import CacheConfig
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.batches import Rollout, split
+from rlm.training.logprobs import token_logprobs
 
 
 @pytest.fixture(params=["compiled", "torch"])

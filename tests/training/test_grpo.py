@@ -15,24 +15,21 @@ from rlm.model import attention
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.model.base import kernels_for
 from rlm.sampling import Completion, prompt_seed
+from rlm.training.advantages import group_advantages, has_signal, overlong_penalties
 from rlm.training.algorithms import ALGORITHMS, soft_overlong
-from rlm.training.fused_layers import use_fused_layers
-from rlm.training.grpo import (
+from rlm.training.batches import (
     Group,
     Rollout,
     draw_problems,
-    group_advantages,
-    has_signal,
-    importance_weights,
-    kl_estimate,
     make_rollouts,
-    overlong_penalties,
-    policy_loss,
     problems_for_step,
     rollout_seeds,
     row_weights,
+    split,
 )
-from rlm.training.logprobs import attention_mask, score_tokens, split, token_logprobs
+from rlm.training.fused_layers import use_fused_layers
+from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
+from rlm.training.loss import importance_weights, kl_estimate, policy_loss
 from rlm.training.state import TrainedAdapter
 
 NAN = math.nan

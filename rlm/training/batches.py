@@ -1,7 +1,7 @@
-"""The mathematics of GRPO: groups, advantages, weights, loss. Tensors in, tensors out.
+"""What a step samples and what it learns from: problems, rollouts, packed micro-batches.
 
-Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, T their
-padded length. Between a rollout and the loss stand the log-probabilities: `rlm.training.logprobs`.
+Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, B packed
+sequences, S padded length of those, M completion tokens, T padded completion length.
 """
 
 from __future__ import annotations
@@ -9,23 +9,21 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlm.data.problem import Problem
 from rlm.sampling.params import Completion, prompt_seed
-from rlm.training.algorithms import soft_overlong
+from rlm.training.advantages import has_signal
 from rlm.training.distributed import Distributed
 
 T = TypeVar("T")
-
-ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
-IMPORTANCE_CAP = 2.0
 
 
 @dataclass(frozen=True)
@@ -100,50 +98,6 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
         seeds.append(prompt_seed(seed, step, refill, problem.id, *again))
         seen[problem.id] += 1
     return seeds
-
-
-def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
-    """How much better each rollout is than its group: (P, G) → (P, G).
-
-    A = r - mean, divided by (std + 1e-4) where scaled; std with n - 1, as in TRL. A rollout
-    without a verdict (NaN) stays out of the group's mean and std and gets 0; so does the rest of
-    a group that has fewer than two verdicts. A group without a difference gets exactly 0.
-
-    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), scale_by_std=False)
-    tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
-    """
-    judged = ~rewards.isnan()
-    count = judged.sum(1, keepdim=True)  # (P, 1)
-    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(judged, rewards - mean, 0.0)
-    if scale_by_std:
-        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + ADVANTAGE_EPS)
-    return torch.where((count >= 2) & has_signal(rewards)[:, None], centred, 0.0)
-
-
-def has_signal(rewards: Tensor) -> Tensor:
-    """Which groups can teach something, (P,) of bool: two verdicts in it differ.
-
-    Asked of the rewards, not of the advantages: rounding in the mean can leave 1e-9 where an
-    all-equal group should have 0.
-    """
-    high = rewards.nan_to_num(nan=-torch.inf).amax(1)
-    low = rewards.nan_to_num(nan=torch.inf).amin(1)
-    return high - low > 1e-8
-
-
-def overlong_penalties(
-    groups: Sequence[Sequence[Completion]], max_new_tokens: int, buffer: int, penalty: float
-) -> Tensor:
-    """What is added to each rollout's reward for its length: (P, G), all 0 where buffer is 0."""
-    limits = {"max_new_tokens": max_new_tokens, "buffer": buffer, "penalty": penalty}
-    return torch.tensor(
-        [
-            [soft_overlong(len(c.token_ids), c.truncated, **limits) for c in group]
-            for group in groups
-        ]
-    )
 
 
 @dataclass(frozen=True)
@@ -235,106 +189,108 @@ def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> lis
     return [rollout for rollout in rollouts if rollout.problem in mine]
 
 
-@dataclass(frozen=True)
-class LossSums:
-    """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
+@dataclass
+class MicroBatch:
+    """Rollouts as tensors. The prompt of a group stands once in front of its completions.
 
-    policy: float
-    kl: float  # Σ weight · estimate: as the loss adds it up
-    kl_total: float  # Σ estimate
-    clipped_low: float
-    clipped_high: float
-    tokens: int
-
-
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-    """Corrects for a sampler that computes a little differently from the trainer: (n, T).
-
-    min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
-    sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
+    A packed sequence is [prompt, completion 1, completion 2, …]; `segments` numbers its parts (0
+    the prompt, -1 padding), and a completion attends to the prompt and to itself alone, so what
+    is computed equals one row per completion, for a fraction of the tokens.
     """
-    return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
+
+    input_ids: Tensor  # (B, S)
+    position_ids: Tensor  # (B, S)
+    segments: Tensor  # (B, S)
+    sources: Tensor  # (M,) where in the flattened (B·S) the hidden state that predicts stands
+    targets: Tensor  # (M,) the token it must predict
+    lengths: list[int]  # n; M = sum
+    advantages: Tensor  # (n,)
+    weights: Tensor  # (n,)
+    sampler_logprobs: Tensor  # (n, T), 0 beyond the end
+    rows: list[int] = field(default_factory=list)  # which rollouts of the step these are
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """(n, T) of bool, true up to and with the end token. From lengths, never from ids."""
+        lengths = torch.tensor(self.lengths, device=self.input_ids.device)
+        return torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(policy ‖ reference) of each token from the one that was drawn (Schulman 2020): (n, T).
-
-    With d = ref_logprobs - logprobs:
-        k1  -d               unbiased, but its gradient is noise around 0: it pulls nowhere
-        k2  d² / 2           biased value; on-policy its gradient is that of KL(policy ‖ reference)
-        k3  exp(d) - d - 1   unbiased and never negative; DeepSeekMath's, and the default
-    """
-    difference = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k3":
-        return difference.exp() - difference - 1
-    raise ValueError(f"unknown KL estimator {estimator!r}")
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    completion_mask: Tensor,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    ratio: str = "token",
-    objective: str = "ppo",
-    importance: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    kl_weight: float = 0.0,
-    kl_estimator: str = "k3",
-) -> tuple[Tensor, LossSums]:
-    """Σᵢ wᵢ Σₜ lᵢₜ + KL, to be minimised; what tells algorithms apart comes in as choices.
-
-    objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = exp(logprobs - old_logprobs).
-    With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a
-    group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
-    objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
-    loses its gradient (CISPO, arXiv 2506.13585).
-    ratio "sequence": ρ is one number a completion, the exponential of the mean over its tokens
-    (GSPO, arXiv 2507.18071).
-    TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
+def split(
+    rollouts: Sequence[Rollout], *, max_rows: int, max_tokens: int, device: str
+) -> Iterator[MicroBatch]:
+    """Cut the rollouts of a step into micro-batches of similar length.
 
     Args:
-        logprobs, old_logprobs, ref_logprobs, completion_mask: (n, T).
-        advantages: (n,).
-        weights: (n,), what one token counts: `row_weights`.
-        importance: (n, T), where another distribution was sampled: `importance_weights`.
+        max_rows: completions in a micro-batch.
+        max_tokens: padded tokens in a micro-batch (a single completion may exceed it).
     """
-    mask = completion_mask.to(logprobs.dtype)
-    scale = weights[:, None] * mask
-    advantage = advantages[:, None]
-    log_ratio = logprobs - old_logprobs
-    if ratio == "sequence":
-        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    rho = log_ratio.exp()  # (n, T), or (n, 1)
-    clipped = rho.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    if objective == "weighted":
-        per_token = -clipped.detach() * advantage * logprobs
-    else:
-        per_token = -torch.minimum(rho * advantage, clipped * advantage)
-    if importance is not None:
-        per_token = per_token * importance
-    policy = (per_token * scale).sum()
-    loss = policy
-    kl = kl_total = torch.zeros(())
-    if ref_logprobs is not None:
-        estimate = kl_estimate(logprobs, ref_logprobs, kl_estimator)
-        kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
-        loss = policy + kl_weight * kl
-    low = (rho < 1 - clip_eps_low) & (advantage < 0)
-    high = (rho > 1 + clip_eps_high) & (advantage > 0)
-    return loss, LossSums(
-        policy=policy.item(),
-        kl=kl.item(),
-        kl_total=kl_total.item(),
-        clipped_low=(low * mask).sum().item(),
-        clipped_high=(high * mask).sum().item(),
-        tokens=int(mask.sum()),
+
+    def length(rows: list[int]) -> int:
+        # An end token predicts nothing: it is a target and never an input.
+        return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
+
+    # One packed sequence per problem, cut where it would hold too many rows or tokens.
+    sequences: list[list[int]] = []
+    open_sequence: dict[int, list[int]] = {}  # of a problem
+    for row, rollout in enumerate(rollouts):
+        rows = open_sequence.get(rollout.problem)
+        if rows and len(rows) < max_rows and length([*rows, row]) <= max_tokens:
+            rows.append(row)
+        else:
+            open_sequence[rollout.problem] = [row]
+            sequences.append(open_sequence[rollout.problem])
+    sequences.sort(key=length, reverse=True)
+    while sequences:
+        taken = [sequences.pop(0)]
+        longest = length(taken[0])
+        while (
+            sequences
+            and sum(map(len, taken)) + len(sequences[0]) <= max_rows
+            and longest * (len(taken) + 1) <= max_tokens
+        ):
+            taken.append(sequences.pop(0))
+        yield _pack([[(i, rollouts[i]) for i in rows] for rows in taken], device)
+
+
+def _pack(sequences: list[list[tuple[int, Rollout]]], device: str) -> MicroBatch:
+    ids, positions, segments = [], [], []
+    sources, targets = [], []
+    flat = [pair for sequence in sequences for pair in sequence]
+    width = max(len(s[0][1].prompt) + sum(len(r.completion) - 1 for _, r in s) for s in sequences)
+    for b, sequence in enumerate(sequences):
+        prompt = sequence[0][1].prompt
+        row_ids, row_positions = list(prompt), list(range(len(prompt)))
+        row_segments = [0] * len(prompt)
+        for number, (_, rollout) in enumerate(sequence, start=1):
+            inputs = list(rollout.completion[:-1])
+            first = len(row_ids)
+            # The prompt's last token predicts the first one, each token the one after it.
+            sources += [b * width + len(prompt) - 1]
+            sources += range(b * width + first, b * width + first + len(inputs))
+            targets += rollout.completion
+            row_ids += inputs
+            row_positions += range(len(prompt), len(prompt) + len(inputs))
+            row_segments += [number] * len(inputs)
+        padding = width - len(row_ids)
+        ids.append(row_ids + [0] * padding)
+        positions.append(row_positions + [0] * padding)
+        segments.append(row_segments + [-1] * padding)
+    return MicroBatch(
+        input_ids=torch.tensor(ids, device=device),
+        position_ids=torch.tensor(positions, device=device),
+        segments=torch.tensor(segments, device=device),
+        sources=torch.tensor(sources, device=device),
+        targets=torch.tensor(targets, device=device),
+        lengths=[len(rollout.completion) for _, rollout in flat],
+        advantages=torch.tensor([rollout.advantage for _, rollout in flat], device=device),
+        weights=torch.tensor([rollout.weight for _, rollout in flat], device=device),
+        sampler_logprobs=_pad(
+            [torch.tensor(list(rollout.sampler_logprobs)) for _, rollout in flat]
+        ).to(device),
+        rows=[row for row, _ in flat],
     )
+
+
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True)
