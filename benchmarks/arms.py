@@ -140,7 +140,7 @@ def snapshot_path(folder: str, done: int) -> Path:
 
 def planned_memory_gb(trainer: GRPOTrainer) -> float:
     """The memory plan of our trainer, to stand beside the measured peak."""
-    return trainer.plan.peak / 2**30
+    return trainer.memory_plan.peak / 2**30
 
 
 def run_ours(**work: Any) -> dict[str, Any]:

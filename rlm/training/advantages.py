@@ -5,18 +5,38 @@ Letters: P problems, G group size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlm.data.problem import Problem
 from rlm.sampling.params import Completion
 from rlm.training.algorithms import soft_overlong
+from rlm.training.config import GRPOConfig
 
 ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
 
 
-def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one problem, sampled and scored."""
+
+    problem: Problem
+    prompt: Sequence[int]
+    completions: Sequence[Completion]  # G
+    texts: Sequence[str]
+    rewards: Sequence[float | None]  # None: no verdict
+
+
+def reward_tensor(groups: Sequence[Group]) -> Tensor:
+    """(P, G), NaN where there is no verdict."""
+    return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
+
+
+def group_advantages(rewards: Tensor, scale_by_std: bool) -> Tensor:
     """How much better each rollout is than its group: (P, G) → (P, G).
 
     A = r - mean, divided by (std + 1e-4) where scaled; std with n - 1, as in TRL. A rollout
@@ -47,14 +67,16 @@ def has_signal(rewards: Tensor) -> Tensor:
     return high - low > 1e-8
 
 
-def overlong_penalties(
-    groups: Sequence[Sequence[Completion]], max_new_tokens: int, buffer: int, penalty: float
-) -> Tensor:
-    """What is added to each rollout's reward for its length: (P, G), all 0 where buffer is 0."""
-    limits = {"max_new_tokens": max_new_tokens, "buffer": buffer, "penalty": penalty}
+def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
+    """What is added to each rollout's reward for its length: (P, G), all 0 without a buffer."""
+    limits = {
+        "max_new_tokens": config.max_new_tokens,
+        "buffer": config.overlong_buffer,
+        "penalty": config.overlong_penalty,
+    }
     return torch.tensor(
         [
-            [soft_overlong(len(c.token_ids), c.truncated, **limits) for c in group]
+            [soft_overlong(len(c.token_ids), c.truncated, **limits) for c in group.completions]
             for group in groups
         ]
     )

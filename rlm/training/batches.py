@@ -6,12 +6,10 @@ sequences, S padded length of those, M completion tokens, T padded completion le
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import TypeVar
 
 import torch
@@ -19,40 +17,28 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlm.data.problem import Problem
-from rlm.sampling.params import Completion, prompt_seed
-from rlm.training.advantages import has_signal
+from rlm.sampling.params import prompt_seed
+from rlm.training.advantages import Group, has_signal, reward_tensor
+from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Group:
-    """The rollouts of one problem, sampled and scored."""
-
-    problem: Problem
-    prompt: Sequence[int]
-    completions: Sequence[Completion]  # G
-    texts: Sequence[str]
-    rewards: Sequence[float | None]  # None: no verdict
-
-
-def reward_tensor(groups: Sequence[Group]) -> Tensor:
-    """(P, G), NaN where there is no verdict."""
-    return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
-
-
 def draw_problems(
-    problems: Sequence[Problem], tried: Sequence[Group], step: int, count: int, seed: int
+    problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
 ) -> list[Problem]:
-    """What a step samples next: `count` problems, then one for each group that taught nothing.
+    """The problems that a step samples next: `count`, then one for each group without signal.
 
     Empty when every place is filled, or no other problem is left.
+
+    Args:
+        groups: what the step has sampled already.
     """
-    if not tried:
+    if not groups:
         return problems_for_step(problems, step, count, seed)
-    missing = count - int(has_signal(reward_tensor(tried)).sum())
-    return refill_problems(problems, step, missing, seed, [group.problem for group in tried])
+    missing = count - int(has_signal(reward_tensor(groups)).sum())
+    return refill_problems(problems, step, missing, seed, [group.problem for group in groups])
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
@@ -72,17 +58,17 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
 
 
 def refill_problems(
-    problems: Sequence[T], step: int, count: int, seed: int, tried: Sequence[T]
+    problems: Sequence[T], step: int, count: int, seed: int, drawn: Sequence[T]
 ) -> list[T]:
-    """Other problems in place of those that taught nothing (dynamic sampling).
+    """Other problems in place of those without signal (dynamic sampling).
 
     A pure function, like `problems_for_step`; fewer than `count` where the data run out.
 
     Args:
-        tried: what the step has drawn already.
+        drawn: what the step has drawn already.
     """
-    fresh = [problem for problem in problems if problem not in tried]
-    rng = random.Random(f"{seed} {step} {len(tried)}")
+    fresh = [problem for problem in problems if problem not in drawn]
+    rng = random.Random(f"{seed} {step} {len(drawn)}")
     return rng.sample(fresh, min(count, len(fresh)))
 
 
@@ -137,48 +123,35 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
 
 
 def make_rollouts(
-    prompts: Sequence[Sequence[int]],
-    groups: Sequence[Sequence[Completion]],
-    advantages: Tensor,
-    *,
-    aggregation: str,
-    constant: int | None,
-    kept: Sequence[bool] | None = None,
-    keep_all: bool = False,
-    mask_truncated: bool = False,
+    groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
 ) -> list[Rollout]:
     """The rollouts of a step that the loss needs, with the weights that the whole step gives them.
 
     A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
     still counts in the denominator, so the update equals the textbook's at a fraction of the
-    price. `keep_all` keeps it for the sake of another loss term (KL). `mask_truncated` takes the
-    tokens of completions without an end token out of every loss term and denominator of tokens;
-    as samples, and in the group's mean and std, they stay (as in TRL).
+    price. With a KL term it is computed. `mask_truncated` takes the tokens of completions without
+    an end token out of every loss term and denominator of tokens; as samples, and in the group's
+    mean and std, they stay (as in TRL).
 
     Args:
         advantages: (P, G).
-        constant: the length by which "constant" aggregation divides.
-        kept: which groups take part at all; one that was replaced counts nowhere (none: all do).
+        kept: (P,) of bool, which groups take part; one that was replaced counts nowhere.
     """
-    if kept is not None:
-        prompts, groups = (list(compress(part, kept)) for part in (prompts, groups))
-        advantages = advantages[torch.tensor(kept, dtype=torch.bool)]
-    flat = [completion for group in groups for completion in group]
-    masked = [mask_truncated and completion.truncated for completion in flat]
-    lengths = [0 if out else len(c.token_ids) for c, out in zip(flat, masked, strict=True)]
-    weights = row_weights(lengths, aggregation, constant)
-    rows = zip(flat, advantages.flatten().tolist(), weights, strict=True)
+    rows = [
+        (problem, group.prompt, completion, advantage)
+        for problem, (group, values) in enumerate(zip(groups, advantages.tolist(), strict=True))
+        if kept[problem]
+        for completion, advantage in zip(group.completions, values, strict=True)
+    ]
+    masked = [config.mask_truncated and row[2].truncated for row in rows]
+    lengths = [0 if out else len(row[2].token_ids) for row, out in zip(rows, masked, strict=True)]
+    weights = row_weights(lengths, config.aggregation, config.fixed_length_normalizer)
     return [
-        Rollout(
-            i // len(groups[0]),
-            prompts[i // len(groups[0])],
-            completion.token_ids,
-            advantage,
-            weight,
-            completion.logprobs,
+        Rollout(problem, prompt, completion.token_ids, advantage, weight, completion.logprobs)
+        for (problem, prompt, completion, advantage), weight, out in zip(
+            rows, weights, masked, strict=True
         )
-        for i, (completion, advantage, weight) in enumerate(rows)
-        if (keep_all or advantage != 0) and not masked[i]
+        if (config.kl_weight > 0 or advantage != 0) and not out
     ]
 
 
@@ -208,6 +181,8 @@ class MicroBatch:
     weights: Tensor  # (n,)
     sampler_logprobs: Tensor  # (n, T), 0 beyond the end
     rows: list[int] = field(default_factory=list)  # which rollouts of the step these are
+    old_logprobs: Tensor | None = None  # (n, T), before the first update of the step
+    ref_logprobs: Tensor | None = None  # (n, T), by the adapter that training started from
 
     @property
     def completion_mask(self) -> Tensor:
@@ -216,9 +191,9 @@ class MicroBatch:
         return torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
 
 
-def split(
-    rollouts: Sequence[Rollout], *, max_rows: int, max_tokens: int, device: str
-) -> Iterator[MicroBatch]:
+def make_micro_batches(
+    rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str
+) -> list[MicroBatch]:
     """Cut the rollouts of a step into micro-batches of similar length.
 
     Args:
@@ -241,6 +216,7 @@ def split(
             open_sequence[rollout.problem] = [row]
             sequences.append(open_sequence[rollout.problem])
     sequences.sort(key=length, reverse=True)
+    micro_batches = []
     while sequences:
         taken = [sequences.pop(0)]
         longest = length(taken[0])
@@ -250,7 +226,9 @@ def split(
             and longest * (len(taken) + 1) <= max_tokens
         ):
             taken.append(sequences.pop(0))
-        yield _pack([[(i, rollouts[i]) for i in rows] for rows in taken], device)
+        packed = [[(i, rollouts[i]) for i in rows] for rows in taken]
+        micro_batches.append(_pack(packed, device))
+    return micro_batches
 
 
 def _pack(sequences: list[list[tuple[int, Rollout]]], device: str) -> MicroBatch:
@@ -285,12 +263,8 @@ def _pack(sequences: list[list[tuple[int, Rollout]]], device: str) -> MicroBatch
         lengths=[len(rollout.completion) for _, rollout in flat],
         advantages=torch.tensor([rollout.advantage for _, rollout in flat], device=device),
         weights=torch.tensor([rollout.weight for _, rollout in flat], device=device),
-        sampler_logprobs=_pad(
-            [torch.tensor(list(rollout.sampler_logprobs)) for _, rollout in flat]
+        sampler_logprobs=pad_sequence(
+            [torch.tensor(list(rollout.sampler_logprobs)) for _, rollout in flat], batch_first=True
         ).to(device),
         rows=[row for row, _ in flat],
     )
-
-
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True)

@@ -13,8 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from rlm.kernels.build import Kernels
+from rlm.model.adapters import use_reference
 from rlm.model.base import decoder_and_head, kernels_for
 from rlm.training.batches import MicroBatch
+from rlm.training.config import GRPOConfig
 
 # Logits of this many tokens are made in one product and held at once.
 LOGITS_CHUNK = 128
@@ -57,6 +59,14 @@ def token_logprobs(
         pad_sequence(flat.split(batch.lengths), batch_first=True) for flat in (logprobs, entropy)
     )
     return logprobs, entropy
+
+
+@torch.no_grad()
+def reference_logprobs(policy: PreTrainedModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
+    """Log-probabilities (n, T) by the adapter that training started from, or by the bare base."""
+    with use_reference(policy, config.sft_adapter):
+        logprobs, _ = token_logprobs(policy, batch, config.temperature)
+    return logprobs
 
 
 def score_tokens(

@@ -1,4 +1,4 @@
-"""The policy loss: clipped ratios, KL to the reference, importance weights; on tensors alone.
+"""The policy loss: clipped ratios, KL to the reference, importance weights.
 
 Letters: n rollouts of a micro-batch, T their padded length.
 """
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rlm.training.algorithms import Algorithm
+from rlm.training.batches import MicroBatch
 
 IMPORTANCE_CAP = 2.0
 
@@ -54,17 +57,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 def policy_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    completion_mask: Tensor,
+    batch: MicroBatch,
+    algorithm: Algorithm,
     *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    ratio: str = "token",
-    objective: str = "ppo",
-    importance: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
+    correct_sampler: bool = False,
     kl_weight: float = 0.0,
     kl_estimator: str = "k3",
 ) -> tuple[Tensor, LossSums]:
@@ -80,34 +76,34 @@ def policy_loss(
     TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
 
     Args:
-        logprobs, old_logprobs, ref_logprobs, completion_mask: (n, T).
-        advantages: (n,).
-        weights: (n,), what one token counts: `row_weights`.
-        importance: (n, T), where another distribution was sampled: `importance_weights`.
+        logprobs: (n, T), of the policy as it is.
+        batch: with old_logprobs, and with ref_logprobs where there is a KL term.
+        correct_sampler: whether another distribution than the policy's was sampled.
     """
-    mask = completion_mask.to(logprobs.dtype)
-    scale = weights[:, None] * mask
-    advantage = advantages[:, None]
-    log_ratio = logprobs - old_logprobs
-    if ratio == "sequence":
+    mask = batch.completion_mask.to(logprobs.dtype)  # (n, T)
+    scale = batch.weights[:, None] * mask
+    advantage = batch.advantages[:, None]
+    log_ratio = logprobs - batch.old_logprobs
+    if algorithm.ratio == "sequence":
         log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     rho = log_ratio.exp()  # (n, T), or (n, 1)
-    clipped = rho.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    if objective == "weighted":
+    lowest, highest = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
+    clipped = rho.clamp(lowest, highest)
+    if algorithm.objective == "weighted":
         per_token = -clipped.detach() * advantage * logprobs
     else:
         per_token = -torch.minimum(rho * advantage, clipped * advantage)
-    if importance is not None:
-        per_token = per_token * importance
+    if correct_sampler:
+        per_token = per_token * importance_weights(batch.old_logprobs, batch.sampler_logprobs)
     policy = (per_token * scale).sum()
     loss = policy
     kl = kl_total = torch.zeros(())
-    if ref_logprobs is not None:
-        estimate = kl_estimate(logprobs, ref_logprobs, kl_estimator)
+    if batch.ref_logprobs is not None:
+        estimate = kl_estimate(logprobs, batch.ref_logprobs, kl_estimator)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
-    low = (rho < 1 - clip_eps_low) & (advantage < 0)
-    high = (rho > 1 + clip_eps_high) & (advantage > 0)
+    low = (rho < lowest) & (advantage < 0)
+    high = (rho > highest) & (advantage > 0)
     return loss, LossSums(
         policy=policy.item(),
         kl=kl.item(),
