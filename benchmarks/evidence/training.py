@@ -31,7 +31,7 @@ from rlm.data.problem import Problem
 from rlm.grading.answers import grade, split_completion
 from rlm.model import hardware as machine
 from rlm.runs.atomic_files import read_lines
-from rlm.training.grpo import problems_for_step
+from rlm.training.batches import problems_for_step
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference

@@ -27,11 +27,11 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.export import save_adapter
+from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.fused_layers import use_fused_layers
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import micro_batch_tokens
-from rlm.training.state import TrainedAdapter
+from rlm.training.mixed_precision import MixedPrecisionAdapter
 
 GRAPHS_EACH = 4  # for a problem
 QUESTIONS_A_STEP = 4
@@ -95,7 +95,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     policy = adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
     use_fused_layers(policy)
     adapters.use_checkpointing(policy, config.checkpointing)
-    trained = TrainedAdapter(policy)
+    trained = MixedPrecisionAdapter(policy)
     master_weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(master_weights, lr=PEAK_RATE, weight_decay=0.0)
     rows = list(examples(tokenizer, problems, config.max_agents, config.seed))
@@ -135,7 +135,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     return loss
 
 
-def _learn(policy, trained: TrainedAdapter, batch, device: str) -> float:
+def _learn(policy, trained: MixedPrecisionAdapter, batch, device: str) -> float:
     """Gradients of the mean negative log-likelihood of a batch's tokens; its value."""
     tokens = sum(len(ids) for _, completions in batch for ids in completions)
     rollouts = [
@@ -144,7 +144,9 @@ def _learn(policy, trained: TrainedAdapter, batch, device: str) -> float:
         for ids in completions
     ]
     total, limit = 0.0, micro_batch_tokens(policy)
-    for micro in split(rollouts, max_rows=len(rollouts), max_tokens=limit, device=device):
+    for micro in make_micro_batches(
+        rollouts, max_rows=len(rollouts), max_tokens=limit, device=device
+    ):
         logprobs, _ = token_logprobs(policy, micro, temperature=1.0)  # (n, T), 0 beyond the end
         loss = -(logprobs * micro.weights[:, None]).sum()
         (loss * trained.loss_scale).backward()

@@ -39,7 +39,7 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.export import check_output
 from rlm.runs.atomic_files import replace_json
-from rlm.training.grpo import Group
+from rlm.training.advantages import Group
 from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.base and rlm.model.adapters see to it

@@ -211,7 +211,7 @@ class GRPOConfig:
 
     @property
     def aggregation(self) -> str:
-        """Name how the loss sums tokens, as `rlm.training.grpo.row_weights` takes it."""
+        """Name how the loss sums tokens, as `batches.row_weights` takes it."""
         if self.token_level_loss:
             return "token"
         return "constant" if self.fixed_length_normalizer else "sequence"

@@ -22,9 +22,9 @@ from rlm.model.adapters import without_checkpointing
 from rlm.model.hardware import available_memory
 from rlm.sampling.engine import Sampler, shared_beginning
 from rlm.sampling.vllm import VLLMSampler
+from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
+from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
@@ -178,7 +178,9 @@ def activation_bytes(policy: PreTrainedModel) -> int:
 
     half = PROBE_TOKENS // 2
     probe = [Rollout(0, [0] * half, [0] * (half + 1), 1.0, 1.0, [0.0] * (half + 1))]
-    (micro,) = split(probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type)
+    (micro,) = make_micro_batches(
+        probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type
+    )
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
     del logprobs  # and with it what was kept

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlm.training.grpo import LossSums
+from rlm.training.loss import LossSums
 from rlm.training.config import GRPOConfig
 from rlm.runs.alerts import FLAT_STEPS, WINDOW, new_warnings, warnings
 from rlm.training.metrics import LearningTally, log_step, step_metrics

@@ -19,8 +19,8 @@ from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.draw import draw, truncate, uniforms
 from rlm.sampling.kv_cache import CacheConfig
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.batches import Rollout, make_micro_batches
+from rlm.training.logprobs import token_logprobs
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -155,7 +155,7 @@ def sampled_and_scored(model, temperature, merged, tokenizer):
         for p, group in enumerate(groups)
         for c in group
     ]
-    for micro in split(rollouts, max_rows=7, max_tokens=999, device="cpu"):
+    for micro in make_micro_batches(rollouts, max_rows=7, max_tokens=999, device="cpu"):
         with torch.no_grad():
             logprobs, _ = token_logprobs(policy, micro, temperature)
         gap = (logprobs - micro.sampler_logprobs)[micro.completion_mask].abs()

@@ -15,25 +15,21 @@ from rlm.model import attention
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.model.base import kernels_for
 from rlm.sampling import Completion, prompt_seed
+from rlm.training.advantages import Group, group_advantages, has_signal, overlong_penalties
 from rlm.training.algorithms import ALGORITHMS, soft_overlong
-from rlm.training.fused_layers import use_fused_layers
-from rlm.training.grpo import (
-    Group,
+from rlm.training.batches import (
     Rollout,
     draw_problems,
-    group_advantages,
-    has_signal,
-    importance_weights,
-    kl_estimate,
+    make_micro_batches,
     make_rollouts,
-    overlong_penalties,
-    policy_loss,
     problems_for_step,
     rollout_seeds,
     row_weights,
 )
-from rlm.training.logprobs import attention_mask, score_tokens, split, token_logprobs
-from rlm.training.state import TrainedAdapter
+from rlm.training.fused_layers import use_fused_layers
+from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
+from rlm.training.loss import importance_weights, kl_estimate, policy_loss
+from rlm.training.mixed_precision import MixedPrecisionAdapter
 
 NAN = math.nan
 
@@ -379,7 +375,9 @@ def test_packed_logprobs_equal_plain_ones(family, max_rows, max_tokens):
     model, rollouts = tiny_model(family), some_rollouts()
     seen = []
     with torch.no_grad():
-        for micro in split(rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"):
+        for micro in make_micro_batches(
+            rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"
+        ):
             assert len(micro.rows) <= max_rows
             logprobs, entropy = token_logprobs(model, micro, temperature=0.7)
             assert (entropy[micro.completion_mask] > 0).all()
@@ -398,7 +396,7 @@ def test_packed_logprobs_equal_plain_ones(family, max_rows, max_tokens):
 def test_entropy_by_hand():
     model = tiny_model()
     rollout = Rollout(0, [1, 2], [3], 1.0, 1.0, [-1.0])
-    (micro,) = split([rollout], max_rows=1, max_tokens=1, device="cpu")
+    (micro,) = make_micro_batches([rollout], max_rows=1, max_tokens=1, device="cpu")
     _, entropy = token_logprobs(model, micro, temperature=1.0)
     p = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1].softmax(-1)
     assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
@@ -407,7 +405,9 @@ def test_entropy_by_hand():
 def gradients(policy, rollouts, max_rows, max_tokens=10_000, algorithm="grpo", drift=0.0):
     """The adapter's, of one update; `drift` moves the old policy away, to both sides."""
     policy.zero_grad()
-    for micro in split(rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"):
+    for micro in make_micro_batches(
+        rollouts, max_rows=max_rows, max_tokens=max_tokens, device="cpu"
+    ):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
         sides = torch.tensor([(-1) ** length for length in micro.lengths])
         loss, _ = policy_loss(
@@ -484,7 +484,7 @@ def test_prompt_tokens_are_no_targets_and_the_end_token_is():
         Rollout(0, [10, 257, 11], [20, 21, 257], 1.0, 1.0, [0.0] * 3),
         Rollout(0, [10, 257, 11], [30, 257], 1.0, 1.0, [0.0] * 2),
     ]
-    (micro,) = split(rollouts, max_rows=9, max_tokens=99, device="cpu")
+    (micro,) = make_micro_batches(rollouts, max_rows=9, max_tokens=99, device="cpu")
     assert micro.input_ids.tolist() == [[10, 257, 11, 20, 21, 30]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert micro.sources.tolist() == [2, 3, 4, 2, 5]
@@ -506,7 +506,9 @@ def test_a_completion_sees_its_prompt_and_itself_alone():
 
 def test_prompt_tokens_receive_exactly_zero_gradient(policy):
     """Only hidden states that predict a completion token carry any."""
-    (micro,) = split(some_rollouts(problems=1), max_rows=9, max_tokens=99, device="cpu")
+    (micro,) = make_micro_batches(
+        some_rollouts(problems=1), max_rows=9, max_tokens=99, device="cpu"
+    )
     kept = []
     decoder = policy.get_base_model().get_decoder()
 
@@ -539,7 +541,7 @@ def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
         for name, tensor in policy.named_parameters():
             if "lora_" in name:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
-    (micro,) = split(some_rollouts(), max_rows=99, max_tokens=9999, device="cpu")
+    (micro,) = make_micro_batches(some_rollouts(), max_rows=99, max_tokens=9999, device="cpu")
 
     def outcome():
         found = []
@@ -600,7 +602,7 @@ def test_a_confident_token_keeps_its_gradient_in_bf16(with_native):
 def test_gradients_too_small_for_fp16_are_not_lost():
     """The loss of one of ten thousand tokens is scaled before the backward pass."""
     rollouts = [replace(r, weight=r.weight * 1e-5) for r in some_rollouts()]
-    (micro,) = split(rollouts, max_rows=99, max_tokens=9999, device="cpu")
+    (micro,) = make_micro_batches(rollouts, max_rows=99, max_tokens=9999, device="cpu")
 
     def gradient(dtype):
         policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
@@ -608,7 +610,7 @@ def test_gradients_too_small_for_fp16_are_not_lost():
         with torch.no_grad():
             for tensor in adapter_tensors(policy).values():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
-        trained = TrainedAdapter(policy.to(dtype))
+        trained = MixedPrecisionAdapter(policy.to(dtype))
         logprobs, _ = token_logprobs(policy, micro, 1.0)
         loss = (logprobs * micro.weights[:, None] * micro.completion_mask).sum()
         (loss * trained.loss_scale).backward()
@@ -642,7 +644,7 @@ def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
         expected.append((drawn.detach(), -(every.exp() * every).sum(-1).detach()))
     gradient = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
     policy.zero_grad()
-    for micro in split(rollouts, max_rows=3, max_tokens=9999, device="cpu"):
+    for micro in make_micro_batches(rollouts, max_rows=3, max_tokens=9999, device="cpu"):
         logprobs, entropy = token_logprobs(policy, micro, temperature)
         for row, values, spread in zip(micro.rows, logprobs, entropy, strict=True):
             length = len(rollouts[row].completion)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlm.training.algorithms import ALGORITHMS
-from rlm.training.grpo import importance_weights, policy_loss, row_weights
+from rlm.training.batches import row_weights
+from rlm.training.loss import importance_weights, policy_loss
 
 LENGTH = 11  # TRL's max_completion_length, Dr. GRPO's constant
 TRL = {  # what TRL calls each of ours
