@@ -30,8 +30,7 @@ def compute_prompts(tokenizer) -> dict:
     from rlm.data.word_problems import generate
     from rlm.training.sft_examples import to_example
 
-    rows = generate("train", 4)
-    problems = [Problem(r["id"], r["question"], r["answer"], r["solution"]) for r in rows]
+    problems = generate("train", 4)
     asked = [problem.question for problem in problems[:2]] + HOSTILE
     kinds = [Problem(k, HOSTILE[0], "B", answer_type=k) for k in ("number", "choice", "text")]
     shown = [(HOSTILE[0], HOSTILE[2]), (problems[0].question, "<think>\n1\n</think>")]
@@ -137,7 +136,11 @@ def compute_word_problems() -> dict:
         for seed, levels in ((0, (1, 2, 3, 4)), (0, (1,)), (1, (2, 3)), (7, (4,))):
             if split == "test_families" and levels == (1,):
                 continue
-            rows = generate(split, 300, seed, levels)
+            rows = [
+                {"id": p.id, "question": p.question, "answer": p.answer, "solution": p.solution}
+                | dict(p.columns)
+                for p in generate(split, 300, seed, levels)
+            ]
             text = json.dumps(rows, sort_keys=True, ensure_ascii=False)
             sha256 = hashlib.sha256(text.encode())
             found[f"{split} {seed} {levels}"] = {"sha256": sha256.hexdigest(), "first": rows[:5]}
