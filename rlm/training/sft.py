@@ -209,13 +209,13 @@ class CheckpointCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         self._optimizer, self._scheduler = parts["optimizer"], parts["lr_scheduler"]
-        groups = self._optimizer.param_groups
+        optimizer, scheduler = self._optimizer, self._scheduler
         name_of = {id(tensor): name for name, tensor in self.adapter.items()}
-        self._names = [name_of[id(p)] for group in groups for p in group["params"]]
+        self._names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         if self._loaded:
-            restore_tensors(self._loaded, self.adapter, self._optimizer, self._names)
-            self._scheduler.load_state_dict(self._schedule)
-            for group, rate in zip(groups, self._scheduler.get_last_lr(), strict=True):
+            restore_tensors(self._loaded, self.adapter, optimizer, self._names)
+            scheduler.load_state_dict(self._schedule)
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
     def on_epoch_begin(
