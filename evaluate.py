@@ -136,21 +136,18 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     """(question, perfect completion) pairs from the train split, none of an evaluated problem."""
     if not config.few_shot:
         return []
-    format = FORMATS[config.reasoning_format]
     evaluated = {problem.question for problem in problems}
     try:
         count = config.few_shot + len(problems)  # as many more as could have to be left out
         train = load_problems(config.dataset, "train", max_samples=count, seed=config.seed)
+        usable = [p for p in train if p.solution and p.question not in evaluated]
+        if len(usable) < config.few_shot:
+            raise UsageError(f"--dataset {config.dataset} has too few worked examples")
     except UsageError as error:
         terminal.line(f"no few-shot row: {error}")
         return []
-    usable = [p for p in train if p.solution and p.question not in evaluated]
-    if len(usable) < config.few_shot:
-        terminal.line(f"no few-shot row: --dataset {config.dataset} has too few worked examples")
-        return []
-    return [
-        (p.question, format.completion(p.solution, p.answer)) for p in usable[: config.few_shot]
-    ]
+    write = FORMATS[config.reasoning_format].completion
+    return [(p.question, write(p.solution, p.answer)) for p in usable[: config.few_shot]]
 
 
 def evaluate_row(
@@ -173,28 +170,29 @@ def evaluate_row(
     started, sampler, results = time.monotonic(), Sampler(model, tokenizer), {}
     format = FORMATS[config.reasoning_format]
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
-    for kind, (k, temperature) in plan.items():
-        if k == 0 or kind not in kinds:
+    for kind in kinds:
+        k, temperature = plan[kind]
+        if k == 0:
             continue
         decoding = {"completions": k, "temperature": temperature}
-        if record and (found := record.find(kind, decoding, problems, format)):
-            results[kind] = found
-            continue
-        with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
-            results[kind] = evaluate(
-                sampler,
-                tokenizer,
-                problems,
-                format,
-                max_new_tokens=config.max_new_tokens,
-                temperature=temperature,
-                k=k,
-                seed=config.seed,
-                examples=examples,
-                on_finish=advance,
-            )
-        if record:
-            record.add(kind, decoding, results[kind])
+        found = record.find(kind, decoding, problems, format) if record else None
+        if found is None:
+            with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
+                found = evaluate(
+                    sampler,
+                    tokenizer,
+                    problems,
+                    format,
+                    max_new_tokens=config.max_new_tokens,
+                    temperature=temperature,
+                    k=k,
+                    seed=config.seed,
+                    examples=examples,
+                    on_finish=advance,
+                )
+            if record:
+                record.add(kind, decoding, found)
+        results[kind] = found
     terminal.line(f"{name}: done in {terminal.duration(time.monotonic() - started)}")
     return results
 
@@ -255,23 +253,23 @@ def main(config: EvaluateConfig) -> int:
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
+    results: dict[str, dict[str, Evaluation]] = {}
 
-    def row(name: str, model, examples=(), adapter: Path | None = None) -> dict[str, Evaluation]:
+    def add_row(name: str, model, examples=(), adapter: Path | None = None) -> None:
         origin = {"base": weights, "adapter": adapter_hash(adapter) if adapter else None}
-        origin |= made_of(config, device, problems, examples)
-        record = RowRecord(journal, name, origin)
-        return evaluate_row(name, model, tokenizer, problems, examples, config, record=record)
+        record = RowRecord(journal, name, origin | made_of(config, device, problems, examples))
+        results[name] = evaluate_row(
+            name, model, tokenizer, problems, examples, config, record=record
+        )
 
     base = load_base(config.model, device, quantize=config.quantize)
-    results = {}
     try:
-        results["base"] = row("base", base)
+        add_row("base", base)
         if examples:
-            name = f"base, {len(examples)}-shot"
-            results[name] = row(name, base, examples)
+            add_row(f"base, {len(examples)}-shot", base, examples)
         for name, path in adapters.items():
             policy = load_adapter(base, path, trainable=False)
-            results[name] = row(name, policy, adapter=path)
+            add_row(name, policy, adapter=path)
             base = policy.unload()  # takes the LoRA layers off; nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:

@@ -154,8 +154,8 @@ def _evaluate(
 
 
 def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
-    from rlm.evaluation.evaluate import paired_bootstrap
     from rlm.evaluation.report import GRADINGS
+    from rlm.evaluation.statistics import paired_bootstrap
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
@@ -170,8 +170,7 @@ def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
         },
         "sampled_accuracy": {
             row: {
-                name: results[row]["sampled"].mean_accuracy(strict)
-                for name, strict in GRADINGS.items()
+                name: results[row]["sampled"].accuracy(strict) for name, strict in GRADINGS.items()
             }
             for row in ("sft", "grpo")
         },

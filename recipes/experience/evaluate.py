@@ -41,7 +41,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, check_values, flag, to_dict
 from rlm.data.experiences import load_experiences, with_experiences
 from rlm.data.problem import Problem
-from rlm.evaluation.evaluate import bootstrap_interval, mean_at_k, paired_bootstrap
+from rlm.evaluation.statistics import bootstrap_interval, mean_at_k, paired_bootstrap
 from rlm.runs.atomic_files import Journal, read_lines, replace_file, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
