@@ -30,7 +30,7 @@ from rlm.api_client import (
     Usage,
 )
 from rlm.cli.options import UsageError
-from rlm.sampling.vllm import VLLMSampler
+from rlm.sampling import VLLMSampler
 
 ASK = {"model": "m", "temperature": 0.3, "max_tokens": 20}
 HELLO = [{"role": "user", "content": "hello"}]

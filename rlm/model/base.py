@@ -174,11 +174,11 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     return base.get_decoder(), base.get_output_embeddings()
 
 
-def head_width(config: PretrainedConfig) -> int:
+def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def key_value_heads(config: PretrainedConfig) -> int:
+def num_key_value_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -187,8 +187,8 @@ def kernels_for(model: PreTrainedModel) -> tuple[Kernels | None, str]:
     if model.device.type != "cpu":
         return None, f"passes between products not compiled: no code for {model.device.type}"
     config = model.config.get_text_config()
-    queries = config.num_attention_heads // key_value_heads(config)
-    return load_kernels(model.dtype, queries, head_width(config))
+    queries = config.num_attention_heads // num_key_value_heads(config)
+    return load_kernels(model.dtype, queries, head_dim(config))
 
 
 def _cannot_load(name: str, error: Exception) -> str:

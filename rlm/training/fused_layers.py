@@ -15,7 +15,7 @@ from rlm.kernels import Kernels
 from rlm.model import attention
 from rlm.model.adapters import is_plain_lora, lora_layers
 from rlm.model.base import decoder_and_head, kernels_for
-from rlm.sampling.weights import FUSED_FAMILIES
+from rlm.sampling import FUSED_MODEL_TYPES
 
 
 def use_fused_layers(policy: PreTrainedModel) -> None:
@@ -28,7 +28,7 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
     if kernels is None:
         return
     decoder, _ = decoder_and_head(policy)
-    if decoder.config.model_type not in FUSED_FAMILIES:
+    if decoder.config.model_type not in FUSED_MODEL_TYPES:
         return
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):

@@ -20,8 +20,7 @@ from rlm.cli.options import UsageError
 from rlm.model import attention
 from rlm.model.adapters import without_checkpointing
 from rlm.model.hardware import available_memory
-from rlm.sampling.engine import Sampler, shared_beginning
-from rlm.sampling.vllm import VLLMSampler
+from rlm.sampling import Sampler, VLLMSampler, common_prefix_length
 from rlm.training.config import GRPOConfig
 from rlm.training.grpo import Rollout
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
@@ -90,7 +89,7 @@ def plan_memory(
     Raises:
         UsageError: the model cannot take a completion of the longest.
     """
-    prefix = shared_beginning(longest_prompts)
+    prefix = common_prefix_length(longest_prompts)
     longest = max(map(len, longest_prompts))
     sampling = max(
         sampler.bytes_for([n] * count, longest - prefix, config.max_new_tokens)

@@ -20,8 +20,7 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.quantize import trained_on
-from rlm.sampling import Sampler
-from rlm.sampling.vllm import VLLMSampler
+from rlm.sampling import Sampler, VLLMSampler
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
 from rlm.training.memory_plan import MemoryPlan, plan_memory
 
