@@ -44,7 +44,7 @@ from rlm.data.prompts import FORMATS, render_problem
 from rlm.evaluation.evaluate import evaluate
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.model.adapters import use_checkpointing, use_reference
+from rlm.model.adapters import set_gradient_checkpointing, using_reference
 from rlm.model.export import check_output, save_adapter
 from rlm.rewards import CorrectnessReward, RewardFunction
 from rlm.rewards.scorer import as_scorer, load_reward
@@ -109,7 +109,7 @@ class GRPOTrainer:
         self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         use_fused_layers(self.policy)
-        use_checkpointing(self.policy, config.checkpointing)
+        set_gradient_checkpointing(self.policy, config.checkpointing)
         self.trained = TrainedAdapter(self.policy)
         self.adapter = self.trained.master_weights  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed.rank)
@@ -259,7 +259,7 @@ class GRPOTrainer:
                 if update == 0:  # the current log-probabilities are the old ones
                     old |= dict(zip(micro.rows, logprobs.detach(), strict=True))
                     if config.kl_weight:
-                        with torch.no_grad(), use_reference(self.policy, config.sft_adapter):
+                        with torch.no_grad(), using_reference(self.policy, config.sft_adapter):
                             ref, _ = token_logprobs(self.policy, micro, config.temperature)
                         reference |= dict(zip(micro.rows, ref, strict=True))
                 old_logprobs = torch.stack([old[row] for row in micro.rows])
@@ -285,7 +285,7 @@ class GRPOTrainer:
             tally.grad_norm = self._update()
             if not math.isfinite(tally.grad_norm):
                 break  # the weights are as before, another pass would give the same
-        machine.give_back_memory()  # the sampler's turn
+        machine.release_memory()  # the sampler's turn
         learned = LearningTally.joined(self.distributed.gather([tally])).metrics()
         learned |= {"optim/lr": rate, "optim/skipped": self.state.skipped_total}
         if config.kl_weight:

@@ -7,7 +7,6 @@ products, whose order of summation changes with the batch size).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlm.cli.options import UsageError
 from rlm.data.prompts import stop_token_ids
 from rlm.model.base import kernels_for
-from rlm.model.hardware import available_memory, give_back_memory
+from rlm.model.hardware import available_memory, release_memory
 from rlm.sampling.draw import sample_rows, uniforms
 from rlm.sampling.kv_cache import AttentionFunction, CacheConfig, KVCache, round_up, token_bytes
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
@@ -168,7 +167,7 @@ class Sampler:
     def release(self) -> None:
         """Give back a merged copy's memory until the next batch; after training it is stale."""
         self._weights.release()
-        give_back_memory()
+        release_memory()
 
     # --- the core ---------------------------------------------------------------------------
 
@@ -251,11 +250,15 @@ class Sampler:
             [sequence.request.params for sequence in batch],
             self._kernels,
         )
-        # All of them first: if a request's own function raises, nothing has been taken yet.
-        forced = [self._forced(seq, token) for seq, (token, _) in zip(batch, drawn, strict=True)]
+        # All of them first: if a request's own function raises, no token has been appended yet.
+        forced = [
+            seq.forced_instead_of(token) for seq, (token, _) in zip(batch, drawn, strict=True)
+        ]
         for sequence, tokens in zip(batch, forced, strict=True):
             sequence.forced.extend(tokens)
-        tokens = [self._append(seq, *pair) for seq, pair in zip(batch, drawn, strict=True)]
+        tokens = [
+            seq.append(*pair, self._is_stopped) for seq, pair in zip(batch, drawn, strict=True)
+        ]
         self._free_finished()
         return tokens
 
@@ -296,26 +299,10 @@ class Sampler:
         hidden = self._weights.forward(ids, positions, attention)  # (N, 1, hidden)
         return self._weights.head(hidden[:, 0])
 
-    def _forced(self, sequence: SequenceState, token: int) -> Sequence[int]:
-        """What the request puts in the place of a drawn token, if anything."""
-        force_tokens = sequence.request.force_tokens
-        if sequence.forced or not force_tokens:
-            return ()
-        return force_tokens(sequence.index, sequence.ids, token) or ()
-
-    def _append(self, sequence: SequenceState, token: int, logprob: float) -> Token:
-        """Append the next token: the forced one, else the drawn one. See if it ends."""
-        if sequence.forced:
-            token, logprob = sequence.forced.popleft(), math.nan
-        sequence.ids.append(token)
-        sequence.last_token = token
-        stopped = token in self.stop_ids or self._hits_stop_text(sequence)
-        too_long = len(sequence.ids) == sequence.request.params.max_new_tokens
-        sequence.finished = stopped or too_long
-        reason = ("stop" if stopped else "length") if sequence.finished else None
-        return Token(sequence.parent.id, sequence.index, token, logprob, reason)
-
-    def _hits_stop_text(self, sequence: SequenceState) -> bool:
+    def _is_stopped(self, sequence: SequenceState) -> bool:
+        """Whether the last token ends the completion by itself."""
+        if sequence.last_token in self.stop_ids:
+            return True
         stops = sequence.request.params.stop
         if not stops:
             return False

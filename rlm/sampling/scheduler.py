@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlm.sampling.params import Request
+from rlm.sampling.params import Request, Token
 
 # Prompts of one prefill. More saves little: a few hundred tokens already fill a CPU.
 PREFILL_PROMPTS = 8
@@ -42,6 +43,26 @@ class SequenceState:
     @property
     def request(self) -> Request:
         return self.parent.request
+
+    def forced_instead_of(self, token: int) -> Sequence[int]:
+        """Tokens that the request puts in the place of a drawn one, if any."""
+        force_tokens = self.request.force_tokens
+        if self.forced or not force_tokens:
+            return ()
+        return force_tokens(self.index, self.ids, token) or ()
+
+    def append(
+        self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]
+    ) -> Token:
+        """Append the next token, forced or else drawn, and see whether it is the last."""
+        if self.forced:
+            token, logprob = self.forced.popleft(), math.nan
+        self.ids.append(token)
+        self.last_token = token
+        stopped = is_stopped(self)
+        self.finished = stopped or len(self.ids) == self.request.params.max_new_tokens
+        reason = ("stop" if stopped else "length") if self.finished else None
+        return Token(self.parent.id, self.index, token, logprob, reason)
 
 
 class Scheduler:

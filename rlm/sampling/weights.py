@@ -14,8 +14,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.cli.options import UsageError
 from rlm.kernels import Kernels
-from rlm.model.adapters import active_adapters, has_plain_lora
-from rlm.model.attention import plain_scale
+from rlm.model.adapters import active_lora_tensors, has_plain_lora
+from rlm.model.attention import softmax_scale
 from rlm.model.base import decoder_and_head
 from rlm.model.hardware import available_memory
 from rlm.sampling.kv_cache import AttentionFunction
@@ -84,7 +84,7 @@ def _through_cache(
     **options: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention; heads and tokens are swapped in its answer."""
-    scale = plain_scale(query, scaling, options, "unsupported")
+    scale = softmax_scale(query, scaling, options, "unsupported")
     _through_cache.calls += 1
     out = _through_cache.attend(module.layer_idx, query, key, value, scale)
     return out.transpose(1, 2), None
@@ -129,7 +129,7 @@ class MergedWeights:
 
         Compared with what was copied, which costs milliseconds, so that nobody can forget it.
         """
-        adapters = active_adapters(self._model)
+        adapters = active_lora_tensors(self._model)
         if self._seen is not None and _same(adapters, self._seen):
             return
         self.release()  # the old copy goes first

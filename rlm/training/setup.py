@@ -104,7 +104,7 @@ def _why_not(model: str, base_hash: str) -> str:
 def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -> PeftModel:
     """The base with the adapter to train on it, in eval mode."""
     gc.collect()  # SFT's trainer, where that ran in this process: a cycle of a gigabyte
-    machine.give_back_memory()
+    machine.release_memory()
     device = device or machine.pick_device()
     base = models.load_base(model, device, quantize=config.quantize, attn=config.attn)
     if config.sft_adapter:

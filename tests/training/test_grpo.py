@@ -531,7 +531,7 @@ def test_lean_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     calls, call = Counter(), Kernels._pass
     monkeypatch.setattr(Kernels, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.ATTN_IMPLEMENTATION)
     policy = new_adapter(model, r=4, alpha=8).eval()
     policy.add_adapter("reference", policy.peft_config["default"])
     generator = torch.Generator().manual_seed(0)
