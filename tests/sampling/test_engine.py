@@ -71,58 +71,20 @@ def test_greedy_equals_generate(family, merged, tokenizer):
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("passes")
 def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer):
-    model, prompts = tiny_model(), some_prompts(12)
-    params, seeds = SamplingParams(24, temperature=1.0), [prompt_seed(0, i) for i in range(12)]
+    model, prompts = tiny_model(), some_prompts(7, longest=90)
+    params, seeds = SamplingParams(72, temperature=1.0), [prompt_seed(0, i) for i in range(7)]
 
     def sample(prompts, n, seeds, max_num_seqs):
-        return ids(
-            Sampler(model, tokenizer, max_num_seqs=max_num_seqs, merged=merged).sample(
-                prompts, n, params, seeds
-            )
-        )
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs, merged=merged)
+        return ids(sampler.sample(prompts, n, params, seeds))
 
-    expected = sample(prompts, 4, seeds, max_num_seqs=64)
-    for max_num_seqs in (1, 7, 48):
-        assert sample(prompts, 4, seeds, max_num_seqs) == expected
-    order = random.Random(2).sample(range(12), 12)
-    shuffled = sample([prompts[i] for i in order], 4, [seeds[i] for i in order], 9)
+    expected = sample(prompts, 3, seeds, max_num_seqs=64)
+    for max_num_seqs in (1, 5, 21):
+        assert sample(prompts, 3, seeds, max_num_seqs) == expected
+    order = random.Random(2).sample(range(7), 7)
+    shuffled = sample([prompts[i] for i in order], 3, [seeds[i] for i in order], 9)
     assert shuffled == [expected[i] for i in order]
     assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
-
-
-def boundary_distance(model, prompt, completion, seed, params):
-    """How far the uniform number of the last token lies from the edge of that token's share."""
-    text = torch.tensor([[*prompt, *completion[:-1]]])
-    with torch.no_grad():
-        logits = model(text).logits[0, -1].double()
-    edges = (logits / params.temperature).softmax(-1).cumsum(-1)
-    u = uniforms([seed], [len(completion) - 1])
-    return (edges - u).abs().min().item()
-
-
-@pytest.mark.slow
-def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
-    """Few and many rows give the same ids, but where a uniform number is on an edge."""
-    model, prompts = tiny_model(), some_prompts(100, longest=60)
-    params, seeds = SamplingParams(100, temperature=1.0), [prompt_seed(1, i) for i in range(100)]
-    batches = []
-    for max_num_seqs in (3, 128):
-        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
-        sampler.stop_ids = frozenset()  # every completion has its 100 tokens
-        batches.append(sampler.sample(prompts, 3, params, seeds))
-    one, many = batches
-    tokens = mismatches = 0
-    for p, (left, right) in enumerate(zip(one, many, strict=True)):
-        for row, (a, b) in enumerate(zip(left, right, strict=True)):
-            tokens += len(a.token_ids)
-            if a.token_ids != b.token_ids:
-                mismatches += 1
-                pairs = zip(a.token_ids, b.token_ids, strict=False)
-                first = next(i for i, (x, y) in enumerate(pairs) if x != y)
-                text = a.token_ids[: first + 1]
-                assert boundary_distance(model, prompts[p], text, seeds[p] + row, params) < 1e-5
-    assert tokens == 30_000
-    assert mismatches <= 3
 
 
 @pytest.mark.parametrize("merged", [True, False])
