@@ -43,7 +43,7 @@ from rlm.data.prompts import FORMATS, render_problem
 from rlm.evaluation.evaluate import evaluate
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.model.adapters import use_checkpointing
+from rlm.model.adapters import set_gradient_checkpointing
 from rlm.model.export import check_output, save_adapter
 from rlm.rewards import CorrectnessReward, RewardFunction
 from rlm.rewards.reward_function import load_reward
@@ -111,7 +111,7 @@ class GRPOTrainer:
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         use_fused_layers(self.policy)
-        use_checkpointing(self.policy, config.checkpointing)
+        set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = start.make_sampler(
@@ -255,7 +255,7 @@ class GRPOTrainer:
             metrics.grad_norm = self._optimizer_step()
             if not math.isfinite(metrics.grad_norm):
                 break  # the weights are as before, another pass would give the same
-        machine.give_back_memory()  # the sampler's turn
+        machine.release_memory()  # the sampler's turn
         learned = LearnMetrics.joined(self.distributed.gather([metrics])).as_dict()
         return learned | {"optim/lr": lr} | self.state.metrics(learned.get("loss/kl"), config)
 

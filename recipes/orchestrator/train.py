@@ -266,7 +266,7 @@ def main(config: Config) -> int:
         "agents": f"{agents}, temperature {config.agent_temperature:g}",
         "data": f"{config.dataset}: {counts}",
         "a step": f"{config.batch_size} problems × {config.group_size} graphs",
-        "sampler": trainer.sampler.path,
+        "sampler": trainer.sampler.description,
         "run": config.run_dir,
     }
     terminal.facts("Orchestrator: GRPO over graphs of agents", facts)

@@ -224,7 +224,7 @@ class Kernels:
         """weight · x / rms(x) of each row of (rows, width); without a weight, of 1."""
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._elementwise("norm", x, weight, out, *x.shape, float(epsilon))
+        self._pass("norm", x, weight, out, *x.shape, float(epsilon))
         return out
 
     def rms_norm_backward(
@@ -232,13 +232,13 @@ class Kernels:
     ) -> Tensor:
         """The gradient of `rms_norm` by x, from the one by what it gave."""
         by_x = torch.empty_like(x)
-        self._elementwise("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
+        self._pass("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
         return by_x
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) · up, elementwise."""
         out = torch.empty_like(gate)
-        self._elementwise("gating", gate, up, out, gate.numel())
+        self._pass("gating", gate, up, out, gate.numel())
         return out
 
     def silu_and_mul_backward(
@@ -246,19 +246,19 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of `silu_and_mul` by gate and up, from the one by what it gave."""
         by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
-        self._elementwise("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
+        self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
         return by_gate, by_up
 
     def masked_softmax(self, scores: Tensor, mask: Tensor) -> Tensor:
         """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
         rows, columns = mask.shape
-        if self._elementwise(
+        if self._pass(
             "masked_softmax", scores, mask, scores.numel() // mask.numel(), rows, columns
         ):
             raise MemoryError("no memory for a row of attention")
         return scores
 
-    def _elementwise(self, name: str, *values: Tensor | float | None) -> int:
+    def _pass(self, name: str, *values: Tensor | float | None) -> int:
         """`_call`, of contiguous tensors of this number type."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)

@@ -165,7 +165,7 @@ def prepare_process() -> None:
             libc.mallopt(ctypes.c_int(-1), ctypes.c_int(512 * 2**20))  # M_TRIM_THRESHOLD
 
 
-def give_back_memory() -> None:
+def release_memory() -> None:
     """Hand what is free to the system (or to the GPU's other users), between two kinds of work.
 
     Without it a step's peak would be the sum of what sampling and learning take, not the larger.

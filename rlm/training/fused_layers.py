@@ -15,7 +15,7 @@ from rlm.kernels import Kernels
 from rlm.model import attention
 from rlm.model.adapters import is_plain_lora, lora_layers
 from rlm.model.base import decoder_and_head, kernels_for
-from rlm.sampling.weights import FUSED_FAMILIES
+from rlm.sampling import FUSED_MODEL_TYPES
 
 
 def use_fused_layers(policy: PreTrainedModel) -> None:
@@ -28,7 +28,7 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
     if kernels is None:
         return
     decoder, _ = decoder_and_head(policy)
-    if decoder.config.model_type not in FUSED_FAMILIES:
+    if decoder.config.model_type not in FUSED_MODEL_TYPES:
         return
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
@@ -84,7 +84,8 @@ def _attention(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         if (
-            self.config._attn_implementation != attention.NAME  # such as the sampler's
+            self.config._attn_implementation
+            != attention.ATTN_IMPLEMENTATION  # such as the sampler's
             or attention_mask is None
             or past_key_values is not None
             or (self.training and self.attention_dropout)
@@ -101,7 +102,7 @@ def _attention(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor | None]]:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention.attend(q, k, v, attention_mask, self.scaling, kernels)
+        out = attention.block_attention(q, k, v, attention_mask, self.scaling, kernels)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
     return forward

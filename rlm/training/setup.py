@@ -69,7 +69,7 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
 def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -> PeftModel:
     """Load the base with the adapter to train on it, in eval mode."""
     gc.collect()  # SFT's trainer, where that ran in this process: a cycle of a gigabyte
-    machine.give_back_memory()
+    machine.release_memory()
     device = device or machine.pick_device()
     packing = {"quantize": config.quantize, "attn": config.attn_implementation}
     base = models.load_base(model, device, **packing)

@@ -8,7 +8,7 @@ from conftest import kernels, tiny_model
 
 from rlm.kernels import load_kernels
 from rlm.sampling import Sampler, SamplingParams, engine
-from rlm.sampling.linear import TorchPasses
+from rlm.sampling.linear import TorchOps
 
 # Relative: bf16 has 8 bits, and torch's passes round more than once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
@@ -99,11 +99,11 @@ def test_the_passes_are_those_of_torch(rows, dtype, threads):
     torch.manual_seed(0)
     made = kernels(dtype)
     x = (3 * torch.randn(rows, 577)).to(dtype)
-    close(made.rms_norm(x, None, 1e-5), TorchPasses.rms_norm(x.double(), None, 1e-5))
+    close(made.rms_norm(x, None, 1e-5), TorchOps.rms_norm(x.double(), None, 1e-5))
     heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a part, as queries and keys are
     angles = torch.rand(rows, 32).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    wanted = TorchPasses.rotary_embedding(heads.double(), cos.double(), sin.double())
+    wanted = TorchOps.rotary_embedding(heads.double(), cos.double(), sin.double())
     close(made.rotary_embedding(heads, cos, sin), wanted)
     assert torch.equal(made.rotary_embedding(heads.clone(), cos, 0 * sin), heads * cos[:, None])
 
@@ -263,8 +263,8 @@ def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch
     forgetful = functools.cache(load_kernels.__wrapped__)
     monkeypatch.setattr("rlm.model.base.load_kernels", forgetful)
     without = Sampler(model, tokenizer)
-    assert "not compiled" in without.path
-    assert said in without.path
+    assert "not compiled" in without.description
+    assert said in without.description
     groups = [sampler.sample(prompts, 4, params, [0, 1]) for sampler in (with_compiler, without)]
     left, right = ([[c.token_ids for c in group] for group in groups] for groups in groups)
     assert left == right
@@ -279,6 +279,6 @@ def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
     kernels(torch.float32, 2, 8)
     model = tiny_model()
     sampler = Sampler(model, tokenizer)
-    assert sampler.path.endswith("passes between products compiled")
-    monkeypatch.setattr(engine.Cache, "_decode_by_products", None)
+    assert sampler.description.endswith("passes between products compiled")
+    monkeypatch.setattr(engine.KVCache, "_decode_in_torch", None)
     sampler.sample([[1, 2]], 2, SamplingParams(5), [0])

@@ -19,8 +19,7 @@ from scripted_server import (
 
 from rlm.api_client import APIClient, APIError
 from rlm.cli.options import UsageError
-from rlm.sampling import SamplingParams
-from rlm.sampling.vllm import VLLMSampler
+from rlm.sampling import SamplingParams, VLLMSampler
 
 
 @pytest.fixture
@@ -160,7 +159,7 @@ def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
 
 def test_it_says_what_the_trainer_asks_of_a_sampler(server, sampler):
     assert not sampler.exact  # so importance weights are on
-    assert sampler.path == f"vLLM at {server.url}"
+    assert sampler.description == f"vLLM at {server.url}"
 
 
 def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
