@@ -129,7 +129,8 @@ def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: A
     returns those to build the config from: it alone may look at the machine or the disk.
     """
     given = read_options(cls, argv, **options)
-    return _build(cls, cls.resolve(given) if hasattr(cls, "resolve") else given)
+    config = _build(cls, given)  # a contradiction is refused before anything is looked at
+    return _build(cls, cls.resolve(given)) if hasattr(cls, "resolve") else config
 
 
 def read_options(
