@@ -11,10 +11,7 @@ test decides what the client has seen. What is not scripted is answered with `se
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 import select
 import socket
 import threading
@@ -24,26 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "rlm/serving/page.html"
+from rlm.serving.app import PAGE, PAGE_POLICY
+
+FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
 ID = "rsn_1"
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have now?"
-
-
-def policy(html: str) -> str:
-    """The Content-Security-Policy of the page: its own style sheet and script, its own server."""
-
-    def allowed(tag: str) -> str:
-        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
-
-    return (
-        f"default-src 'none'; script-src {allowed('script')}; style-src {allowed('style')}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
 
 
 @dataclass(frozen=True)
@@ -115,9 +99,8 @@ def done(*args: Any, **kwargs: Any) -> bytes:
 
 
 def ending(final: str, **more: Any) -> tuple[bytes, ...]:
-    """The answer in two pieces, the sample, and the full response."""
-    answer_end = (answer(f"<answer>{final}"), answer("</answer>"))
-    return (*answer_end, sample(0, final), done(final=final, **more))
+    """The answer, and the full response. Only of several samples each is told as it ends."""
+    return (answer(final), done(final=final, **more))
 
 
 def stream(*pieces: bytes | Gate | HangUp) -> Reply:
@@ -144,7 +127,7 @@ def result(
     **more: Any,
 ) -> dict[str, Any]:
     """The full response, as the server's contract has it."""
-    answer = f"<answer>{final}</answer>" if answer is None else answer
+    answer = str(final) if answer is None else answer  # the server sends it without its tag
     cast = list(votes)
     counts = Counter(vote for vote in cast if vote is not None)
     winner = counts.most_common(1)[0][0] if counts else None
@@ -162,7 +145,7 @@ def result(
         "object": "phase1.reasoning",
         "created": 1795228800,
         "request_id": "req-1",
-        "response": f"<think>\n{reasoning}\n</think>\n{answer}",
+        "response": f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>",
         "reasoning": reasoning,
         "answer": answer,
         "final_answer": final,
@@ -195,7 +178,7 @@ def described(**more: Any) -> dict[str, Any]:
     """What /phase1/info says."""
     return {
         "model": model(),
-        "adapters": ["final_rlm_lora", "sft_lora"],
+        "adapters": ["base", "final_rlm_lora", "sft_lora"],
         "default_adapter": "final_rlm_lora",
         "limits": {
             "prompt_chars": 8000,
@@ -264,13 +247,13 @@ class ReasoningServer:
 
     def reply_to(self, method: str, seen: Seen) -> Reply:
         self.requests.append(seen)
-        if (method, seen.path) == ("GET", "/"):
-            html = PAGE.read_text()
-            headers = {"Content-Security-Policy": policy(html)}
-            return Reply((html.encode(),), 200, "text/html; charset=utf-8", headers)
+        if method == "GET" and seen.path in FILES:
+            content = PAGE.joinpath(seen.path[1:] or "index.html").read_bytes()
+            headers = {"Content-Security-Policy": PAGE_POLICY}
+            return Reply((content,), 200, f"{FILES[seen.path]}; charset=utf-8", headers)
         if seen.path == "/ready":
             code = self.not_ready
-            return problem(503, code) if code else as_json({"status": "ready"})
+            return problem(503, code, f"it is {code}") if code else as_json({"status": "ready"})
         given = seen.headers.get("authorization", "").removeprefix("Bearer ")
         if self.keys and given not in self.keys:
             return problem(401, "unauthorized", "A key is needed.")

@@ -39,6 +39,8 @@ def small_app() -> FastAPI:
     app.state.hung_up = threading.Event()  # a client left, or was cut, while being answered
 
     @app.get("/")
+    @app.get("/page.css")
+    @app.get("/page.js")
     async def page() -> PlainTextResponse:
         return PlainTextResponse("page", headers={"Content-Security-Policy": "the-page's-own"})
 

@@ -90,16 +90,6 @@ def _number(text: str) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }
-code { font-family: ui-monospace, monospace; }
-table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0;
-  border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent); }
-"""
-
-
 def page(schema: dict[str, Any]) -> str:
     """Every operation with the fields of its request, as plain HTML."""
     sections = [
@@ -111,7 +101,7 @@ def page(schema: dict[str, Any]) -> str:
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}: API</title><style>{STYLE}</style><h1>{title}: API</h1>"
+        f'<title>{title}: API</title><link rel="stylesheet" href="page.css"><h1>{title}: API</h1>'
         f"<p>{escape(schema['info']['description'])} The machine-readable form is "
         "<code>/openapi.json</code>. A key goes into <code>Authorization: Bearer …</code> or "
         "<code>X-API-Key</code>, where the server wants one.</p>" + "".join(sections) + "</html>"

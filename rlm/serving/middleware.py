@@ -23,7 +23,7 @@ from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys
 from rlm.serving.errors import Problem
 
-PUBLIC = frozenset({"/", "/health", "/ready"})  # for GET and HEAD
+PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {  # where the app says nothing else
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",

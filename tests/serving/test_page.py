@@ -5,19 +5,13 @@ Run with `make test-browser`. Every test also checks what `watched_browser` watc
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from scripted_reasoning import (
     ID,
-    PAGE,
     QUESTION,
     Gate,
     HangUp,
@@ -29,7 +23,6 @@ from scripted_reasoning import (
     done,
     ending,
     event,
-    policy,
     problem,
     problem_body,
     reasoning,
@@ -41,6 +34,8 @@ from scripted_reasoning import (
 )
 from watched_browser import expect, watched_page
 
+from rlm.serving.app import PAGE, PAGE_POLICY
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -48,14 +43,14 @@ browser_test = pytest.mark.browser
 
 
 def test_page_keeps_to_its_policy():
-    html = PAGE.read_text()
-    assert "\r" not in html  # a browser hashes the text after it has turned CRLF into LF
-    assert html.count("<style") == html.count("<script") == 1
-    assert not re.search(r"\sstyle=|\son[a-z]+=|javascript:", html)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", html)
-    addresses = set(re.findall(r"https?://[^'\" ]+", html))
+    names = ("index.html", "page.css", "page.js")
+    html, css, script = (PAGE.joinpath(name).read_text() for name in names)
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:|<script(?! src=)", html)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
+    assert not re.search(r"url\(|@import", css)
+    addresses = set(re.findall(r"https?://[^'\" ]+", html + css + script))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
-    assert "unsafe" not in policy(html)
+    assert "unsafe" not in PAGE_POLICY
 
 
 @pytest.fixture
@@ -65,18 +60,8 @@ def server() -> Iterator[ReasoningServer]:
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
-    """Of the browser's window; a test overrides them with parametrize."""
-    return {}
-
-
-@pytest.fixture
-def page(
-    browser: Browser,
-    server: ReasoningServer,
-    options: dict[str, Any],
-) -> Iterator[Page]:
-    with watched_page(browser, server.url, **options) as watched:
+def page(browser: Browser, server: ReasoningServer) -> Iterator[Page]:
+    with watched_page(browser, server.url) as watched:
         yield watched
 
 
@@ -106,117 +91,70 @@ def test_reasoning_is_seen_before_the_answer(page, server):
     expect(page.locator("#status")).to_have_text("SmolLM2-135M-Instruct + final_rlm_lora")
     ask(page)
     expect(page.locator("#reasoning")).to_have_text("12 and 7")
-    expect(page.locator("#thinking-title")).to_have_text(re.compile(r"^Thinking… \d+\.\d s$"))
-    expect(page.locator("#answer")).to_be_hidden()
-    assert is_open(page, "#thinking")
+    expect(page.locator("#thought")).to_have_text("Thinking…")
+    expect(page.locator("#final")).to_be_hidden()
+    page.keyboard.press("Control+Enter")  # one run at a time
+    expect(page.locator("#run")).to_be_disabled()
+    page.locator("#run").click(force=True)
 
     server.open("more")
     expect(page.locator("#final")).to_have_text("19")
-    expect(page.locator("#answer-text")).to_have_text("")  # the tag is not shown twice
-    title = re.compile(r"^Thought for \d+\.\d s \(121 tokens\)$")
-    expect(page.locator("#thinking-title")).to_have_text(title)
-    expect(page.locator("#badge")).to_be_hidden()
-    assert not is_open(page, "#thinking")
+    expect(page.locator("#answer")).to_be_hidden()  # the same text is not shown twice
+    expect(page.locator("#thought")).to_have_text("Thought for 121 tokens, closed")
+    expect(page.locator("#reasoning")).to_have_text("12 + 7 = 19")  # the final word is `done`
     expect(page.locator("#facts")).to_contain_text("130")
     expect(page.locator("#stop")).to_be_hidden()
     assert server.asked() == [{"prompt": QUESTION, "stream": True}]  # defaults are the server's
 
-    page.locator("#thinking > summary").click()
-    expect(page.locator("#reasoning")).to_have_text("12 + 7 = 19")  # the final word is `done`
-
 
 @browser_test
-def test_the_answer_is_seen_without_its_tag_while_it_arrives(page, server):
-    pieces = [answer(delta) for delta in ("\n<ans", "wer>1", "9</an", "swer>")]
-    gated = [part for i, piece in enumerate(pieces) for part in (piece, Gate(f"{i}"))]
-    server.script(stream(start(), reasoning("…"), *gated, done()))
-    visit(page, server)
-    ask(page)
-    for i, seen in enumerate(("", "1", "19", "19")):
-        expect(page.locator("#final")).to_have_text(seen)
-        server.open(f"{i}")
-    expect(page.locator("#facts")).to_be_visible()
-
-
-@browser_test
-def test_prose_and_number_both_stand_in_the_answer(page, server):
+def test_the_answer_is_seen_while_it_arrives_and_prose_and_number_both_stand_in_it(page, server):
     prose = "He has 12 + 7 = 19 apples.\nSo the answer is 19."
+    pieces = (answer(prose[:6]), Gate("rest"), answer(prose[6:]), done(answer=prose))
+    server.script(stream(start(), reasoning("…"), *pieces))
     visit(page, server)
-    server.answer = result(answer=prose)
     ask(page)
+    expect(page.locator("#answer")).to_have_text("He has")
+    server.open("rest")
     expect(page.locator("#final")).to_have_text("19")
-    expect(page.locator("#answer-text")).to_have_text(prose)
+    expect(page.locator("#answer")).to_have_text(prose)
 
 
 @browser_test
 def test_settings_are_sent_and_only_those_that_were_set(page, server):
+    numbers = {"n": 4, "max_new_tokens": 200, "thinking_budget": 64, "temperature": 0.5, "seed": 7}
+    others = {"expected_answer": "19", "adapter": "base"}
+    summary = page.locator("#settings > summary")
+    mark = "e => getComputedStyle(e, '::after').content"
     visit(page, server)
-    expect(page.locator("#changed")).to_have_text("")
-    page.locator("#settings > summary").click()
-    assert page.get_by_label("Temperature").get_attribute("placeholder") == "0"
-    page.get_by_label("Samples").fill("4")
-    assert page.get_by_label("Temperature").get_attribute("placeholder") == "0.7"
-    page.get_by_label("Thinking budget").fill("64")
-    page.get_by_label("Token limit").fill("200")
-    page.get_by_label("Seed").fill("7")
-    page.get_by_label("Temperature").fill("0.5")
-    page.get_by_label("Expected answer").fill("19")
+    summary.click()
+    assert "changed" not in summary.evaluate(mark)
+    for name, value in [*numbers.items(), ("expected_answer", "19")]:
+        page.locator(f"[name={name}]").fill(str(value))
     page.get_by_label("Adapter").select_option("base")
-    expect(page.locator("#changed")).to_contain_text("4 samples · temperature 0.5 · budget 64")
+    summary.click()
+    assert "changed" in summary.evaluate(mark)  # seen where the settings are folded
     ask(page)
     expect(page.locator("#facts")).to_be_visible()
-    assert server.asked()[0] == {
-        "prompt": QUESTION,
-        "n": 4,
-        "max_new_tokens": 200,
-        "thinking_budget": 64,
-        "temperature": 0.5,
-        "seed": 7,
-        "adapter": "base",
-        "expected_answer": "19",
-        "stream": True,
-    }
+    assert server.asked() == [{"prompt": QUESTION, "stream": True} | numbers | others]
 
 
 @browser_test
 @pytest.mark.parametrize(
-    ("field", "value"), [("Samples", "17"), ("Thinking budget", "-1"), ("Seed", "1.5")]
+    ("field", "value"),
+    [("Samples", "17"), ("Thinking budget", "-1"), ("Seed", "1.5"), ("Question", "")],
 )
-def test_a_setting_out_of_range_is_pointed_at(page, server, field, value):
+def test_a_field_that_is_not_right_is_pointed_at(page, server, field, value):
     visit(page, server)
+    page.get_by_label("Question").fill(QUESTION)
     page.locator("#settings > summary").click()
     page.get_by_label(field).fill(value)
     page.locator("#settings > summary").click()
-    ask(page)
-    expect(page.get_by_label(field)).to_be_focused()
-    assert is_open(page, "#settings")
-    assert server.asked() == []
-
-
-@browser_test
-def test_an_empty_question_is_not_sent(page, server):
-    visit(page, server)
-    ask(page, "  \n ")
-    expect(page.locator("#fault")).to_have_text("Write a question first.")
-    expect(page.get_by_label("Question")).to_be_focused()
-    assert page.get_by_label("Question").get_attribute("aria-invalid") == "true"
-    page.get_by_label("Question").fill("x" * 8001)
-    expect(page.locator("#fault")).to_be_hidden()
     page.get_by_role("button", name="Run", exact=True).click()
-    expect(page.locator("#fault")).to_contain_text("8,001 characters; the server takes 8,000")
+    expect(page.get_by_label(field)).to_be_focused()
+    assert page.get_by_label(field).evaluate("e => e.validationMessage") != ""
+    assert is_open(page, "#settings") == (field != "Question")
     assert server.asked() == []
-
-
-@browser_test
-def test_an_example_fills_the_question(page, server):
-    visit(page, server)
-    page.get_by_role("button", name="eggs").click()
-    page.keyboard.press("Control+Enter")
-    expect(page.locator("#facts")).to_be_visible()
-    assert "6 eggs" in server.asked()[0]["prompt"]
-
-
-# ---- Stopping, hurrying ------------------------------------------------------------------
 
 
 @browser_test
@@ -232,10 +170,10 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
     else:
         page.keyboard.press(how)
     expect(page.locator("#notice-title")).to_have_text("Stopped")
+    expect(page.locator("#thought")).to_have_text("Reasoning so far")
     expect(page.locator("#reasoning")).to_have_text("twelve and")
     expect(page.locator("#stop")).to_be_hidden()
     assert wait_until(lambda: server.left == ["/phase1/reasoning"])
-    assert is_open(page, "#thinking")
 
     page.get_by_role("button", name="Run again").click()
     expect(page.locator("#final")).to_have_text("19")
@@ -243,89 +181,35 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
     expect(page.locator("#reasoning")).not_to_contain_text("twelve and")
 
 
-@browser_test
-def test_answer_now(page, server):
-    forced = done(status="forced", tokens=12)
-    server.script(
-        stream(start(), reasoning("Let me see"), Gate("answer now"), answer("19"), forced)
-    )
-    visit(page, server)
-    ask(page)
-    page.get_by_role("button", name="Answer now").click()
-    expect(page.locator("#final")).to_have_text("19")
-    expect(page.locator("#badge")).to_have_text("cut short: answer now")
-    expect(page.locator("#answer-now")).to_be_hidden()
-    assert server.requests[-1].path == f"/phase1/reasoning/{ID}/answer"
-
-
-@browser_test
-def test_a_second_run_does_not_start_while_one_is_on(page, server):
-    server.script(stream(start(), reasoning("first"), Gate("end"), *ending("19")))
-    visit(page, server)
-    ask(page)
-    expect(page.locator("#reasoning")).to_have_text("first")
-    page.keyboard.press("Control+Enter")
-    run = page.get_by_role("button", name="Run", exact=True)
-    expect(run).to_be_disabled()
-    run.click(force=True)
-    server.open("end")
-    expect(page.locator("#final")).to_have_text("19")
-    assert len(server.asked()) == 1
-
-
 # ---- What the answer says about itself ---------------------------------------------------
 
 
 @browser_test
 @pytest.mark.parametrize(
-    ("given", "badge", "note"),
+    ("given", "thought", "fact"),
     [
-        ({"status": "forced", "tokens": 64, "budget": 64}, "cut short: budget of 64", None),
-        ({"status": "forced", "tokens": 40}, "cut short: to leave room for the answer", None),
+        ({"status": "forced", "tokens": 64, "budget": 64}, "64 tokens, forced", ""),
         (
             {"status": "unclosed", "final": None, "answer": "", "finish_reason": "length"},
-            "never finished",
-            "Cut off at the limit of tokens.",
+            "121 tokens, unclosed",
+            "Finish reasonlength",
         ),
-        ({"finish_reason": "deadline"}, None, "Cut off at the server's time limit."),
-        ({"warnings": ["tie"]}, None, "Answers share the first place"),
-        ({"warnings": ["a new one"]}, None, "a new one"),
-        ({"details": {"format": "two answers"}}, None, "not in the form"),
-        ({"final": None, "answer": "I do not know"}, None, "No final answer was found"),
+        ({"reasoning": None, "status": "absent", "tokens": 0}, "0 tokens, absent", ""),
+        ({"warnings": ["tie", "a new one"]}, "", "Warningstie, a new one"),
+        ({"details": {"format": "two answers"}}, "", "Formattwo answers"),
+        ({"final": None, "answer": "I do not know"}, "", "Formatnone"),
+        ({"verifier": {"expected": "19", "correct": True}}, "", "Verdict✓ expected: 19"),
+        ({"verifier": {"expected": "18", "correct": False}}, "", "Verdict✗ expected: 18"),
     ],
 )
-def test_what_went_wrong_is_said(page, server, given, badge, note):
+def test_what_went_wrong_is_said(page, server, given, thought, fact):
     visit(page, server)
     server.answer = result(**given)
     ask(page)
-    expect(page.locator("#facts")).to_be_visible()
-    if badge:
-        expect(page.locator("#badge")).to_have_text(badge)
-    else:
-        expect(page.locator("#badge")).to_be_hidden()
-    if note:
-        expect(page.locator("#notes")).to_contain_text(note)
-    assert is_open(page, "#thinking") == (given.get("status") == "unclosed")
-
-
-@browser_test
-def test_no_thinking_at_all(page, server):
-    server.answer = result("", status="absent", tokens=0)
-    server.script(stream(start(), answer("19"), event("done", server.answer)))
-    visit(page, server)
-    ask(page)
-    expect(page.locator("#notes")).to_contain_text("without thinking aloud")
-    expect(page.locator("#thinking")).to_be_hidden()
-
-
-@browser_test
-@pytest.mark.parametrize("correct", [True, False])
-def test_the_expected_answer_is_compared(page, server, correct):
-    visit(page, server)
-    server.answer = result(verifier={"expected": "19", "correct": correct, "reason": "ok"})
-    ask(page)
-    said = "✓ Correct: 19 was expected" if correct else "✗ Not correct: 19 was expected"
-    expect(page.locator("#verdict")).to_have_text(said)
+    expect(page.locator("#facts")).to_contain_text(fact)
+    expect(page.locator("#thought")).to_contain_text(thought or "121 tokens, closed")
+    expect(page.locator("#final")).to_have_text(server.answer["final_answer"] or "")
+    expect(page.locator("#reasoning")).to_have_text(server.answer["reasoning"] or "")
 
 
 @browser_test
@@ -333,42 +217,26 @@ def test_votes_of_eight_samples(page, server):
     finals = ["20", "19", "19", None, "19", "20", "19", "19"]
     samples = [sample(i, final) for i, final in enumerate(finals)]
     samples[3] = sample(3, "19", "text_outside")  # found, but it does not vote
-    server.script(
-        stream(
-            start(8),
-            reasoning("12 + 7 = 20"),
-            answer("<answer>20</answer>"),
-            *samples[:3],
-            Gate("rest"),
-            *samples[3:],
-            Gate("vote"),
-            done("12 and 7 make 19", votes=finals),
-        )
-    )
+    begun = (start(8), reasoning("12 + 7 = 20"), answer("20"), *samples[:3])
+    ended = (Gate("rest"), *samples[3:], Gate("vote"), done("12 and 7 make 19", votes=finals))
+    server.script(stream(*begun, *ended))
     visit(page, server)
     page.locator("#settings > summary").click()
     page.get_by_label("Samples").fill("8")
     ask(page)
-    expect(page.locator("#votes-title")).to_have_text("Votes: 3 of 8 samples have finished")
-    rows = page.locator("#bars li")
-    expect(rows).to_have_count(2)
-    expect(rows.nth(0)).to_contain_text("192 of 8")  # "19", then "2 of 8"
+    answers, counts = page.locator("#votes dt"), page.locator("#votes dd")
+    expect(answers).to_have_text(["19", "20"])
+    expect(counts).to_have_text(["2 of 8", "1 of 8"])
     expect(page.locator("#answer")).to_be_hidden()  # the vote decides, not sample 0
     server.open("rest")
-    expect(rows).to_have_text(["195 of 8", "202 of 8", "no answer1 of 8"])
+    expect(counts).to_have_text(["5 of 8", "2 of 8", "1 of 8"])
+    expect(page.locator(".winner")).to_have_count(0)
     server.open("vote")
-    expect(page.locator("#votes-title")).to_have_text("Votes of 8 samples")
-    expect(rows).to_have_text(["195 of 8", "202 of 8", "no answer1 of 8"])
-    expect(rows.nth(0)).to_have_class("winner")
-    page.wait_for_function("() => document.getAnimations().length === 0")  # the bars have grown
-    widths = page.locator("#bars i").evaluate_all(
-        "bars => bars.map(b => Math.round(8 * b.clientWidth / b.parentElement.clientWidth))"
-    )
-    assert widths == [5, 2, 1]
     expect(page.locator("#final")).to_have_text("19")  # the winner, though sample 0 said 20
-    said = "Winning sample: thought for 121 tokens"
-    expect(page.locator("#thinking-title")).to_have_text(said)
-    page.locator("#thinking > summary").click()
+    expect(answers).to_have_text(["19", "20", "no answer"])
+    expect(counts.nth(0).locator("progress")).to_have_class("winner")
+    values = page.locator("progress").evaluate_all("bars => bars.map(bar => 8 * bar.value)")
+    assert values == [5, 2, 1]
     expect(page.locator("#reasoning")).to_have_text("12 and 7 make 19")
     assert server.asked()[0]["n"] == 8
 
@@ -376,47 +244,57 @@ def test_votes_of_eight_samples(page, server):
 # ---- The model's text is only ever text --------------------------------------------------
 
 HOSTILE = "</div><script>alert(1)</script><img src=x onerror=alert(2)><b>bold</b>&amp;"
+MARKDOWN = "[a](javascript:alert(3)) ![b](http://evil.example/x.png) `c` **d** <__proto__>"
 
 
 @browser_test
-def test_markup_stays_text_wherever_it_comes_from(page, server):
+@pytest.mark.parametrize("hostile", [HOSTILE, MARKDOWN, "__proto__"])
+def test_markup_stays_text_wherever_it_comes_from(page, server, hostile):
     server.info = described(
-        model={"base": HOSTILE, "adapter": HOSTILE, "adapter_sha256": None},
-        adapters=[HOSTILE],
-        default_adapter=HOSTILE,
+        model={"base": hostile, "adapter": hostile, "adapter_sha256": None},
+        adapters=[hostile],
+        default_adapter=hostile,
     )
-    text = result(HOSTILE, final=HOSTILE, answer=HOSTILE, votes=[HOSTILE] * 2, warnings=[HOSTILE])
-    text |= {"verifier": {"expected": HOSTILE, "correct": False, "reason": HOSTILE}}
-    text["model"]["base"] = HOSTILE
+    text = result(hostile, final=hostile, answer=hostile + "!", votes=[hostile] * 2)
+    text |= {"verifier": {"expected": hostile, "correct": False, "reason": hostile}}
+    text |= {"warnings": [hostile], "model": server.info["model"]}
+    pieces = (start(2), reasoning(hostile), sample(0, hostile), sample(1, hostile))
     server.script(
-        stream(start(2), reasoning(HOSTILE), answer(HOSTILE), event("done", text)),
-        problem(400, "bad_request", HOSTILE, request_id=HOSTILE),
-        problem(422, "validation", "", errors=[{"loc": ["body", "n"], "msg": HOSTILE}]),
+        stream(*pieces, event("done", text)),
+        problem(400, "bad_request", hostile, request_id=hostile),
     )
-    before = "document.querySelectorAll('script, img, b, style').length"
+    elements = "document.querySelectorAll('script, link, img, b, a, style').length"
     visit(page, server)
-    elements = page.evaluate(before)
-    ask(page, HOSTILE)
+    before = page.evaluate(elements)
+    page.locator("#settings > summary").click()
+    page.get_by_label("Samples").fill("2")
+    ask(page, hostile)
     expect(page.locator("#facts")).to_be_visible()
-    page.locator("#thinking > summary").click()
-    for place in ("#reasoning", "#final", "#bars", "#notes", "#verdict"):
-        expect(page.locator(place)).to_contain_text(HOSTILE)
-    for place in ("#facts", "#status"):  # of a model's path, the last part
-        expect(page.locator(place)).to_contain_text("b>&amp;")
+    for place in ("status", "reasoning", "final", "answer", "votes", "facts", "live"):
+        expect(page.locator(f"#{place}")).to_contain_text(hostile)
+    expect(page.locator("#votes dd")).to_have_text(["2 of 2"])
     ask(page)
-    expect(page.locator("#notice-text")).to_have_text(HOSTILE)
-    ask(page)
-    expect(page.locator("#fault")).to_have_text("Samples: " + HOSTILE)
-    assert page.evaluate(before) == elements
+    for place in ("notice-title", "notice-text"):
+        expect(page.locator(f"#{place}")).to_contain_text(hostile)
+    assert page.evaluate(elements) == before
 
 
 @browser_test
 def test_the_checks_of_this_file_notice_a_violation(page, server):
+    """And the policy stops what the page's script must never do."""
     visit(page, server)
-    page.evaluate("document.body.innerHTML = '<img src=x onerror=alert(1)><p style=color:red>'")
-    page.wait_for_function("() => violations.length >= 2")
-    kinds = {line.split()[0] for line in page.evaluate("violations")}
-    assert kinds == {"script-src-attr", "style-src-attr", "img-src"}
+    page.evaluate(
+        """() => {
+            try { document.body.innerHTML = "<img>"; } catch { violations.push("refused"); }
+            const image = document.createElement("img");
+            document.body.append(image);
+            image.src = "image.png";
+            image.setAttribute("style", "color: red");
+        }"""
+    )
+    kinds = {"refused", "require-trusted-types-for", "img-src", "style-src-attr"}
+    page.wait_for_function(f"() => violations.length >= {len(kinds)}")
+    assert {line.split()[0] for line in page.evaluate("violations")} == kinds
     page.evaluate("violations.length = 0")
 
 
@@ -429,85 +307,74 @@ def test_wrong_key_then_right_key(page, server):
     page.goto(server.url)
     key = page.get_by_label("This server asks for a key")
     expect(key).to_be_focused()
-    expect(page.locator("#key-fault")).to_be_hidden()
     ask(page)  # the question waits for the key
     expect(key).to_be_focused()
+    expect(page.locator("#notice")).to_be_hidden()  # the form says it
     key.fill("wrong-key")
     key.press("Enter")
-    expect(page.locator("#key-fault")).to_have_text("That key was not accepted.")
+    expect(page.locator("#key-label")).to_have_text("That key was not accepted")
+    key = page.locator("#key")
     key.fill("a key")
     key.press("Enter")
-    expect(page.locator("#key-fault")).to_contain_text("without spaces")
-    key.fill("right-key")
+    assert key.evaluate("e => e.validationMessage") != ""
+    key.fill(" right-key ")
     key.press("Enter")
-    expect(page.locator("#final")).to_have_text("19")  # asked again by itself
     expect(key).to_be_hidden()
-    assert server.requests[-1].headers["authorization"] == "Bearer right-key"
-    assert page.evaluate("[Object.entries(sessionStorage), localStorage.length]") == [
-        [["rlm.key", "right-key"]],
-        0,
-    ]
+    expect(page.locator("#run")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#final")).to_have_text("19")
+    sent = [seen.headers.get("authorization") for seen in server.requests]
+    assert sent[-1] == "Bearer right-key"
+    assert set(sent) == {None, "Bearer wrong-key", "Bearer right-key"}
+    kept = "[Object.entries(sessionStorage), localStorage.length, document.cookie]"
+    assert page.evaluate(kept) == [[["rlm.key", "right-key"]], 0, ""]
+    assert "right-key" not in page.url
 
     page.reload()
     expect(page.locator("#status")).to_contain_text("final_rlm_lora")
     expect(key).to_be_hidden()
+    expect(page.locator("#docs")).to_be_hidden()  # a link sends no key
     page.get_by_role("button", name="Forget key").click()
     expect(key).to_be_focused()
-    assert page.evaluate("sessionStorage.getItem('rlm.key')") == ""
+    assert page.evaluate("sessionStorage.length") == 0
 
-
-@browser_test
-def test_a_key_that_stops_working_is_asked_for_again(page, server):
+    server.keys = frozenset()
     visit(page, server)
-    expect(page.locator("#key-form")).to_be_hidden()
-    server.keys = frozenset({"new"})
+    server.keys = frozenset({"new"})  # and it asks when that is no longer enough
     ask(page)
-    page.get_by_label("This server asks for a key").fill("new")
-    page.keyboard.press("Enter")
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.get_by_label("This server asks for a key")).to_be_focused()
 
 
 # ---- When the server cannot --------------------------------------------------------------
 
 
 @browser_test
-def test_a_full_queue_is_counted_down_and_asked_again(page, server):
-    server.script(problem(503, "queue_full", "32 requests wait", retry_after=6))
+@pytest.mark.parametrize(("code", "status"), [("queue_full", 503), ("rate_limited", 429)])
+def test_what_passes_by_itself_is_asked_again(page, server, code, status):
+    refusals = [problem(status, code, "come back later", retry_after=wait) for wait in (3, 600)]
+    server.script(*refusals)
     visit(page, server)
     ask(page)
-    expect(page.locator("#notice-title")).to_have_text("All seats are taken")
-    # Three seconds each: the browser is looked at once a second.
-    expect(page.locator("#notice-text")).to_contain_text(re.compile(r"Trying again in [456] s\."))
-    expect(page.locator("#notice-text")).to_contain_text(re.compile(r"Trying again in [123] s\."))
+    expect(page.locator("#notice-title")).to_have_text("come back later")
+    expect(page.locator("#notice-text")).to_contain_text("asked again in 3 s")
+    expect(page.get_by_role("button", name="Run again")).to_be_hidden()
+    expect(page.locator("#notice-text")).to_contain_text("asked again in 600 s")
+    page.keyboard.press("Escape")  # waiting can be given up
+    expect(page.locator("#notice-title")).to_have_text("Stopped")
+    page.get_by_role("button", name="Run again").click()
     expect(page.locator("#final")).to_have_text("19")
     expect(page.locator("#notice")).to_be_hidden()
-    assert len(server.asked()) == 2
-
-
-@browser_test
-def test_waiting_can_be_cut_short_or_given_up(page, server):
-    server.script(*[problem(429, "rate_limited", "", retry_after=600)] * 2)
-    visit(page, server)
-    ask(page)
-    expect(page.locator("#notice-title")).to_have_text("Too many requests")
-    expect(page.locator("#notice-text")).to_contain_text("600 s")
-    page.get_by_role("button", name="Try now").click()
-    assert wait_until(lambda: len(server.asked()) == 2)
-    expect(page.locator("#notice-text")).to_contain_text("600 s")
-    page.keyboard.press("Escape")
-    expect(page.locator("#notice-title")).to_have_text("Stopped")
-    ask(page)
-    expect(page.locator("#final")).to_have_text("19")
+    assert len(server.asked()) == 3
 
 
 @browser_test
 def test_a_model_that_is_still_loading(page, server):
     server.not_ready = "loading"
-    server.script(problem(503, "loading", ""))
+    server.script(problem(503, "loading", "the model is still being loaded"))
     page.goto(server.url)
-    expect(page.locator("#status")).to_have_text("Loading the model…")
+    expect(page.locator("#status")).to_have_text("it is loading")
     ask(page)
-    expect(page.locator("#notice-title")).to_have_text("The model is loading")
+    expect(page.locator("#notice-title")).to_have_text("the model is still being loaded")
     server.not_ready = None
     expect(page.locator("#status")).to_contain_text("final_rlm_lora")
     expect(page.locator("#final")).to_have_text("19")
@@ -517,44 +384,37 @@ def test_a_model_that_is_still_loading(page, server):
 HTML = Reply((b"<h1>Bad gateway</h1>",), 502, "text/html")
 NO_STREAM = Reply((b"<h1>Hello</h1>",), 200, "text/html")
 NO_JSON = stream(start(), b"event: reasoning\ndata: {\n\n", Gate("never"))
+NO_FIELDS = stream(start(), event("done", {"answer": ""}), Gate("never"))
 
 
 @browser_test
 @pytest.mark.parametrize(
-    ("reply", "title", "text"),
+    ("reply", "title"),
     [
-        (problem(503, "draining"), "The server is shutting down", "Run again when it is back"),
-        (problem(503, "engine_down"), "The engine has stopped", ""),
-        (problem(504, "deadline"), "Out of time", "time limit"),
-        (problem(413, "body_too_large"), "The question is too long", ""),
-        (problem(500, "internal"), "The server made a mistake", ""),
-        (problem(400, "bad_host", "This host."), "The server refused", "This host."),
-        (HTML, "The server refused", "It answered 502 and gave no reason."),
-        (NO_STREAM, "The answer cannot be read", ""),
-        (NO_JSON, "The answer cannot be read", ""),
+        (problem(503, "draining", "the server is shutting down"), "the server is shutting down"),
+        (problem(503, "engine_down", "the engine died"), "the engine died"),
+        (problem(504, "deadline", "not finished within 120 seconds"), "not finished within 120"),
+        (problem(413, "body_too_large", "a body has at most 9 bytes"), "a body has at most 9"),
+        (problem(422, "validation", "n: must be smaller"), "n: must be smaller"),
+        (problem(500, "internal", "a fault of the server"), "a fault of the server"),
+        (problem(503, "no_reason"), "The server answered 503"),
+        (HTML, "The server answered 502"),
+        (NO_STREAM, "The connection was lost"),
+        (NO_JSON, "The answer cannot be read"),
+        (NO_FIELDS, "The answer cannot be read"),
     ],
 )
-def test_every_refusal_has_a_face(page, server, reply, title, text):
+def test_every_refusal_is_one_notice(page, server, reply, title):
     visit(page, server)
     server.script(reply)
     ask(page)
-    expect(page.locator("#notice-title")).to_have_text(title)
-    expect(page.locator("#notice-text")).to_contain_text(text)
+    expect(page.locator("#notice-title")).to_contain_text(title)
+    if reply.content_type == "application/problem+json":
+        expect(page.locator("#notice-text")).to_contain_text("req-1")  # to be found in the log
     expect(page.locator("#stop")).to_be_hidden()
     page.get_by_role("button", name="Run again").click()
     expect(page.locator("#final")).to_have_text("19")
-    assert reply is not NO_JSON or wait_until(lambda: server.left)  # what is not read is let go
-
-
-@browser_test
-@pytest.mark.parametrize("place", ["n", "thinking_budget", "prompt"])
-def test_a_refused_field_is_pointed_at(page, server, place):
-    errors = [{"loc": ["body", place], "msg": "must be smaller"}]
-    server.script(problem(422, "validation", "", errors=errors))
-    visit(page, server)
-    ask(page)
-    expect(page.locator(f"#{place}")).to_be_focused()
-    expect(page.locator("#fault")).to_contain_text("must be smaller")
+    assert len(reply.pieces) == 1 or wait_until(lambda: server.left)  # what is not read is let go
 
 
 @browser_test
@@ -563,7 +423,7 @@ def test_a_refused_field_is_pointed_at(page, server, place):
     [
         (HangUp(), "The connection was lost"),
         (event("reasoning", {"sample": 0, "delta": ""}), "The connection was lost"),  # no `done`
-        (event("error", problem_body(504, "deadline", "")), "Out of time"),
+        (event("error", problem_body(504, "deadline", "too late")), "too late"),
     ],
 )
 def test_a_break_in_the_middle_keeps_the_text(page, server, end, title):
@@ -573,9 +433,7 @@ def test_a_break_in_the_middle_keeps_the_text(page, server, end, title):
     expect(page.locator("#reasoning")).to_have_text("twelve and seven")
     server.open("break")
     expect(page.locator("#notice-title")).to_have_text(title)
-    expect(page.locator("#notice-text")).to_contain_text("What arrived is kept below.")
     expect(page.locator("#reasoning")).to_have_text("twelve and seven")
-    assert is_open(page, "#thinking")
     page.get_by_role("button", name="Run again").click()
     expect(page.locator("#final")).to_have_text("19")
 
@@ -590,7 +448,7 @@ def test_a_server_that_falls_silent_is_given_up(page, server):
     page.clock.fast_forward(55_000)
     expect(page.locator("#stop")).to_be_visible()
     page.clock.fast_forward(6_000)
-    expect(page.locator("#notice-title")).to_have_text("No word from the server")
+    expect(page.locator("#notice-title")).to_have_text("No word from the server for 60 s")
     expect(page.locator("#reasoning")).to_have_text("twelve")
     assert wait_until(lambda: server.left == ["/phase1/reasoning"])
 
@@ -601,7 +459,7 @@ def test_a_server_that_is_gone(page, server):
     page.context.set_offline(True)
     ask(page)
     expect(page.locator("#notice-title")).to_have_text("The server cannot be reached")
-    expect(page.locator("#status")).to_have_text("Not reachable")
+    expect(page.locator("#status")).to_have_text("The server cannot be reached")
     page.context.set_offline(False)
     expect(page.locator("#status")).to_have_class("ready")
     page.get_by_role("button", name="Run again").click()
@@ -613,60 +471,31 @@ def test_a_server_that_is_gone(page, server):
 
 @browser_test
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_stream_in_single_bytes(page, server, end):
-    text = "π ≈ 3, 🍏🍏"
-    two_lines = ("event:reasoning", 'data: {"sample": 0,', f'data:"delta": "{text}"}}', "", "")
+def test_events_do_not_depend_on_where_their_bytes_are_cut(page, server, end):
+    # U+2028 ends a line for JavaScript's ^, $ and . but not for server-sent events.
+    text = "π ≈ 3, 🍏🍏\u2028data: {}\u2028\u2028event: error\x85"
     events = (
         event("start", {"id": ID, "n": 1}, end)
-        + end.join((": ping", "", "retry: 5", *two_lines)).encode()
-        + event("unheard-of", {"a": 1}, end)
+        + f": still here{end}{end}".encode()
+        + event("reasoning", {"sample": 0, "delta": text}, end)
+        + event("unheard_of", {"a": 1}, end)
         + event("done", result(text), end)
     )
-    server.script(stream(*crumbs(events)))
     visit(page, server)
-    ask(page)
-    expect(page.locator("#final")).to_have_text("19")
-    page.locator("#thinking > summary").click()
-    expect(page.locator("#reasoning")).to_have_text(text)
-
-
-@browser_test
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_events_do_not_depend_on_where_the_text_is_cut(page, server, end):
-    lines = [
-        "event: a",
-        "data: 1",
-        "data:2",
-        "",
-        ": ping",
-        "",
-        "data",
-        "data:  x: y",
-        "",
-        "data: cut",
-    ]
-    visit(page, server)
-    wrong = page.evaluate(
-        """([text, expected]) => {
-            const wrong = [];
-            for (let i = 0; i <= text.length; i++) for (let j = i; j <= text.length; j++) {
-                const seen = [], feed = eventParser((event, data) => seen.push([event, data]));
-                [text.slice(0, i), text.slice(i, j), text.slice(j)].forEach(feed);
-                if (JSON.stringify(seen) !== JSON.stringify(expected)) wrong.push([i, j, seen]);
-            }
-            return wrong;
-        }""",
-        [end.join(lines), [["a", "1\n2"], ["message", "\n x: y"]]],
-    )
-    assert wrong == []
+    for size in (1, 2, 3, 5, 7, 100, len(events)):
+        server.script(stream(*crumbs(events, size)))
+        ask(page)
+        expect(page.locator("#final")).to_have_text("19")
+        assert page.locator("#reasoning").evaluate("e => e.textContent") == text
 
 
 # ---- Everybody ---------------------------------------------------------------------------
 
 
 @browser_test
-@pytest.mark.parametrize("options", [{"viewport": {"width": 360, "height": 740}}])
-def test_nothing_scrolls_sideways_on_a_small_screen(page, server, options):
+def test_nothing_scrolls_sideways_on_a_small_screen(page, server):
+    page.set_viewport_size({"width": 360, "height": 740})
+
     def fits() -> bool:
         return page.evaluate(
             "document.documentElement.scrollWidth <= innerWidth && "
@@ -678,25 +507,25 @@ def test_nothing_scrolls_sideways_on_a_small_screen(page, server, options):
     long = "9" * 400
     server.keys = frozenset({"k"})
     server.info = described(model={"base": "B" * 90, "adapter": "a" * 90, "adapter_sha256": None})
-    server.script(
-        stream(start(8), reasoning(long), Gate("end"), done(long, votes=[long] * 3 + ["1"])),
-        problem(400, "bad_request", long, request_id="r" * 64),
-    )
+    votes = [sample(i, final) for i, final in enumerate([long] * 3 + ["1"])]
+    ended = (*votes, done(long, final=long, votes=[long] * 3 + ["1"]))
+    answered = stream(start(4), reasoning(long), Gate("end"), *ended)
+    server.script(answered, problem(400, "bad_request", long, request_id="r" * 64))
     page.goto(server.url)
     expect(page.locator("#key-form")).to_be_visible()
     assert fits()
     page.get_by_label("This server asks for a key").fill("k")
     page.keyboard.press("Enter")
     page.locator("#settings > summary").click()
+    page.get_by_label("Samples").fill("4")
     ask(page, long)
     expect(page.locator("#reasoning")).to_be_visible()
     assert fits()
     server.open("end")
     expect(page.locator("#facts")).to_be_visible()
-    page.locator("#thinking > summary").click()
     assert fits()
     ask(page)
-    expect(page.locator("#notice-text")).to_have_text(long)
+    expect(page.locator("#notice-title")).to_have_text(long)
     assert fits()
 
 
@@ -704,7 +533,7 @@ def test_nothing_scrolls_sideways_on_a_small_screen(page, server, options):
 def test_all_of_it_by_keyboard(page, server):
     server.script(
         stream(start(), reasoning("let me see"), Gate("answer now"), *ending("19")),
-        stream(start(), reasoning("again"), Gate("never")),
+        stream(start(2), reasoning("again"), Gate("never")),
     )
     visit(page, server)
     press = page.keyboard.press
@@ -717,49 +546,51 @@ def test_all_of_it_by_keyboard(page, server):
         raise AssertionError(f"Tab does not reach {selector}")
 
     expect(page.get_by_label("Question")).to_be_focused()  # from the start
-    page.keyboard.type(QUESTION)
+    page.keyboard.type("to be replaced by the example")
+    tab_to("button[value*=eggs]")
+    press("Enter")
     press("Control+Enter")
     expect(page.locator("#answer-now")).to_be_visible()
     tab_to("#answer-now")
     press("Enter")
     expect(page.locator("#final")).to_have_text("19")
+    assert server.requests[-1].path == f"/phase1/reasoning/{ID}/answer"
+    assert "6 eggs" in server.asked()[0]["prompt"]
     expect(page.locator("#run")).to_be_focused()  # the button that had the focus is gone
     tab_to("#settings > summary")
     press("Enter")
-    tab_to("#n")
+    tab_to("[name=n]")
     page.keyboard.type("2")
-    tab_to("#thinking > summary")
+    tab_to("#thought")
     press("Space")
-    assert is_open(page, "#thinking")
+    assert not is_open(page, "#thinking")
     press("Control+Enter")
     expect(page.locator("#reasoning")).to_have_text("again")
+    assert not is_open(page, "#thinking")  # what the reader folded stays folded
     press("Escape")
     expect(page.locator("#notice-title")).to_have_text("Stopped")
     assert [body.get("n") for body in server.asked()] == [None, 2]
 
 
 @browser_test
-def test_a_block_that_the_reader_folded_stays_folded_and_one_being_read_stays_open(page, server):
-    pieces = (start(), reasoning("let me see"), Gate("1"), reasoning("…"), Gate("2"), *ending("19"))
-    server.script(
-        stream(*pieces), stream(start(), reasoning("let me see"), Gate("3"), *ending("1"))
-    )
+def test_a_reader_who_selects_text_or_scrolls_up_is_left_alone(page, server):
+    lines = "let me see\n" * 100
+    pieces = (reasoning(lines), Gate("1"), reasoning("more\n"), Gate("2"), reasoning("end"))
+    server.script(stream(start(), *pieces, answer("19"), done(lines + "more\nend")))
     visit(page, server)
     ask(page)
-    expect(page.locator("#reasoning")).to_be_visible()
-    page.locator("#thinking > summary").click()
+    box = page.locator("#reasoning")
+    at_end = "e => e.scrollHeight - e.scrollTop - e.clientHeight < 24"
+    expect(box).to_contain_text("see")
+    assert box.evaluate(at_end)  # the view follows
     server.open("1")
-    expect(page.locator("#reasoning")).to_contain_text("see…")
-    assert not is_open(page, "#thinking")
+    expect(box).to_contain_text("more")
+    assert box.evaluate(at_end)
+    box.evaluate("e => { e.scrollTop = 50; getSelection().selectAllChildren(e); }")
     server.open("2")
     expect(page.locator("#final")).to_have_text("19")
-    assert not is_open(page, "#thinking")
-
-    ask(page)
-    expect(page.locator("#reasoning")).to_have_text("let me see")
-    page.locator("#reasoning").select_text()
-    server.open("3")
-    expect(page.locator("#final")).to_have_text("1")
+    assert box.evaluate("e => e.scrollTop") == 50
+    assert "let me see" in page.evaluate("getSelection().toString()")
     assert is_open(page, "#thinking")
 
 
@@ -772,90 +603,48 @@ def test_a_screen_reader_is_not_flooded(page, server):
         "window.said = []; new MutationObserver(() => said.push(live.textContent))"
         ".observe(live, {childList: true})"
     )
-    assert page.locator("#live").get_attribute("aria-live") == "polite"
     ask(page)
     for i in range(40):
         expect(page.locator("#reasoning")).to_contain_text(f"word {i}")
         server.open(f"{i}")
     page.wait_for_function("() => said.includes('Answer: 19')")
-    assert page.evaluate("said.length") <= 4
+    assert page.evaluate("said") == ["Thinking", "Answer: 19"]
+    expect(page.get_by_role("status")).to_have_id("live")  # an <output> is polite
     others = page.locator("[aria-live], [role=alert], [role=status], [role=log], output")
     expect(others).to_have_count(1)
+    assert page.evaluate("document.getAnimations().length") == 0  # and nothing moves
 
 
 @browser_test
-@pytest.mark.parametrize("options", [{"reduced_motion": "reduce"}, {}])
-def test_nothing_moves_for_those_who_asked_for_that(page, server, options):
-    server.script(stream(start(), reasoning("let me see"), Gate("never")))
-    visit(page, server)
-    ask(page)
-    expect(page.locator("#reasoning")).to_have_text("let me see")
-    assert bool(page.evaluate("document.getAnimations().length")) != bool(options)
-
-
-@browser_test
-@pytest.mark.parametrize("options", [{"color_scheme": "light"}, {"color_scheme": "dark"}])
-def test_text_stands_out_from_its_ground(page, server, options):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(browser, server, scheme):
     """Contrast of at least 4.5 for text, 3 for edges of controls (WCAG 2.2, 1.4.3, 1.4.11)."""
-    visit(page, server)
-    read = "name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim()"
-    colours = {
-        name: page.evaluate(read, name)
-        for name in ("paper", "field", "ink", "soft", "edge", "accent", "on-accent")
-    }
 
     def luminance(colour: str) -> float:
-        digits = colour[1:] if len(colour) == 7 else "".join(c * 2 for c in colour[1:])
-        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        parts = [int(digits) / 255 for digits in re.findall(r"\d+", colour)[:3]]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    def contrast(one: str, other: str) -> float:
-        low, high = sorted((luminance(colours[one]), luminance(colours[other])))
-        return (high + 0.05) / (low + 0.05)
+    with watched_page(browser, server.url, color_scheme=scheme) as page:
+        visit(page, server)
+        ask(page)
+        expect(page.locator("#facts")).to_be_visible()
 
-    for ground in ("paper", "field"):
-        assert min(contrast(text, ground) for text in ("ink", "soft", "accent")) >= 4.5
-        assert contrast("edge", ground) >= 3
-    assert contrast("on-accent", "accent") >= 4.5
-    assert (luminance(colours["paper"]) > 0.5) == (options["color_scheme"] == "light")
+        def colour(selector: str, what: str, part: str | None = None) -> float:
+            script = "(e, [what, part]) => getComputedStyle(e, part)[what]"
+            return luminance(page.locator(selector).first.evaluate(script, [what, part]))
 
+        def contrast(one: float, other: float) -> float:
+            return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
-# ---- Copy as code ------------------------------------------------------------------------
-
-
-@browser_test
-@pytest.mark.parametrize("language", ["curl", "Python"])
-def test_copied_code_asks_the_same_question(page, server, language):
-    server.keys = frozenset({"secret-key"})
-    question = 'It\'s "12" + 7 $HOME `x` \\n\nAnd 🍏?'
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.goto(server.url)
-    page.get_by_label("This server asks for a key").fill("secret-key")
-    page.keyboard.press("Enter")
-    page.locator("#settings > summary").click()
-    page.get_by_label("Samples").fill("3")
-    page.get_by_label("Question").fill(question)
-    page.get_by_role("button", name=language).click()
-    expect(page.locator("#copy-" + language.lower())).to_have_text("copied")
-    code = page.evaluate("navigator.clipboard.readText()")
-    assert "secret-key" not in code
-
-    if language == "curl" and shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-    command = ["bash", "-c", code] if language == "curl" else [sys.executable, "-c", code]
-    env = os.environ | {"RLM_API_KEY": "secret-key"}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True)
-    assert server.asked() == [{"prompt": question, "n": 3}]
-    printed = json.loads(ran.stdout)["response"] if language == "curl" else ran.stdout.strip()
-    assert printed == server.answer["response"]
-
-
-@browser_test
-def test_code_can_be_taken_by_hand_where_the_clipboard_is_closed(page, server):
-    visit(page, server)
-    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
-    page.get_by_label("Question").fill(QUESTION)
-    page.get_by_role("button", name="curl").click()
-    expect(page.locator("#snippet")).to_be_focused()
-    assert QUESTION in page.evaluate("getSelection().toString()")
+        ground = colour("body", "backgroundColor")
+        assert (ground > 0.5) == (scheme == "light")
+        for text in ("h1", "#status", "label", "#reasoning", "#final", "dt", "dd", ".link"):
+            assert contrast(colour(text, "color"), ground) >= 4.5, text
+        assert contrast(colour("#status", "color", "::before"), ground) >= 3
+        for control in ("#prompt", "#run", "[name=n]", "select"):
+            inside = colour(control, "backgroundColor")
+            assert contrast(colour(control, "color"), inside) >= 4.5, control
+            assert contrast(colour(control, "borderTopColor"), ground) >= 3, control
+        placeholder = colour("[name=n]", "color", "::placeholder")
+        assert contrast(placeholder, colour("[name=n]", "backgroundColor")) >= 4.5

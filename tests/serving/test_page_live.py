@@ -6,7 +6,8 @@ import pytest
 from live_server import ADD, live, make_service, wait_until
 
 from rlm.serving.access import Keys
-from tests.serving.test_page import ask, browser_test, expect, options, page, visit  # noqa: F401
+from rlm.serving.app import PAGE, PAGE_POLICY
+from tests.serving.test_page import ask, browser_test, expect, page, visit  # noqa: F401
 
 KEY = "a-key-of-some-length"
 EVIL = "<think>\n<script>alert(1)</script>\n</think>\n<answer><img src=x onerror=alert(2)></answer>"
@@ -30,6 +31,29 @@ def server(tokenizer, keys):
         yield running
 
 
+@pytest.mark.parametrize("keys", [Keys([KEY])])
+@pytest.mark.parametrize(
+    ("path", "name", "kind"),
+    [
+        ("/", "index.html", "text/html"),
+        ("/page.css", "page.css", "text/css"),
+        ("/page.js", "page.js", "text/javascript"),
+    ],
+)
+def test_files_need_no_key_and_are_sent_with_type_caching_and_policy(server, path, name, kind):
+    for method in ("GET", "HEAD"):
+        with server.client() as client:
+            reply = client.request(method, path)
+        assert reply.status_code == 200
+        assert reply.text == (PAGE.joinpath(name).read_text() if method == "GET" else "")
+        assert reply.headers["content-type"] == f"{kind}; charset=utf-8"
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert reply.headers["cache-control"] == "no-store"  # three files of one version
+        assert reply.headers["content-security-policy"] == PAGE_POLICY
+    for other in (f"{path}x", f"/{name}/", f"/page/{name}", "/index.html"):
+        assert server.get(other).status_code == 401
+
+
 @browser_test
 def test_ask_stop_and_ask_again(page, server):  # noqa: F811
     visit(page, server)
@@ -51,7 +75,7 @@ def test_answer_now(page, server):  # noqa: F811
     ask(page, "slow")
     expect(page.get_by_text("again again").first).to_be_visible()
     page.get_by_role("button", name="Answer now").click()
-    expect(page.locator("#answer")).to_contain_text("7")
+    expect(page.locator("#final")).to_have_text("7")
 
 
 @browser_test
@@ -69,9 +93,9 @@ def test_a_wrong_key_then_the_right_one(page, server):  # noqa: F811
     page.goto(server.url)
     page.locator("#key").fill("wrong-key-of-some-length")
     page.get_by_role("button", name="Use key").click()
-    expect(page.locator("#key-fault")).to_be_visible()
+    expect(page.locator("#key-label")).to_have_text("That key was not accepted")
     page.locator("#key").fill(KEY)
     page.get_by_role("button", name="Use key").click()
     expect(page.locator("#status")).to_have_class("ready")
     ask(page, "two and three")
-    expect(page.locator("#answer")).to_contain_text("5")
+    expect(page.locator("#final")).to_have_text("5")
