@@ -22,6 +22,7 @@ import yaml
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
+Row = tuple[str, Any, Any]  # where it is written, key, value
 
 
 class UsageError(Exception):
@@ -90,7 +91,7 @@ class Flag:
     def add_to(self, parser: Any) -> None:
         items = self.default if isinstance(self.default, tuple) else [self.default]
         words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
-        also = "".join(f", also {_dashed(_key(alias))}" for alias in self.aliases)
+        also = ", also " * bool(self.aliases) + ", ".join(_dashed(_key(a)) for a in self.aliases)
         text = f"{self.help}{also} (default: {','.join(words) or 'empty'})".replace("%", "%%")
         if self.positional:
             parser.add_argument(self.name, nargs="?", help=text)
@@ -149,19 +150,18 @@ def read_options(
         listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
         epilog = f"{epilog}\n\n{listed}" if epilog else listed
     typed = _read_argv([*first, *fields], argv, description=description, epilog=epilog)
-    layers = [
-        _read_yaml(typed.pop("config")) if "config" in typed else [],
-        [("", name, value) for name, value in typed.items()],
-    ]
-    given: Values = {}
-    try:
-        for rows, are_typed in zip(layers, (False, True), strict=True):
-            given |= merge_switches(cls, _convert_rows([*first[1:], *fields], rows, are_typed))
-        if name := given.pop("preset", None):
-            rows = [(f"preset {name}", *item) for item in presets[name].items()]
-            given = merge_switches(cls, _convert_rows(fields, rows)) | given
-    except ValueError as error:  # two options of one layer
-        raise UsageError(str(error)) from error
+    options = [*first[1:], *fields]
+
+    def layer(rows: Iterable[Row], typed: bool = False) -> Values:
+        try:
+            return merge_switches(cls, _convert_rows(options, rows, typed))
+        except ValueError as error:  # two options contradict each other
+            raise UsageError(str(error)) from error
+
+    given = layer(_read_yaml(typed.pop("config")) if "config" in typed else [])
+    given |= layer([("", *item) for item in typed.items()], typed=True)
+    if name := given.pop("preset", None):
+        given = layer([(f"preset {name}", *item) for item in presets[name].items()]) | given
     return given
 
 
@@ -273,8 +273,8 @@ def _say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _read_yaml(path: str) -> list[tuple[str, Any, Any]]:
-    """Return the file's top level as rows (place, key, value), repeated keys included."""
+def _read_yaml(path: str) -> list[Row]:
+    """Return the file's top level, repeated keys included."""
     try:
         loader = yaml.SafeLoader(Path(path).read_bytes())
         root, get = loader.get_single_node(), loader.construct_object
@@ -290,9 +290,7 @@ def _read_yaml(path: str) -> list[tuple[str, Any, Any]]:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _convert_rows(
-    options: list[Flag], rows: Iterable[tuple[str, Any, Any]], typed: bool = False
-) -> Values:
+def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
     """Check the rows of a layer and convert them; `typed` says that they are the command line."""
     values, by_key = {}, {key: option for option in options for key in option.keys}
     for where, key, value in rows:

@@ -34,7 +34,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "train_batch_size": 2,
         "max_new_tokens": 512,
         "learning_rate": 5e-6,
-        "use_lora": True,
         "quantize": "auto",
     },
     "reasoning_large": {  # of 7 billion and more
@@ -44,7 +43,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "train_batch_size": 4,
         "max_new_tokens": 2048,
         "learning_rate": 1e-6,
-        "use_lora": True,
         "quantize": "auto",
     },
 }
