@@ -20,8 +20,9 @@ import evaluate
 import inference
 import train_grpo
 import train_sft
+from rlm.cli.flags import flags_of
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, flags_of, parse
+from rlm.cli.options import UsageError, parse
 from rlm.data.prompts import FORMATS, render_problem, render_prompt
 from rlm.evaluation.evaluate import Evaluation
 from rlm.evaluation.records import RowRecord
