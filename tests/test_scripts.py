@@ -20,8 +20,9 @@ import evaluate
 import inference
 import train_grpo
 import train_sft
+from rlm.cli.flags import flags_of
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, flags_of, parse
+from rlm.cli.options import UsageError, parse
 from rlm.data.prompts import FORMATS, render_problem, render_prompt
 from rlm.evaluation.evaluate import Evaluation
 from rlm.evaluation.records import RowRecord
@@ -86,23 +87,8 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
         assert history["dataset"] == "word-problems:1"
     assert (trained / "run_grpo" / "curves.png").stat().st_size > 10_000
     assert not list(trained.glob(".*"))  # nothing half-written stays
-
-
-def test_sft_changed_every_adapter_tensor(trained):
     tensors = load_file(trained / "sft" / "adapter_model.safetensors")
     assert all(tensor.abs().max() > 0 for name, tensor in tensors.items() if "lora_B" in name)
-
-
-def test_sft_learns_its_examples(model_dir, tmp_path):
-    """Every step has the same eight, so that nothing but learning lowers the loss."""
-    code = run(
-        train_sft, "--model", model_dir, *DATA, "--max-samples", 8, "--batch-size", 8, "--epochs",
-        6, "--eval-samples", 0, "--output", tmp_path / "sft", "--run-dir", tmp_path / "run",
-    )  # fmt: skip
-    assert code == 0
-    losses = [json.loads(line)["loss/sft"] for line in (tmp_path / "run/metrics.jsonl").open()]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize(
@@ -486,6 +472,13 @@ MISTAKES = [
     (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
     (evaluate, ["--temperature", "0"], "above 0"),
+    # A file in the way is found before the work.
+    (evaluate, ["--base-only", *DATA, "--output", __file__], "--output"),
+    (
+        train_grpo,
+        [*DATA, "--sft-adapter=none", f"--run-dir={__file__}/run", "--output=x"],
+        "written",
+    ),
     (inference, ["hi", "--adapter", "nowhere"], "python train_sft.py"),
     (inference, ["--json"], "one question"),
     (inference, ["hi", "--top-p", "2"], "at most 1"),
@@ -507,13 +500,6 @@ def test_a_mistake_is_one_line(
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_report_that_cannot_be_written_is_said_before_the_work(model_dir, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    arguments = ["--model", model_dir, "--base-only", *DATA, "--output", tmp_path / "file"]
-    assert run(evaluate, *arguments) == 2
-    assert "--output" in capsys.readouterr().err
 
 
 def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
@@ -589,16 +575,6 @@ def test_another_chat_template_than_in_training_is_refused(trained, model_dir, t
     template.unlink()  # of a base model that was never taught to chat
     assert run(inference, "hi", "--adapter", trained / "grpo", "--model", other) == 2
     assert "no chat template; use an instruct model" in capsys.readouterr().err
-
-
-def test_an_unwritable_place_is_refused_before_training(model_dir, tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    code = run(
-        train_grpo, "--model", model_dir, *DATA, "--sft-adapter", "none", "--run-dir",
-        tmp_path / "file" / "run", "--output", tmp_path / "out",
-    )  # fmt: skip
-    assert code == 2
-    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda f: f.name)

@@ -1,4 +1,4 @@
-"""The life of a script: a parsed command line in, an exit code out, a mistake in one line.
+"""Run a script: from its command line to its exit code, a mistake in one line.
 
 Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal n.
 """
@@ -69,7 +69,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
 
 
 def _open_standard_streams() -> None:
-    """Where a parent closed one (`>&-`), the next file opened would take its number and text."""
+    """Open those that a parent closed (`>&-`): the next file would take their number and text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -80,19 +80,19 @@ def _open_standard_streams() -> None:
 
 
 def _refuse(error: UsageError) -> int:
-    """Say a mistake in one line; the exit code."""
+    """Say a mistake in one line, and return the exit code."""
     _tell(f"error: {' '.join(str(error).split())}")
     return 2
 
 
 def _tell(text: str) -> None:
-    """A last line, if there is still somebody to read it: the exit code says it anyway."""
+    """Write a last line if somebody still reads it: the exit code says it anyway."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
 
 
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
-    """The command that goes on, where the script has --resume."""
+    """Return the command that goes on, where the script has --resume."""
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
@@ -103,6 +103,6 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Of Python, of a GPU, of PyTorch's allocator for the CPU."""
+    """Tell an error of Python's, a GPU's or PyTorch's CPU allocator from others."""
     name, text = type(error).__name__, str(error)
     return name in ("MemoryError", "OutOfMemoryError") or "allocate memory" in text

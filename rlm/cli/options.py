@@ -8,20 +8,40 @@ import dataclasses
 import difflib
 import json
 import math
-import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
+from rlm.cli.flags import (
+    Flag,
+    check_values,
+    flag,
+    flags_of,
+    members_of,
+    merge_switches,
+    with_dashes,
+    with_underscores,
+)
+
+__all__ = [
+    "Interrupted",
+    "UsageError",
+    "check_values",
+    "flag",
+    "parse",
+    "resolve_config",
+    "to_dict",
+]
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
+Row = tuple[str, Any, Any]  # where it is written, key, value
 
 
 class UsageError(Exception):
@@ -38,79 +58,6 @@ class Interrupted(KeyboardInterrupt):
         """
         super().__init__(note)
         self.number, self.note = number, note
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """An option as the command line and YAML know it."""
-
-    help: str = ""
-    choices: Sequence[Any] | None = None  # of a tuple field: for each item
-    aliases: Sequence[str] = ()  # other names, such as TRL's
-    old: Sequence[str] = ()  # names that it had: accepted with a line that says the new one
-    same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
-    positional: bool = False
-    group: str | None = None
-    min: float | None = None  # bounds of a number; of a tuple field: of each item
-    above: float | None = None
-    max: float | None = None
-    name: str = ""  # these three are the field's
-    kind: Any = None
-    default: Any = None
-
-    @property
-    def keys(self) -> list[str]:
-        return [_key(name) for name in (self.name, *self.aliases, *self.old)]
-
-    @property
-    def spelling(self) -> str:
-        return self.name if self.positional else _dashed(self.name)
-
-    @property
-    def expects(self) -> str:
-        return "|".join(map(str, self.choices or map(_describe, _members(self.kind))))
-
-    def check(self, value: Any) -> None:
-        """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
-        bounds = (
-            ("at least", self.min, operator.ge),
-            ("above", self.above, operator.gt),
-            ("at most", self.max, operator.le),
-        )
-        for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists
-            if item is None:
-                continue
-            if self.choices and item not in self.choices:
-                known = ", ".join(map(str, self.choices))
-                raise ValueError(f"{self.spelling}: unknown {item!r}; there are {known}")
-            for words, bound, holds in bounds:
-                if bound is not None and not holds(item, bound):
-                    raise ValueError(f"{self.spelling} must be {words} {bound:g}")
-
-    def add_to(self, parser: Any) -> None:
-        items = self.default if isinstance(self.default, tuple) else [self.default]
-        words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
-        also = "".join(f", also {_dashed(_key(alias))}" for alias in self.aliases)
-        text = f"{self.help}{also} (default: {','.join(words) or 'empty'})".replace("%", "%%")
-        if self.positional:
-            parser.add_argument(self.name, nargs="?", help=text)
-        elif bool in _members(self.kind):
-            parser.add_argument(self.spelling, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            many = any(get_origin(member) is tuple for member in _members(self.kind))
-            action = "append" if many else "store"
-            parser.add_argument(self.spelling, action=action, metavar=self.expects, help=text)
-
-
-def flag(default: Any, help: str, **about: Any) -> Any:
-    """Declare a dataclass field, and what the command line needs to know about it.
-
-    Choices and bounds hold for values from Python too, where `__post_init__` calls `check_values`.
-
-    Args:
-        about: the other fields of `Flag`.
-    """
-    return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
@@ -149,19 +96,18 @@ def read_options(
         listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
         epilog = f"{epilog}\n\n{listed}" if epilog else listed
     typed = _read_argv([*first, *fields], argv, description=description, epilog=epilog)
-    layers = [
-        _read_yaml(typed.pop("config")) if "config" in typed else [],
-        [("", name, value) for name, value in typed.items()],
-    ]
-    given: Values = {}
-    try:
-        for rows, are_typed in zip(layers, (False, True), strict=True):
-            given |= merge_switches(cls, _convert_rows([*first[1:], *fields], rows, are_typed))
-        if name := given.pop("preset", None):
-            rows = [(f"preset {name}", *item) for item in presets[name].items()]
-            given = merge_switches(cls, _convert_rows(fields, rows)) | given
-    except ValueError as error:  # two options of one layer
-        raise UsageError(str(error)) from error
+    options = [*first[1:], *fields]
+
+    def layer(rows: Iterable[Row], typed: bool = False) -> Values:
+        try:
+            return merge_switches(cls, _convert_rows(options, rows, typed))
+        except ValueError as error:  # two options contradict each other
+            raise UsageError(str(error)) from error
+
+    given = layer(_read_yaml(typed.pop("config")) if "config" in typed else [])
+    given |= layer([("", *item) for item in typed.items()], typed=True)
+    if name := given.pop("preset", None):
+        given = layer([(f"preset {name}", *item) for item in presets[name].items()]) | given
     return given
 
 
@@ -170,60 +116,6 @@ def _build(cls: type[T], values: Mapping[str, Any]) -> T:
         return cls(**values)
     except ValueError as error:  # a contradiction that __post_init__ found
         raise UsageError(str(error)) from error
-
-
-def flags_of(cls: type) -> list[Flag]:
-    """Return the flags of a dataclass, in the order of its fields."""
-    kinds = get_type_hints(cls)
-    return [
-        dataclasses.replace(
-            field.metadata.get("flag", Flag()),
-            name=field.name,
-            kind=kinds[field.name],
-            default=field.default,
-        )
-        for field in dataclasses.fields(cls)
-    ]
-
-
-def merge_switches(cls: type, values: Mapping[str, Any]) -> Values:
-    """Replace every switch of a layer by the field that it sets: see `Flag.same_as`.
-
-    Raises:
-        ValueError: a switch is on, and its field has another value.
-    """
-    merged = dict(values)
-    for flag in flags_of(cls):
-        if flag.same_as and flag.name in merged:
-            name, value = flag.same_as
-            off = getattr(cls, name)
-            merged[name], is_on = merged.get(name, off), merged.pop(flag.name)
-            if is_on and merged[name] not in (off, value):
-                both = f"{flag.spelling} and {_dashed(name)} {merged[name]}"
-                raise ValueError(f"{both} contradict each other")
-            merged[name] = value if is_on else merged[name]
-    return merged
-
-
-def check_values(config: Any) -> None:
-    """Hold a config's values against the choices and bounds of their flags; None is always one.
-
-    A text where a path belongs becomes one, as on the command line, and a switch then says the
-    same as the field that it sets (`Flag.same_as`). The config may be frozen.
-
-    Raises:
-        ValueError: the first that fails; the message names its flag.
-    """
-    merged = merge_switches(type(config), vars(config))
-    for flag in flags_of(type(config)):
-        if flag.name not in merged:  # a switch
-            name, on = flag.same_as
-            merged[flag.name] = merged[name] == on
-        value, members = merged[flag.name], _members(flag.kind)
-        if isinstance(value, str) and Path in members and str not in members:
-            value = Path(os.path.expanduser(value))
-        object.__setattr__(config, flag.name, value)
-        flag.check(value)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -247,10 +139,10 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     for option in options:
         option.add_to(group(option.group) if option.group else parser)
         for key in () if option.positional else option.keys:
-            flags[_dashed(key)] = option.spelling
-            if bool in _members(option.kind):
-                flags[_dashed(f"no-{key}")] = f"--no-{option.spelling[2:]}"
-        renamed |= {_dashed(prefix + key) for key in option.old for prefix in ("", "no-")}
+            flags[with_dashes(key)] = option.spelling
+            if bool in members_of(option.kind):
+                flags[with_dashes(f"no-{key}")] = f"--no-{option.spelling[2:]}"
+        renamed |= {with_dashes(prefix + key) for key in option.old for prefix in ("", "no-")}
 
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
@@ -273,8 +165,8 @@ def _say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _read_yaml(path: str) -> list[tuple[str, Any, Any]]:
-    """Return the file's top level as rows (place, key, value), repeated keys included."""
+def _read_yaml(path: str) -> list[Row]:
+    """Return the file's top level, repeated keys included."""
     try:
         loader = yaml.SafeLoader(Path(path).read_bytes())
         root, get = loader.get_single_node(), loader.construct_object
@@ -290,16 +182,14 @@ def _read_yaml(path: str) -> list[tuple[str, Any, Any]]:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _convert_rows(
-    options: list[Flag], rows: Iterable[tuple[str, Any, Any]], typed: bool = False
-) -> Values:
+def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
     """Check the rows of a layer and convert them; `typed` says that they are the command line."""
     values, by_key = {}, {key: option for option in options for key in option.keys}
     for where, key, value in rows:
-        option = by_key.get(_key(str(key)))
+        option = by_key.get(with_underscores(str(key)))
         if option is None:
             raise UsageError(f"{where}: unknown key {key!r}{_hint(str(key), by_key)}")
-        if _key(str(key)) in option.old:
+        if with_underscores(str(key)) in option.old:
             _say(f"{where}: {key} is now {option.name}")
         label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
@@ -316,31 +206,14 @@ def _convert_rows(
     return values
 
 
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _key(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
-
-
 def _hint(word: str, known: Collection[str]) -> str:
     close = [k for k in known if k.startswith(word)] or difflib.get_close_matches(word, known, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _describe(kind: Any) -> str:
-    args = get_args(kind)
-    return f"{_describe(args[0])},..." if args else kind.__name__.lower().removesuffix("type")
-
-
 def _convert(kind: Any, value: Any, typed: bool) -> Any:
     """Return `value` as a `kind`, or raise ValueError. Only what was typed may stand for a list."""
-    args, origin, members = get_args(kind), get_origin(kind), _members(kind)
+    args, origin, members = get_args(kind), get_origin(kind), members_of(kind)
     if NoneType in members and value in (None, "none", ["none"]):
         return None
     for member in members if len(members) > 1 else ():

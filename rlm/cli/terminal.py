@@ -1,4 +1,4 @@
-"""What a run shows: tables, bars on a terminal, plain lines without one."""
+"""Print what a run shows: tables and bars on a terminal, plain lines without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 
 class _Console(Console):
-    """Nobody has to read it: a closed pipe or a lost terminal ends the text, not the run."""
+    """A console that a closed pipe or a lost terminal silences: the run goes on."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -36,7 +36,7 @@ console = _Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def facts(title: str, rows: Mapping[str, object]) -> None:
-    """A two-column table: before a run what will happen, after it what did."""
+    """Print a two-column table: before a run what will happen, after it what did."""
     if not console.is_terminal:
         console.print(title)
         for name, value in rows.items():
@@ -49,12 +49,12 @@ def facts(title: str, rows: Mapping[str, object]) -> None:
 
 
 def line(text: str) -> None:
-    """One line, as it is."""
+    """Print one line as it is."""
     console.print(text)
 
 
 def sample(question: str, completion: str, verdict: str) -> None:
-    """A completion to read: the quickest way to see what is being rewarded."""
+    """Print a completion to read: the quickest way to see what is being rewarded."""
     if not console.is_terminal:
         indented = "\n".join(f"  | {row}" for row in f"{question}\n{completion}".splitlines())
         line(f"  sample ({verdict})\n{indented}")
@@ -64,14 +64,14 @@ def sample(question: str, completion: str, verdict: str) -> None:
 
 
 def bars(counts: Mapping[str, int], total: int) -> None:
-    """A bar for each answer, the longest for all of `total`."""
+    """Print a bar for each answer, the longest for all of `total`."""
     for answer, count in counts.items():
         line(f"  {answer:>12.12} {'█' * round(24 * count / total)} {count} of {total}")
 
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar that disappears when done; gives the function that moves it on by one.
+    """Show a bar that disappears when done; yields the function that moves it on by one.
 
     Without a terminal it is a line a minute, so that a log shows whether an hour's work goes on.
     """
@@ -106,7 +106,8 @@ def _lines(description: str, total: int) -> Callable[[], None]:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Write seconds as a person reads them.
+
     >>> duration(7.2), duration(200)
     ('7 s', '3 min 20 s')
     """

@@ -42,7 +42,7 @@ class Device:
 
 
 def pick_device() -> Device:
-    """The accelerator if there is one; the type that this hardware computes fast."""
+    """Choose the accelerator if there is one, and the type that this hardware computes fast."""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
@@ -70,7 +70,7 @@ class Setup:
 
 
 def default_setup() -> Setup:
-    """A 7B model in 4-bit on GSM8K where a GPU and the hub are; else what the package carries."""
+    """Choose a 7B model in 4-bit on GSM8K where a GPU and the hub are, else what is installed."""
     embedded = (EMBEDDED_MODEL, "word-problems:1", "none")
     if not torch.cuda.is_available():
         return Setup(*embedded, "no GPU here: the 135M model that came with the installation")
@@ -127,7 +127,7 @@ def pick_quantization(quantize: str) -> str:
 
 
 def hub_reachable() -> bool:
-    """Whether the hub (or its mirror, HF_ENDPOINT) answers at all, known within three seconds.
+    """Tell within three seconds whether the hub (or its mirror, HF_ENDPOINT) answers at all.
 
     Behind a proxy only the hub's own libraries could tell: they are left to try.
     """
@@ -143,7 +143,7 @@ def hub_reachable() -> bool:
 
 
 def prepare_process() -> None:
-    """Called by every script first: quiet libraries, and an allocator that keeps what it frees.
+    """Quiet libraries, and let the allocator keep what it frees: every script calls this first.
 
     Every layer allocates temporaries of a few megabytes; mapped anew each time, page faults take
     a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to 32 MB; larger
@@ -178,7 +178,7 @@ def release_memory() -> None:
 
 
 def available_memory(device_type: str) -> int:
-    """Bytes that can still be taken: of the GPU, or of this machine (or its container)."""
+    """Return the bytes that can still be taken: of the GPU, or of this machine (or container)."""
     if device_type == "cuda":
         # What PyTorch holds and does not use can be taken, too.
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -195,7 +195,7 @@ def available_memory(device_type: str) -> int:
 
 
 def peak_memory_gb() -> float:
-    """The most memory this process has held: on the GPU if it used one, else resident."""
+    """Return the most memory this process has held: on the GPU if it used one, else resident."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

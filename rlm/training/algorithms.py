@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What tells the members of the family apart."""
+    """The choices that tell the members of the family apart."""
 
     source: str
     scale_by_std: bool  # of the group; else rewards are only centred
@@ -29,7 +29,7 @@ class Algorithm:
         return {name: getattr(self, name) for name in names}
 
     def formula(self, length: str = "max_new_tokens") -> str:
-        """The effective objective in a line: what --help, a run's first lines and the docs show.
+        """Write the effective objective in a line, as --help, a run and the docs show it.
 
         Args:
             length: the constant of "constant" aggregation.
@@ -83,7 +83,7 @@ ALGORITHMS = {
 def soft_overlong(
     length: int, truncated: bool, *, max_new_tokens: int, buffer: int, penalty: float = -1.0
 ) -> float:
-    """What is added to the reward of a completion that is long (DAPO, equation 13).
+    """Return what is added to the reward of a long completion (DAPO, equation 13).
 
     0 up to max_new_tokens - buffer, then a straight line down to `penalty` at max_new_tokens. A
     completion without an end token gets the whole penalty, whatever its length. buffer 0: off.

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.options import check_values, flag, merge_switches
+from rlm.cli.flags import merge_switches
+from rlm.cli.options import check_values, flag
 from rlm.data.prompts import FORMATS
 from rlm.model.quantize import QUANTIZATIONS
 from rlm.runs.trackers import TRACKER_NAMES
@@ -34,7 +35,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "train_batch_size": 2,
         "max_new_tokens": 512,
         "learning_rate": 5e-6,
-        "use_lora": True,
         "quantize": "auto",
     },
     "reasoning_large": {  # of 7 billion and more
@@ -44,7 +44,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "train_batch_size": 4,
         "max_new_tokens": 2048,
         "learning_rate": 1e-6,
-        "use_lora": True,
         "quantize": "auto",
     },
 }

@@ -1,0 +1,157 @@
+"""Flags: what a dataclass field says of itself, and the checks that hold for all its values."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """An option as the command line and YAML know it."""
+
+    help: str = ""
+    choices: Sequence[Any] | None = None  # of a tuple field: for each item
+    aliases: Sequence[str] = ()  # other names, such as TRL's
+    old: Sequence[str] = ()  # names that it had: accepted with a line that says the new one
+    same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
+    positional: bool = False
+    group: str | None = None
+    min: float | None = None  # bounds of a number; of a tuple field: of each item
+    above: float | None = None
+    max: float | None = None
+    name: str = ""  # these three are the field's
+    kind: Any = None
+    default: Any = None
+
+    @property
+    def keys(self) -> list[str]:
+        return [with_underscores(name) for name in (self.name, *self.aliases, *self.old)]
+
+    @property
+    def spelling(self) -> str:
+        return self.name if self.positional else with_dashes(self.name)
+
+    @property
+    def expects(self) -> str:
+        return "|".join(map(str, self.choices or map(_describe, members_of(self.kind))))
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
+        bounds = (
+            ("at least", self.min, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.max, operator.le),
+        )
+        for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists
+            if item is None:
+                continue
+            if self.choices and item not in self.choices:
+                known = ", ".join(map(str, self.choices))
+                raise ValueError(f"{self.spelling}: unknown {item!r}; there are {known}")
+            for words, bound, holds in bounds:
+                if bound is not None and not holds(item, bound):
+                    raise ValueError(f"{self.spelling} must be {words} {bound:g}")
+
+    def add_to(self, parser: Any) -> None:
+        items = self.default if isinstance(self.default, tuple) else [self.default]
+        words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
+        others = ", ".join(with_dashes(with_underscores(alias)) for alias in self.aliases)
+        also = f", also {others}" if others else ""
+        text = f"{self.help}{also} (default: {','.join(words) or 'empty'})".replace("%", "%%")
+        if self.positional:
+            parser.add_argument(self.name, nargs="?", help=text)
+        elif bool in members_of(self.kind):
+            parser.add_argument(self.spelling, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            many = any(get_origin(member) is tuple for member in members_of(self.kind))
+            action = "append" if many else "store"
+            parser.add_argument(self.spelling, action=action, metavar=self.expects, help=text)
+
+
+def flag(default: Any, help: str, **about: Any) -> Any:
+    """Declare a dataclass field, and what the command line needs to know about it.
+
+    Choices and bounds hold for values from Python too, where `__post_init__` calls `check_values`.
+
+    Args:
+        about: the other fields of `Flag`.
+    """
+    return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
+
+
+def flags_of(cls: type) -> list[Flag]:
+    """Return the flags of a dataclass, in the order of its fields."""
+    kinds = get_type_hints(cls)
+    return [
+        dataclasses.replace(
+            field.metadata.get("flag", Flag()),
+            name=field.name,
+            kind=kinds[field.name],
+            default=field.default,
+        )
+        for field in dataclasses.fields(cls)
+    ]
+
+
+def merge_switches(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace every switch of a layer by the field that it sets: see `Flag.same_as`.
+
+    Raises:
+        ValueError: a switch is on, and its field has another value.
+    """
+    merged = dict(values)
+    for flag in flags_of(cls):
+        if flag.same_as and flag.name in merged:
+            name, value = flag.same_as
+            off = getattr(cls, name)
+            merged[name], is_on = merged.get(name, off), merged.pop(flag.name)
+            if is_on and merged[name] not in (off, value):
+                both = f"{flag.spelling} and {with_dashes(name)} {merged[name]}"
+                raise ValueError(f"{both} contradict each other")
+            merged[name] = value if is_on else merged[name]
+    return merged
+
+
+def check_values(config: Any) -> None:
+    """Hold a config's values against the choices and bounds of their flags; None is always one.
+
+    A text where a path belongs becomes one, as on the command line, and a switch then says the
+    same as the field that it sets (`Flag.same_as`). The config may be frozen.
+
+    Raises:
+        ValueError: the first that fails; the message names its flag.
+    """
+    merged = merge_switches(type(config), vars(config))
+    for flag in flags_of(type(config)):
+        if flag.name not in merged:  # a switch
+            name, on = flag.same_as
+            merged[flag.name] = merged[name] == on
+        value, members = merged[flag.name], members_of(flag.kind)
+        if isinstance(value, str) and Path in members and str not in members:
+            value = Path(os.path.expanduser(value))
+        object.__setattr__(config, flag.name, value)
+        flag.check(value)
+
+
+def with_dashes(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def with_underscores(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def members_of(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _describe(kind: Any) -> str:
+    args = get_args(kind)
+    return f"{_describe(args[0])},..." if args else kind.__name__.lower().removesuffix("type")
