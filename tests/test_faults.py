@@ -27,6 +27,9 @@ import train_grpo
 from rlm.cli.main import run_main
 from rlm.cli.options import to_dict
 from rlm.data.problem import Problem
+from rlm.model.adapters import new_adapter
+from rlm.model.base import load_base
+from rlm.model.export import save_adapter
 from rlm.runs.resume import differences
 from rlm.sampling import Sampler
 from rlm.training.config import GRPOConfig
@@ -396,45 +399,6 @@ def test_a_limit_on_the_size_of_files(runs, undisturbed):
     assert runs.result("run") == undisturbed
 
 
-def test_too_little_room_for_the_checkpoints_is_said_before_training(runs):
-    def small():
-        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(9, 9, 4096)
-
-    ended = runs.run("run", before=small)
-    assert ended.code == 2
-    assert "are needed, 0 MB are free" in ended.text
-    assert "step 1/3" not in ended.text
-
-
-def test_an_output_that_does_not_read_back_does_not_replace_the_old_one(runs, undisturbed):
-    assert runs.run("run", seed=4).code == 0
-    adapter = runs.folder / "run_adapter" / "adapter_model.safetensors"
-    old = adapter.read_bytes()
-
-    def spoil():
-        import rlm.model.export
-
-        write = rlm.model.export.replace_json
-
-        def and_flip(file, content):
-            write(file, content)
-            written = file.with_name("adapter_model.safetensors")
-            if written.exists():
-                content = bytearray(written.read_bytes())
-                content[-1] ^= 1
-                written.write_bytes(content)
-
-        rlm.model.export.replace_json = and_flip
-
-    ended = runs.run("run", before=spoil)
-    assert ended.code == 2
-    assert "does not read back (other tensors than the model's)" in ended.text
-    assert adapter.read_bytes() == old
-    assert runs.leftovers() == []
-    assert runs.run("run", "--resume").code == 0
-    assert runs.result("run") == undisturbed
-
-
 # --- gradients that are not finite --------------------------------------------------------------
 
 
@@ -703,35 +667,49 @@ def test_out_of_memory_is_one_line(runs):
     assert "Traceback" not in ended.text
 
 
-def test_an_adapter_with_nan_is_refused(runs, tokenizer):
-    from rlm.model.adapters import new_adapter
-    from rlm.model.base import load_base
-    from rlm.model.export import save_adapter
-
+def with_nan(runs, tokenizer, monkeypatch):
     policy = new_adapter(load_base(str(runs.model), CPU), r=4, alpha=8)
     next(t for n, t in policy.named_parameters() if "lora_A" in n).data[0, 0] = torch.nan
     save_adapter(policy, tokenizer, runs.folder / "start", {})
-    ended = runs.run("run", sft_adapter=runs.folder / "start")
-    assert ended.code == 2
-    assert "holds values that are not finite" in ended.text
+    return {"sft_adapter": runs.folder / "start"}
 
 
-def test_a_tokenizer_of_another_model_is_refused(runs, tokenizer, tmp_path):
-    shutil.copytree(runs.model, tmp_path / "model")
+def with_another_tokenizer(runs, tokenizer, monkeypatch):
+    shutil.copytree(runs.model, runs.folder / "model")
     other = byte_tokenizer()
     other.add_tokens(["one", "too", "many"])
-    other.save_pretrained(tmp_path / "model")
-    ended = runs.run("run", model=tmp_path / "model")
-    assert ended.code == 2
-    assert "the tokenizer has 262 tokens, the model 259" in ended.text
+    other.save_pretrained(runs.folder / "model")
+    return {"model": runs.folder / "model"}
 
 
-def test_a_prompt_that_the_model_cannot_take_is_refused(runs, monkeypatch):
+def with_a_long_prompt(runs, tokenizer, monkeypatch):
     long = Problem("long", "1 + 1?" * 200, "2")
     monkeypatch.setattr("tests.test_faults.PROBLEMS", [*PROBLEMS, long])
-    ended = runs.run("run")
-    assert ended.code == 2
-    assert "tokens and --max-new-tokens 6 exceed the model's 1024" in ended.text
+    return {}
+
+
+def with_a_full_disk(runs, tokenizer, monkeypatch):
+    usage = shutil._ntuple_diskusage(9, 9, 4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("with_what", "said"),
+    [
+        (with_nan, "holds values that are not finite"),
+        (with_another_tokenizer, "the tokenizer has 262 tokens, the model 259"),
+        (with_a_long_prompt, "tokens and --max-new-tokens 6 exceed the model's 1024"),
+        (with_a_full_disk, "are needed, 0 MB are free"),
+    ],
+)
+def test_what_cannot_go_well_is_refused_before_training(
+    runs, tokenizer, monkeypatch, with_what, said
+):
+    ended = runs.run("run", **with_what(runs, tokenizer, monkeypatch))
+    assert ended.code == 2, ended.text
+    assert said in ended.text
+    assert "step 1/3" not in ended.text
 
 
 # --- the script itself --------------------------------------------------------------------------

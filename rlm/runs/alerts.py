@@ -1,4 +1,4 @@
-"""When a run goes bad: what it looks like in the metrics, and what to do about it.
+"""Alerts: rules that see in the metrics when a run goes bad, each with what to do about it.
 
 Each rule looks at the last steps. A warning is given when its rule begins to hold, and again only
 if it ceased to hold in between. All thresholds are here; a run that goes well is silent.

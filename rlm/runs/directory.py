@@ -143,7 +143,7 @@ class RunDirectory:
                 replace_json(self.path / "config.json", config)
 
     def track(self, name: str, config: Mapping[str, object]) -> None:
-        """Show elsewhere, too, what is logged from here on."""
+        """Show what is logged from here on in a tracker, too."""
         if self.writes:
             self.tracker = open_tracker(name, self.path, config)
 
@@ -186,7 +186,7 @@ class RunDirectory:
             writer.writerows(rows)
 
     def truncate(self, step: int) -> None:
-        """Forget what the logs have from `step` on: a resumed run will log it again."""
+        """Cut the logs at `step`: a resumed run will log it again."""
         if not self.writes:
             return
         for file in self._logs():
@@ -196,7 +196,7 @@ class RunDirectory:
                 replace_file(file, "".join(lines))
 
     def sync_logs(self) -> None:
-        """Have on the disk what was logged: a checkpoint says that it is there."""
+        """Sync the logs to the disk: a checkpoint says that they are there."""
         if self.writes:
             for file in self._logs():
                 sync(file)

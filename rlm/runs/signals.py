@@ -1,4 +1,4 @@
-"""Leaving in good order: the first signal is noted and obeyed between two steps."""
+"""Signals: the first one is noted, and obeyed between two steps."""
 
 from __future__ import annotations
 

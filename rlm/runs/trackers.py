@@ -1,4 +1,4 @@
-"""A run in another tool, beside the run directory: Weights & Biases, TensorBoard or Trackio.
+"""Trackers: a run shown in Weights & Biases, TensorBoard or Trackio too.
 
 metrics.jsonl, samples.jsonl and train_logs.csv are written always; `--tracker` shows the same
 elsewhere. A tool that is missing, out of reach or broken is said in one line and left out; training

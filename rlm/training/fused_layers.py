@@ -1,5 +1,5 @@
-"""The policy's layers as the learning pass computes them: fewer passes over the activations than
-transformers and PEFT make, and less kept for the backward pass. The results are the same."""
+"""Fused layers for training: LoRA, norms, gating and attention with fewer passes over the
+activations than transformers and PEFT make, and less kept for the backward pass; same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a run will take, said before it starts, and the micro-batch that follows from it.
+"""Memory plan: how much a run will take, said before it starts, and the micro-batch that fits.
 
 What a forward pass keeps for the backward pass is measured on a few tokens of the very model,
 not estimated from its shape; everything else is counted.
@@ -98,13 +98,7 @@ def plan_memory(
         if count
     )
     longest_sequence = longest + config.max_new_tokens
-    model = policy.config.get_text_config()
-    context = getattr(model, "max_position_embeddings", None)
-    if context and longest_sequence > context:
-        raise UsageError(
-            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"model's {context}; leave that problem out, or lower the limit"
-        )
+    _check_context(policy, longest, config.max_new_tokens)
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in master_weights)
@@ -132,6 +126,15 @@ def plan_memory(
             "--max-new-tokens and --quantize bring it down"
         )
     return plan
+
+
+def _check_context(policy: PreTrainedModel, prompt: int, max_new_tokens: int) -> None:
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    if context and prompt + max_new_tokens > context:
+        raise UsageError(
+            f"a prompt of {prompt} tokens and --max-new-tokens {max_new_tokens} exceed the "
+            f"model's {context}; leave that problem out, or lower the limit"
+        )
 
 
 def micro_batch_tokens(model: PreTrainedModel) -> int:
