@@ -121,12 +121,12 @@ class GRPOTrainer:
         self.state = TrainingState(self.weights, self.optimizer, self.base_hash, config.kl_weight)
 
     def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
-        """Tokenizer, and the base with the adapter to train on it, in eval mode."""
+        """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
         policy = start.load_policy(self.config, self.model_name, device)
         return models.load_tokenizer(self.model_name), policy
 
     def render(self, problem: Problem) -> list[int]:
-        """The prompt of a problem, as token ids."""
+        """Render the prompt of a problem as token ids."""
         return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, problems: Sequence[Problem], eval_problems: Sequence[Problem] = ()) -> dict:
@@ -177,7 +177,7 @@ class GRPOTrainer:
     def _begin(
         self, problems: Sequence[Problem], eval_problems: Sequence[Problem]
     ) -> tuple[list[Problem], int, dict[str, float]]:
-        """The problems that fit, the first step to do, and the accuracy before the very first."""
+        """Return the problems that fit, the first step, and the accuracy before the very first."""
         config, distributed, run = self.config, self.distributed, self.run
         problems = start.within(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, distributed)
@@ -190,7 +190,7 @@ class GRPOTrainer:
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a step, of every process, and the reward's own metrics of them."""
+        """Return the groups of a step, of every process, and the reward's own metrics of them."""
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -218,7 +218,7 @@ class GRPOTrainer:
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
     def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-        """`updates_per_batch` passes over the rollouts, one optimizer update each."""
+        """Make `updates_per_batch` passes over the rollouts, one optimizer update each."""
         config, algorithm, metrics = self.config, self.config.choices, LearnMetrics()
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         lr = self.state.lr_scale * config.learning_rate_at(step)
@@ -244,7 +244,7 @@ class GRPOTrainer:
                 break  # the weights are as before, another pass would give the same
         machine.give_back_memory()  # the sampler's turn
         learned = LearnMetrics.joined(self.distributed.gather([metrics])).as_dict()
-        return learned | {"optim/lr": lr} | self.state.metrics(learned.get("loss/kl"), config)
+        return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
 
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
@@ -260,7 +260,7 @@ class GRPOTrainer:
         return norm.item()
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
-        """How many of the problems are solved greedily; `advance` is called after each."""
+        """Count the problems that are solved greedily; `advance` is called after each."""
         tools, limit = (self.sampler, self.tokenizer), self.config.max_new_tokens
         result = evaluate(*tools, problems, self.format, max_new_tokens=limit, on_finish=advance)
         return result.accuracy(strict=True)["correct"]

@@ -127,7 +127,7 @@ def train(
 
 
 def start_policy(config: SFTConfig, device: machine.Device, base_hash: str) -> PeftModel:
-    """The base, with the adapter to go on from or a new one."""
+    """Load the base, with the adapter to go on from or a new one."""
     if config.adapter:
         check_base(config.adapter, config.model, base_hash)
     base = models.load_base(config.model, device, quantize=config.quantize, attn=config.attn)
@@ -149,7 +149,7 @@ def origin_of(config: SFTConfig, base_hash: str, examples: Sequence[Example]) ->
 
 
 def run_summary(config: SFTConfig, base_hash: str, examples: int) -> dict[str, object]:
-    """What the adapter's run.json says of where it comes from."""
+    """The adapter's run.json: where it comes from."""
     return {
         "stage": "sft",
         "base_model": config.model,

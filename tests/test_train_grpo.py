@@ -244,21 +244,6 @@ def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, option
     assert samples[0] == samples[1]
 
 
-def test_a_damaged_checkpoint_is_passed_over(model_dir, tmp_path, capsys):
-    config = a_config(tmp_path, steps=3)
-    train(model_dir, config)
-    newest = sorted((config.run_dir / "checkpoints").iterdir())[-1]
-    tensors = newest / "state.safetensors"
-    content = bytearray(tensors.read_bytes())
-    content[-5] ^= 1
-    tensors.write_bytes(content)
-    train(model_dir, a_config(tmp_path, steps=4, resume=True))
-    out = capsys.readouterr().out
-    assert "step_000003 is damaged and set aside: state.safetensors has changed" in out
-    assert "before step 3" in out
-    assert [row["step"] for row in rows(config)] == [0, 1, 2, 3]
-
-
 def test_a_checkpoint_of_an_earlier_version_is_resumed(model_dir, tmp_path):
     """Its state has the base's hash beside the origin, and other names for two figures."""
     config = a_config(tmp_path, steps=2)
@@ -281,15 +266,6 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(model_dir, tmp_path):
 def test_resume_without_a_checkpoint_is_one_line(model_dir, tmp_path):
     with pytest.raises(UsageError, match="no checkpoint"):
         train(model_dir, a_config(tmp_path, resume=True))
-
-
-def test_a_second_run_keeps_the_first(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=1)
-    train(model_dir, config)
-    train(model_dir, config)
-    assert (tmp_path / "run.prev" / "metrics.jsonl").exists()
-    assert (tmp_path / "run_adapter.prev" / "run.json").exists()
-    assert len(rows(config)) == 1
 
 
 def test_a_run_leaves_these_files(model_dir, tmp_path):

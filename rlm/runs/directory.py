@@ -29,7 +29,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more fo
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Make the directory and write in it, before hours of work depend on it.
+    """Check that the directory can be made and written, before hours of work depend on it.
 
     Raises:
         UsageError: it cannot be written.
@@ -44,7 +44,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class RunDirectory:
-    """Where one training run writes, alone. Use it with `with`: then signals wait for a step's end.
+    """Directory in which one training run writes, alone. In `with`, signals wait for a step's end.
 
     A second process that opens it is refused until this one has left or died.
     """
@@ -127,7 +127,8 @@ class RunDirectory:
         return self._interrupts.received is not None
 
     def raise_if_interrupted(self, interrupted: bool) -> None:
-        """
+        """Leave if a signal asked to.
+
         Raises:
             Interrupted: with what was received; SIGTERM if another process received it.
         """

@@ -28,7 +28,7 @@ MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, and what to do about it. `fault`: training would be in vain."""
+    """Says what is wrong, and what to do about it. `fault`: training would be in vain."""
 
     name: str
     text: str
@@ -107,7 +107,7 @@ def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
-    """A chat template that belongs to another tokenizer, or leaves out what we say."""
+    """Find a chat template that belongs to another tokenizer, or leaves out what we say."""
     text = tokenizer.decode(render_prompt(tokenizer, "QUESTION", format))
     foreign = sorted(
         marker
@@ -136,7 +136,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
 
 
 def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> Iterator[Finding]:
-    """Answers that are there and that the strict reading does not find."""
+    """Find answers that are there and that the strict reading does not see."""
     strict, lenient = (metrics[f"one answer found, {name}"] for name in ("strict", "lenient"))
     ended = [g for g in drawn.completions if not g.truncated]
     for name, other in FORMATS.items():
@@ -173,7 +173,7 @@ def _reward(
     metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
 ) -> Iterator[Finding]:
-    """A reward that does not prefer what is right: asked about texts whose worth is known."""
+    """Find a reward that does not prefer what is right: it scores texts whose worth is known."""
     tags = trainer.format
     right = tags.completion("It follows.", problem.answer)
     worthless = {
@@ -205,7 +205,7 @@ def _reward(
 
 
 def _signal(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
-    """Groups that are all right or all wrong teach nothing."""
+    """Find that most groups are all right or all wrong: they teach nothing."""
     share = metrics["groups without signal"]
     if share <= MOST:
         return

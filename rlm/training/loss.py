@@ -29,7 +29,7 @@ class LossSums:
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-    """Corrects for a sampler that computes a little differently from the trainer: (n, T).
+    """Weights (n, T) that correct for a sampler that computes differently from the trainer.
 
     min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
     sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
@@ -38,7 +38,7 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(policy ‖ reference) of each token from the one that was drawn (Schulman 2020): (n, T).
+    """Estimate KL(policy ‖ reference) from each token that was drawn (Schulman 2020): (n, T).
 
     With d = ref_logprobs - logprobs:
         k1  -d               unbiased, but its gradient is noise around 0: it pulls nowhere
@@ -75,7 +75,7 @@ def policy_loss(
     kl_weight: float = 0.0,
     kl_estimator: str = "k3",
 ) -> tuple[Tensor, LossSums]:
-    """Σᵢ wᵢ Σₜ lᵢₜ + KL, to be minimised; what tells algorithms apart comes in as choices.
+    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch, by the algorithm's choices.
 
     objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = `policy_ratio`.
     With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a

@@ -44,7 +44,7 @@ HOLES = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes; of the GPU if the model is there."""
+    """Memory that a run needs, in bytes; of the GPU if the model is there."""
 
     loaded: int  # now: weights, libraries
     sampling: int  # the sampler's copy of the weights, keys and values
@@ -56,7 +56,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Sampling and learning take turns: what one needs, the other has given back."""
+        """Bytes at the peak. Sampling and learning take turns: one has given back its memory."""
         return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ def _check_context(policy: PreTrainedModel, prompt: int, max_new_tokens: int) ->
 
 
 def micro_batch_tokens(model: PreTrainedModel) -> int:
-    """Padded tokens in a micro-batch, where memory allows it."""
+    """Padded tokens of a micro-batch, where memory allows it."""
     if model.device.type == "cuda":
         return GPU_MICRO_BATCH
     return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
@@ -147,7 +147,7 @@ def micro_batch_tokens(model: PreTrainedModel) -> int:
 def _learning_bytes(
     policy: PreTrainedModel, per_token: int, checkpointing: bool, longest_sequence: int, tokens: int
 ) -> int:
-    """What a micro-batch of so many tokens, or the longest sequence if that is more, takes.
+    """Bytes that a micro-batch of so many tokens takes (the longest sequence if that is more).
 
     Args:
         per_token: what the forward pass keeps of one without checkpointing.
@@ -169,7 +169,7 @@ def _learning_bytes(
 
 
 def activation_bytes(policy: PreTrainedModel) -> int:
-    """What the forward pass of one token keeps for the backward pass, measured."""
+    """Measure the bytes that the forward pass of one token keeps for the backward pass."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 

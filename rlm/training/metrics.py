@@ -13,7 +13,7 @@ from torch import Tensor
 from rlm.cli import terminal
 from rlm.cli.options import to_dict
 from rlm.model.hardware import peak_memory_gb, pick_device
-from rlm.runs.alerts import new_warnings
+from rlm.runs.alerts import new_alerts
 from rlm.runs.directory import RunDirectory, git_commit
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
@@ -117,7 +117,7 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def mean_metrics(
     processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
 ) -> dict[str, float]:
-    """Means over all calls of a reward in all processes, each with how many groups it was of.
+    """Average over all calls of a reward in all processes, each with how many groups it was of.
 
     >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
     {'a': 0.75, 'b': 1.0}
@@ -184,7 +184,8 @@ class LearnMetrics:
     def add(
         self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
     ) -> None:
-        """
+        """Add a micro-batch of an update.
+
         Args:
             logprobs, entropy: (n, T), of the policy.
         """
@@ -200,7 +201,7 @@ class LearnMetrics:
 
     @classmethod
     def joined(cls, parts: Sequence[LearnMetrics]) -> LearnMetrics:
-        """Those of several processes as one; they agree on the gradient norm."""
+        """Join those of several processes; they agree on the gradient norm."""
         return cls(
             grad_norm=parts[0].grad_norm,
             sums=[sums for part in parts for sums in part.sums],
@@ -270,7 +271,7 @@ def log_step(
     run.log(metrics)
     terminal.line(step_line(metrics, config.steps))
     if run.writes:
-        for warning in new_warnings(run.metrics()):
+        for warning in new_alerts(run.metrics()):
             terminal.line(f"warning: {warning}")
     run.log_samples(
         [
