@@ -16,13 +16,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
 import transformers
 import trl
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
@@ -38,6 +37,9 @@ from rlm.training.logprobs import score_tokens
 from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example, check_loss_mask
 from rlm.training.state import LOG_BYTES
+
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
+    from peft import PeftModel
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
