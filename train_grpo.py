@@ -42,11 +42,12 @@ from rlm.data.prompts import FORMATS, render_problem
 from rlm.evaluation.evaluate import evaluate
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.model.adapters import use_checkpointing
+from rlm.model.adapters import set_gradient_checkpointing
 from rlm.model.export import check_output, save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import CorrectnessReward, RewardFunction
-from rlm.rewards.scorer import as_scorer, load_reward
+from rlm.rewards.reward_function import load_reward
+from rlm.rewards.scorer import Scorer
 from rlm.runs.directory import RunDirectory
 from rlm.runs.plots import learning_curves
 from rlm.sampling import SamplingParams
@@ -102,14 +103,15 @@ class GRPOTrainer:
         """
         self.distributed = Distributed.from_env()
         self.model_name, self.base_hash = model_name, models.base_hash(model_name)
-        config = config or GRPOConfig()
-        config = start.fit(config, model_name, self.base_hash, self.distributed.size)
+        config = start.resolve_start(
+            config or GRPOConfig(), model_name, self.base_hash, self.distributed.size
+        )
         self.config, self.format = config, FORMATS[config.reasoning_format]
         reward = reward_fn or CorrectnessReward()
-        self.scorer = as_scorer(reward, config.reasoning_format, config.reward_timeout)
+        self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         use_fused_layers(self.policy)
-        use_checkpointing(self.policy, config.checkpointing)
+        set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = start.make_sampler(
@@ -242,7 +244,7 @@ class GRPOTrainer:
             metrics.grad_norm = self._optimizer_step()
             if not math.isfinite(metrics.grad_norm):
                 break  # the weights are as before, another pass would give the same
-        machine.give_back_memory()  # the sampler's turn
+        machine.release_memory()  # the sampler's turn
         learned = LearnMetrics.joined(self.distributed.gather([metrics])).as_dict()
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
 
@@ -283,7 +285,7 @@ class GRPOTrainer:
 
 def main(config: GRPOConfig) -> int:
     machine.prepare_process()
-    reward, config = load_reward(config.reward), start.settle(config)
+    reward = load_reward(config.reward)
     problems, validation = start.load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)
     if config.doctor:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlm.cli.main import check_command_line, run_main
-from rlm.training.sft_config import SFT_GPU_DEFAULTS, SFTConfig
+from rlm.training.sft_config import SFTConfig
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     check_command_line(SFTConfig, description=__doc__)
@@ -35,11 +35,9 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import (
     ADAPTER_FILES,
-    check_adapter,
     check_base,
     load_adapter,
     new_adapter,
-    read_run,
 )
 from rlm.model.export import check_output, save_adapter, write_run
 from rlm.runs.checkpoints import writing
@@ -56,10 +54,6 @@ def main(config: SFTConfig) -> int:
     machine.prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT is one process: start it with python, not with a launcher")
-    if config.adapter:
-        check_adapter(config.adapter, "run: python train_sft.py")
-    start_run = read_run(config.adapter) if config.adapter else None
-    config = machine.fill_in(config, SFT_GPU_DEFAULTS, start_run)
     choice = {"seed": config.seed, "keep_code": config.keep_code}
     problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
     validation = []
@@ -130,7 +124,9 @@ def start_policy(config: SFTConfig, device: machine.Device, base_hash: str) -> P
     """Load the base, with the adapter to go on from or a new one."""
     if config.adapter:
         check_base(config.adapter, config.model, base_hash)
-    base = models.load_base(config.model, device, quantize=config.quantize, attn=config.attn)
+    base = models.load_base(
+        config.model, device, quantize=config.quantize, attn=config.attn_implementation
+    )
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:

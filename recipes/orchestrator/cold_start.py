@@ -94,7 +94,7 @@ def make_start_adapter(config: Config, problems: Sequence[Problem]) -> float:
     torch.manual_seed(config.seed)  # of the new adapter's matrices
     policy = adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
     use_fused_layers(policy)
-    adapters.use_checkpointing(policy, config.checkpointing)
+    adapters.set_gradient_checkpointing(policy, config.checkpointing)
     trained = MixedPrecisionAdapter(policy)
     master_weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(master_weights, lr=PEAK_RATE, weight_decay=0.0)

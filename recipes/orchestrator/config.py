@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.orchestrator.graph import AGENTS, MOST_AGENTS
+from rlm.cli import terminal
 from rlm.cli.options import flag
 from rlm.training.config import GRPOConfig
 
 ADAPTER = "adapters_lora"  # in the run directory, unless --output names another place
 START = Path("weights/orchestrator_start")
+AGENT_ADAPTER = Path("weights/final_rlm_lora")
 
 
 def _also_called(name: str) -> Any:
@@ -19,7 +22,7 @@ def _also_called(name: str) -> Any:
     return property(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(GRPOConfig):
     """One run. Making it touches no disk; values may be changed until training starts."""
 
@@ -31,7 +34,7 @@ class Config(GRPOConfig):
     sft_adapter: Path | None = flag(START, "to start from, made if it is not there; or none")
     steps: int = flag(100, "rounds of sampling and learning", min=1)
     batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",), min=1)
-    group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",))
+    group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",), min=2)
     max_new_tokens: int = flag(400, "longest graph, as text", min=1)
     learning_rate: float = flag(1e-4, "peak", aliases=("lr",), min=0)
     kl_weight: float = flag(0.1, "pull toward the start adapter", aliases=("kl-coef",), min=0)
@@ -42,9 +45,7 @@ class Config(GRPOConfig):
     output: Path | None = flag(None, f"where the best adapter goes (none: {ADAPTER} in --run-dir)")
 
     agent_model: str | None = flag(None, "of the agents (none: the orchestrator's, shared)")
-    agent_adapter: Path | None = flag(
-        Path("weights/final_rlm_lora"), "what the agents wear; none is the bare model"
-    )
+    agent_adapter: Path | None = flag(AGENT_ADAPTER, "what the agents wear; none is the bare model")
     agent_url: str | None = flag(None, "of an OpenAI-compatible API that serves --agent-model")
     agent_key: str | None = flag(None, "environment variable with that API's key")
     agent_max_tokens: int = flag(96, "longest reply of an agent", min=1)
@@ -85,6 +86,21 @@ class Config(GRPOConfig):
         if self.agent_key and not self.agent_url:
             raise ValueError("--agent-key goes with --agent-url")
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the adapter to start from, the agents' and the machine decide."""
+        from rlm.model.adapters import read_run
+        from rlm.model.hardware import default_values
+
+        start = given.get("sft_adapter", START)
+        values = default_values(given, read_run(start) if start else {}, {})
+        if not (AGENT_ADAPTER.exists() or "agent_adapter" in given or given.get("agent_url")):
+            terminal.line(
+                f"the agents are the bare model: {AGENT_ADAPTER} is not there (train_grpo.py)"
+            )
+            values["agent_adapter"] = None
+        return values
+
     @property
     def run_root(self) -> Path:
         return self.run_dir
@@ -94,3 +110,7 @@ class Config(GRPOConfig):
         if self.output == self.run_dir / ADAPTER:
             self.output = Path(path) / ADAPTER
         self.run_dir = Path(path)
+
+
+# Unlike GRPOConfig: the published block sets values one by one.
+Config.__setattr__ = object.__setattr__

@@ -29,12 +29,8 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, check_values, flag, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
-from rlm.evaluation.evaluate import (
-    bootstrap_interval,
-    majority_score,
-    paired_bootstrap,
-    wilson_interval,
-)
+from rlm.evaluation.statistics import bootstrap_interval, paired_bootstrap, wilson_interval
+from rlm.grading.voting import majority_score
 from rlm.model import hardware as machine
 from rlm.model.adapters import using_adapter
 from rlm.runs.atomic_files import replace_file, replace_json
@@ -119,7 +115,7 @@ class Row:
             "written": self.written,
             "orchestrator": self.orchestrator,
             "read": self.read,
-            "cost_of_1000": 1000 * price.of(self.read, self.written + self.orchestrator),
+            "cost_of_1000": 1000 * price.cost(self.read, self.written + self.orchestrator),
             **(summary(self.outcomes) if self.orchestrator else {}),
         }
 

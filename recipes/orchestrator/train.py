@@ -31,7 +31,7 @@ from recipes.orchestrator.reward import GraphReward, Outcome, try_graphs
 from recipes.orchestrator.runner import Agents
 from rlm.cli import terminal
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, explicit
+from rlm.cli.options import UsageError
 from rlm.data.loaders import is_file, load_problems, only_numbers
 from rlm.data.problem import Problem
 from rlm.model import adapters
@@ -245,12 +245,6 @@ def main(config: Config) -> int:
     machine.prepare_process()
     start = config.sft_adapter
     missing = start is not None and not (start / adapters.ADAPTER_FILES[0]).is_file()
-    typed = explicit(config)
-    config = machine.fill_in(config, {}, adapters.read_run(start) if start else None)
-    agent = config.agent_adapter
-    if agent and not (agent.exists() or "agent_adapter" in typed or config.agent_url):
-        terminal.line(f"the agents are the bare model: {agent} is not there (train_grpo.py)")
-        config = replace(config, agent_adapter=None)
     agents = choose_agents(config)
     load = partial(load_problems, config.dataset, seed=config.seed)
     train = load("train", max_samples=config.max_samples)
@@ -272,7 +266,7 @@ def main(config: Config) -> int:
         "agents": f"{agents}, temperature {config.agent_temperature:g}",
         "data": f"{config.dataset}: {counts}",
         "a step": f"{config.batch_size} problems × {config.group_size} graphs",
-        "sampler": trainer.sampler.path,
+        "sampler": trainer.sampler.description,
         "run": config.run_dir,
     }
     terminal.facts("Orchestrator: GRPO over graphs of agents", facts)

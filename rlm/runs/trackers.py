@@ -34,15 +34,6 @@ TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage"
 TABLE_ROWS = 16  # of a table; samples.jsonl has all
 
 
-def chosen_tracker(tracker: str, use_wandb: bool) -> str:
-    """Resolve `--tracker` and the shorter `--use-wandb`.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    if use_wandb and tracker not in ("none", "wandb"):
-        raise ValueError(f"--use-wandb and --tracker {tracker} are two trackers")
-    return "wandb" if use_wandb else tracker
 
 
 class Tracker:

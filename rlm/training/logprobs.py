@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from rlm.kernels.build import Kernels
-from rlm.model.adapters import use_reference
+from rlm.kernels import Kernels
+from rlm.model.adapters import using_reference
 from rlm.model.base import decoder_and_head, kernels_for
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
@@ -64,7 +64,7 @@ def token_logprobs(
 @torch.no_grad()
 def reference_logprobs(policy: PreTrainedModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
     """Log-probabilities (n, T) by the adapter that training started from, or by the bare base."""
-    with use_reference(policy, config.sft_adapter):
+    with using_reference(policy, config.sft_adapter):
         logprobs, _ = token_logprobs(policy, batch, config.temperature)
     return logprobs
 
@@ -116,7 +116,7 @@ class _ScoreTokens(torch.autograd.Function):
         logits = F.linear(hidden, weight, bias)  # (M, V)
         slopes = ctx.needs_input_grad[0]  # they then take the place of the logits
         if kernels:
-            logprobs, entropy = kernels.score(logits, targets, temperature, slopes)
+            logprobs, entropy = kernels.token_logprobs(logits, targets, temperature, slopes)
         else:
             logprobs, entropy = _score(logits, targets, temperature, slopes)
         if slopes:

@@ -34,7 +34,7 @@ def announce(trainer: Any, problems: int, validation: int) -> None:
             "device": pick_device(),
             "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
             "trainable": f"{trainable:,} parameters",
-            "sampler": trainer.sampler.path,
+            "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",

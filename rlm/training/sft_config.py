@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlm.cli.options import check_values, flag
 from rlm.data.prompts import FORMATS
-from rlm.model.quantize import QUANTIZATIONS, chosen_quantization
-from rlm.runs.trackers import TRACKER_NAMES, chosen_tracker
+from rlm.model.quantize import QUANTIZATIONS
+from rlm.runs.trackers import TRACKER_NAMES
 from rlm.training.config import ATTENTIONS
 
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
-@dataclass
+
+@dataclass(frozen=True)
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
@@ -22,20 +27,22 @@ class SFTConfig:
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
     )
-    epochs: int = flag(1, "passes over the examples", min=1)
+    epochs: int = flag(1, "passes over the examples", aliases=["num_train_epochs"], min=1)
     batch_size: int = flag(16, "examples per optimizer step", min=1)
     micro_batch: int = flag(8, "examples per forward pass", min=1)
     learning_rate: float = flag(
         1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
     )
-    warmup_share: float = flag(0.05, "share of the steps in which the rate rises", min=0, max=1)
+    warmup_share: float = flag(
+        0.05, "share of the steps in which the rate rises", aliases=["warmup_ratio"], min=0, max=1
+    )
     adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
     lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
-    attn: str = flag("auto", "attention", choices=ATTENTIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
+    attn_implementation: str = flag("auto", "attention", choices=ATTENTIONS, old=["attn"])
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end (0: none)", min=0
     )
@@ -43,7 +50,7 @@ class SFTConfig:
         None, "stop at the step after this many minutes, and save", above=0
     )
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
+    use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
     seed: int = flag(0, "seed of data order and adapter")
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
     run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
@@ -52,9 +59,6 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
-        self.use_4bit = self.quantize == "4bit"
-        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
         if self.batch_size % self.micro_batch:
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
@@ -67,10 +71,16 @@ class SFTConfig:
         if self.adapter and self.output.resolve() == self.adapter.resolve():
             raise ValueError("--output would overwrite --adapter; name another directory")
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
+        from rlm.model.adapters import TEACH, check_adapter, read_run
+        from rlm.model.hardware import default_values
+
+        adapter = given.get("adapter")
+        start_run = read_run(check_adapter(adapter, TEACH)) if adapter else {}
+        return default_values(given, start_run, GPU_DEFAULTS)
+
     def steps(self, examples: int) -> int:
         """Optimizer steps of a run over so many examples."""
         return self.epochs * -(-examples // self.batch_size)
-
-
-# What changes when a GPU picks the 7B model on GSM8K.
-SFT_GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}

@@ -35,8 +35,8 @@ from rlm.api_client import Price
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.problem import Problem
-from rlm.evaluation.evaluate import majority_score
 from rlm.grading.answers import Verdict
+from rlm.grading.voting import majority_score
 from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter

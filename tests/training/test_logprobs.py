@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import kernels, tiny_model
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model import attention
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.model.base import kernels_for
@@ -167,7 +167,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     calls, call = Counter(), Kernels._pass
     monkeypatch.setattr(Kernels, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.ATTN_IMPLEMENTATION)
     policy = new_adapter(model, r=4, alpha=8).eval()
     policy.add_adapter("reference", policy.peft_config["default"])
     generator = torch.Generator().manual_seed(0)
