@@ -14,7 +14,6 @@ group, update the LoRA adapter. What textbook GRPO has and this leaves out, and 
 
     python train_grpo.py                                   # picks model and data by what is here
     python train_grpo.py --dataset gsm8k --sft-adapter weights/sft_lora --use-4bit
-    python train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --preset reasoning_small
     python train_grpo.py --doctor                          # why is my reward flat?
     python train_grpo.py --resume                          # go on where a run stopped
 """
@@ -45,6 +44,7 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import set_gradient_checkpointing
 from rlm.model.export import check_output, save_adapter
+from rlm.model.hardware import Device
 from rlm.rewards import CorrectnessReward, RewardFunction
 from rlm.rewards.reward_function import load_reward
 from rlm.rewards.scorer import Scorer
@@ -94,7 +94,7 @@ class GRPOTrainer:
         model_name: str,
         config: GRPOConfig | None = None,
         reward_fn: RewardFunction | Callable | None = None,
-        device: machine.Device | None = None,
+        device: Device | None = None,
     ) -> None:
         """Load the model and the adapter to start from.
 
@@ -122,15 +122,13 @@ class GRPOTrainer:
         )
         self.state = TrainingState(self.weights, self.optimizer, self.base_hash, config.kl_weight)
 
-    def load_model(
-        self, device: machine.Device | None
-    ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
-        """Tokenizer, and the base with the adapter to train on it, in eval mode."""
+    def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
+        """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
         policy = start.load_policy(self.config, self.model_name, device)
         return models.load_tokenizer(self.model_name), policy
 
     def render(self, problem: Problem) -> list[int]:
-        """The prompt of a problem, as token ids."""
+        """Render the prompt of a problem as token ids."""
         return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, problems: Sequence[Problem], eval_problems: Sequence[Problem] = ()) -> dict:
@@ -166,8 +164,7 @@ class GRPOTrainer:
                 self.state.restore_if_diverged(run, step)
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
-                metrics |= reward_metrics | learn_metrics | start_metrics
-                start_metrics = {}
+                metrics |= reward_metrics | learn_metrics | (start_metrics if step == 0 else {})
                 control = self.state.control_after(step, config, self.distributed, run.interrupted)
                 if control.should_evaluate:
                     metrics |= validate(self, eval_problems, step + 1)
@@ -182,7 +179,7 @@ class GRPOTrainer:
     def _begin(
         self, problems: Sequence[Problem], eval_problems: Sequence[Problem]
     ) -> tuple[list[Problem], int, dict[str, float]]:
-        """The problems that fit, the first step to do, and the accuracy before the very first."""
+        """Return the problems that fit, the first step, and the accuracy before the very first."""
         config, distributed, run = self.config, self.distributed, self.run
         problems = start.within(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, distributed)
@@ -195,7 +192,7 @@ class GRPOTrainer:
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a step, of every process, and the reward's own metrics of them."""
+        """Return the groups of a step, of every process, and the reward's own metrics of them."""
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -219,21 +216,19 @@ class GRPOTrainer:
             # From here on every process knows the whole step; alone, nothing happens.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, strict=True)
             groups += [Group(*parts) for parts in distributed.gather(list(scored))]
-        self.sampler.release()  # its memory is the learning pass's, its weights soon stale
+        self.sampler.release()  # its memory is for learning now, its weights soon stale
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
     def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-        """`updates_per_batch` passes over the rollouts, one optimizer update each."""
+        """Make `updates_per_batch` passes over the rollouts, one optimizer update each."""
         config, algorithm, metrics = self.config, self.config.choices, LearnMetrics()
+        kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         lr = self.state.lr_scale * config.learning_rate_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        micro_batches = make_micro_batches(
-            shard_rollouts(rollouts, self.distributed),
-            max_rows=config.train_batch_size or len(rollouts),
-            max_tokens=self.memory_plan.train_batch_tokens,
-            device=self.policy.device.type,
-        )
+        limits = (config.train_batch_size or len(rollouts), self.memory_plan.train_batch_tokens)
+        mine = shard_rollouts(rollouts, self.distributed)
+        micro_batches = make_micro_batches(mine, *limits, self.policy.device.type)
         for update in range(config.updates_per_batch if rollouts else 0):
             for micro in micro_batches:
                 logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
@@ -241,14 +236,8 @@ class GRPOTrainer:
                     micro.old_logprobs = logprobs.detach()
                     if config.kl_weight:
                         micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
-                loss, sums = policy_loss(
-                    logprobs,
-                    micro,
-                    algorithm,
-                    correct_sampler=not self.sampler.exact,
-                    kl_weight=self.state.kl_weight,
-                    kl_estimator=config.kl_estimator,
-                )
+                differs = not self.sampler.exact  # from the model that computes these
+                loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
                 metrics.add(update, micro, logprobs.detach(), entropy, sums)
@@ -257,7 +246,7 @@ class GRPOTrainer:
                 break  # the weights are as before, another pass would give the same
         machine.release_memory()  # the sampler's turn
         learned = LearnMetrics.joined(self.distributed.gather([metrics])).as_dict()
-        return learned | {"optim/lr": lr} | self.state.metrics(learned.get("loss/kl"), config)
+        return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
 
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
@@ -273,7 +262,7 @@ class GRPOTrainer:
         return norm.item()
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
-        """How many of the problems are solved greedily; `advance` is called after each."""
+        """Count the problems that are solved greedily; `advance` is called after each."""
         tools, limit = (self.sampler, self.tokenizer), self.config.max_new_tokens
         result = evaluate(*tools, problems, self.format, max_new_tokens=limit, on_finish=advance)
         return result.accuracy(strict=True)["correct"]

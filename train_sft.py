@@ -44,7 +44,7 @@ from rlm.runs.checkpoints import writing
 from rlm.runs.directory import RunDirectory
 from rlm.runs.resume import data_id, run_origin
 from rlm.training.fused_layers import use_fused_layers
-from rlm.training.sft_examples import show_example, to_examples
+from rlm.training.sft_examples import Example, show_example, to_examples
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -73,7 +73,7 @@ def train(
             or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
-    device, tokenizer = machine.pick_device(), models.load_tokenizer(config.model)
+    tokenizer = models.load_tokenizer(config.model)
     format, limits = FORMATS[config.reasoning_format], (config.dataset, config.max_length)
     examples = to_examples(tokenizer, problems, format, *limits)
     held_out = to_examples(tokenizer, validation, format, *limits)
@@ -88,16 +88,13 @@ def train(
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
-    base_hash = models.base_hash(config.model)
+    device, base_hash = machine.pick_device(), models.base_hash(config.model)
     set_seed(config.seed)  # of a new adapter, and of the order of the examples
     policy = start_policy(config, device, base_hash)
     steps = config.steps(len(examples))
     announce(config, device, policy, len(problems), len(examples))
     trainer = make_trainer(config, device, policy, tokenizer, examples)
-    rows = [[example["input_ids"], example["labels"]] for example in examples]
-    start_weights = config.adapter / ADAPTER_FILES[1] if config.adapter else None
-    data = {"training": data_id("examples", rows)}
-    origin = run_origin(to_dict(config), base_hash, start_weights, **data)
+    origin = origin_of(config, base_hash, examples)
     progress = CheckpointCallback(run, policy, steps, origin, config.max_minutes)
     trainer.add_callback(progress)
     if config.resume:
@@ -108,31 +105,23 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < steps)
         run.write_csv(run.metrics())
-        history = {
-            "stage": "sft",
-            "base_model": config.model,
-            "base_hash": base_hash,
-            "start_adapter": str(config.adapter) if config.adapter else None,
-            "quantize": config.quantize,
-            "dataset": config.dataset,
-            "examples": len(examples),
+        history = run_summary(config, base_hash, len(examples)) | {
             "step": trainer.state.global_step,
             "loss": progress.mean_loss(),
             "validation_loss": None,  # measured when the adapter is safe
             "seconds": progress.seconds,
-            "config": to_dict(config),
         }
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
             with writing(config.output):
                 write_run(config.output, history)
-    show_end(config, history)
+    summary_card(config, history)
     return history
 
 
 def start_policy(config: SFTConfig, device: machine.Device, base_hash: str) -> PeftModel:
-    """The base, with the adapter to go on from or a new one."""
+    """Load the base, with the adapter to go on from or a new one."""
     if config.adapter:
         check_base(config.adapter, config.model, base_hash)
     base = models.load_base(
@@ -146,6 +135,27 @@ def start_policy(config: SFTConfig, device: machine.Device, base_hash: str) -> P
     if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
         use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     return policy
+
+
+def origin_of(config: SFTConfig, base_hash: str, examples: Sequence[Example]) -> dict[str, object]:
+    rows = [[example["input_ids"], example["labels"]] for example in examples]
+    start_weights = config.adapter / ADAPTER_FILES[1] if config.adapter else None
+    data = {"training": data_id("examples", rows)}
+    return run_origin(to_dict(config), base_hash, start_weights, **data)
+
+
+def run_summary(config: SFTConfig, base_hash: str, examples: int) -> dict[str, object]:
+    """The adapter's run.json: where it comes from."""
+    return {
+        "stage": "sft",
+        "base_model": config.model,
+        "base_hash": base_hash,
+        "start_adapter": str(config.adapter) if config.adapter else None,
+        "quantize": config.quantize,
+        "dataset": config.dataset,
+        "examples": examples,
+        "config": to_dict(config),
+    }
 
 
 def announce(
@@ -166,7 +176,7 @@ def announce(
     )
 
 
-def show_end(config: SFTConfig, history: dict) -> None:
+def summary_card(config: SFTConfig, history: dict) -> None:
     held_out = history["validation_loss"]
     terminal.facts(
         "Stage 1 done",

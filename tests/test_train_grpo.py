@@ -23,11 +23,13 @@ from rlm.model.base import load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
+from rlm.runs.checkpoints import file_hash
 from rlm.runs.directory import RunDirectory
 from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
-from rlm.training.batches import problems_for_step
 from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
+from rlm.training.loss import importance_weights
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from train_grpo import GRPOTrainer
 
@@ -143,12 +145,11 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path, temp
 @pytest.mark.parametrize("sampler", ["merged", "unmerged"])
 def test_what_the_sampler_drew_otherwise_is_corrected(model_dir, tmp_path, monkeypatch, sampler):
     """Told that its tokens were e times likelier, then e times less likely, than they are."""
-    handed = []
-    loss = train_grpo.policy_loss
+    handed, loss = [], train_grpo.policy_loss
 
-    def watched(logprobs, old, advantages, weights, mask, **choices):
-        handed.append((choices["importance"], mask))
-        return loss(logprobs, old, advantages, weights, mask, **choices)
+    def watched(logprobs, micro, algorithm, **options):
+        handed.append((micro, options["correct_sampler"]))
+        return loss(logprobs, micro, algorithm, **options)
 
     monkeypatch.setattr(train_grpo, "policy_loss", watched)
     config = a_config(tmp_path, steps=2, sampler=sampler)
@@ -165,13 +166,14 @@ def test_what_the_sampler_drew_otherwise_is_corrected(model_dir, tmp_path, monke
     monkeypatch.setattr(trainer.sampler, "sample", otherwise)
     trainer.train(PROBLEMS)
     assert len(handed) >= 2
-    for importance, mask in handed:
-        if sampler == "unmerged":  # the model itself draws: there is nothing to correct
-            assert importance is None
-            continue
-        expected = torch.full(mask.shape, 2.0)  # e is cut
-        expected[:, 0::2] = math.exp(-1)
-        assert torch.allclose(importance[mask], expected[mask], atol=1e-3)
+    for micro, corrected in handed:
+        assert corrected == (sampler == "merged")  # unmerged the model itself draws
+        if corrected:
+            importance = importance_weights(micro.old_logprobs, micro.sampler_logprobs)
+            expected = torch.full(importance.shape, 2.0)  # e is cut
+            expected[:, 0::2] = math.exp(-1)
+            mask = micro.completion_mask
+            assert torch.allclose(importance[mask], expected[mask], atol=1e-3)
 
 
 def test_the_optimizer_gets_the_options(model_dir, tmp_path):
@@ -242,33 +244,28 @@ def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, option
     assert samples[0] == samples[1]
 
 
-def test_a_damaged_checkpoint_is_passed_over(model_dir, tmp_path, capsys):
-    config = a_config(tmp_path, steps=3)
+def test_a_checkpoint_of_an_earlier_version_is_resumed(model_dir, tmp_path):
+    """Its state has the base's hash beside the origin, and other names for two figures."""
+    config = a_config(tmp_path, steps=2)
     train(model_dir, config)
-    newest = sorted((config.run_dir / "checkpoints").iterdir())[-1]
-    tensors = newest / "state.safetensors"
-    content = bytearray(tensors.read_bytes())
-    content[-5] ^= 1
-    tensors.write_bytes(content)
-    train(model_dir, a_config(tmp_path, steps=4, resume=True))
-    out = capsys.readouterr().out
-    assert "step_000003 is damaged and set aside: state.safetensors has changed" in out
-    assert "before step 3" in out
-    assert [row["step"] for row in rows(config)] == [0, 1, 2, 3]
+    folder = sorted((config.run_dir / "checkpoints").iterdir())[-1]
+    state = json.loads((folder / "state.json").read_text())
+    state["base_hash"] = state["origin"].pop("base_hash")
+    state["skipped_in_a_row"], state["rate_scale"] = state.pop("consecutive_skips"), 0.5
+    del state["lr_scale"], state["seconds"]
+    (folder / "state.json").write_text(json.dumps(state))
+    names = ("state.safetensors", "state.json")
+    manifest = {name: file_hash(folder / name) for name in names}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    trainer, summary = train(model_dir, a_config(tmp_path, steps=3, resume=True))
+    assert summary["steps_run"] == 3
+    assert (trainer.state.lr_scale, trainer.state.consecutive_skips) == (0.5, 0)
+    assert rows(config)[-1]["optim/lr"] == pytest.approx(0.5 * config.learning_rate)
 
 
 def test_resume_without_a_checkpoint_is_one_line(model_dir, tmp_path):
     with pytest.raises(UsageError, match="no checkpoint"):
         train(model_dir, a_config(tmp_path, resume=True))
-
-
-def test_a_second_run_keeps_the_first(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=1)
-    train(model_dir, config)
-    train(model_dir, config)
-    assert (tmp_path / "run.prev" / "metrics.jsonl").exists()
-    assert (tmp_path / "run_adapter.prev" / "run.json").exists()
-    assert len(rows(config)) == 1
 
 
 def test_a_run_leaves_these_files(model_dir, tmp_path):
@@ -361,20 +358,22 @@ def test_validation_counts_right_answers_whatever_is_rewarded(model_dir, tmp_pat
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.1])
 def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeypatch, kl_weight):
-    scored, learned = [], []
+    calls = {"token_logprobs": 0, "reference_logprobs": 0, "policy_loss": 0}
 
-    def count(name, calls):
-        function = getattr(train_grpo, name)
-        monkeypatch.setattr(
-            train_grpo, name, lambda *a, **k: calls.append(name) or function(*a, **k)
-        )
+    def count(name, function):
+        def counted(*arguments, **options):
+            calls[name] += 1
+            return function(*arguments, **options)
 
-    count("token_logprobs", scored)
-    count("policy_loss", learned)
+        monkeypatch.setattr(train_grpo, name, counted)
+
+    for name in calls:
+        count(name, getattr(train_grpo, name))
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
-    batches = len(learned) // 2  # an update; the reference is scored in the first alone
+    batches = calls["policy_loss"] // 2  # an update; the reference is scored in the first alone
     assert batches
-    assert len(scored) == len(learned) + (batches if kl_weight else 0)
+    assert calls["token_logprobs"] == calls["policy_loss"]
+    assert calls["reference_logprobs"] == (batches if kl_weight else 0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
@@ -594,18 +593,6 @@ def test_a_preset_with_4_bit_says_what_it_does_without_a_gpu(model_dir, tmp_path
     assert "4-bit base is for CUDA GPUs" in capsys.readouterr().out
 
 
-def test_problems_of_a_step_are_a_pure_function():
-    problems = list(range(10))
-    epoch = [p for step in range(5) for p in problems_for_step(problems, step, 2, seed=0)]
-    assert sorted(epoch) == problems
-    assert epoch != problems
-    assert problems_for_step(problems, 3, 2, seed=0) == epoch[6:8]
-    again = [p for step in range(5, 10) for p in problems_for_step(problems, step, 2, seed=0)]
-    assert sorted(again) == problems
-    assert again != epoch
-    assert problems_for_step(problems, 0, 25, seed=0)[:10] == epoch  # a step may exceed the data
-
-
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [
@@ -655,7 +642,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     start = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
     trainer.train(PROBLEMS)
     moved = 0
-    for name, computed in trainer.trained.model_weights.items():
+    for name, computed in trainer.weights.model_weights.items():
         master = trainer.adapter[name]
         assert computed.dtype == torch.bfloat16
         assert master.dtype == torch.float32
@@ -673,11 +660,12 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     again = GRPOTrainer(
         str(model_dir), resumed, reward_fn=likes_letters, device=Device("cpu", torch.bfloat16, "t")
     )
-    assert again.state.restore(RunDirectory(resumed.run_dir, resume=True)) == 4
+    run = RunDirectory(resumed.run_dir, resume=True)
+    assert again.state.begin(run, resumed, PROBLEMS, (), Distributed()) == 4
     for name, tensor in trainer.adapter.items():
         assert torch.equal(tensor, again.adapter[name]), name
         assert torch.equal(
-            trainer.trained.model_weights[name], again.trained.model_weights[name]
+            trainer.weights.model_weights[name], again.weights.model_weights[name]
         ), name
 
 
@@ -689,7 +677,7 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
         options = {"sft_adapter": start, "kl_weight": 0.1, "checkpointing": checkpointing}
         trainer, _ = train(model_dir, a_config(tmp_path, f"run{checkpointing}", **options))
         kept.append(activation_bytes(trainer.policy))
-        plans.append(trainer.plan)
+        plans.append(trainer.memory_plan)
         adapters.append(trainer.adapter)
     assert kept[1] < kept[0] / 4
     model = trainer.policy.config
@@ -702,28 +690,27 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
 
 
 def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
-    train(model_dir, a_config(tmp_path, steps=1))
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "thesis.tex").write_text("years of work")
+    config = a_config(tmp_path, steps=1)
+    train(model_dir, config)
     (tmp_path / "run_adapter.prev").write_text("a file")
-    for output in (full, tmp_path / "run_adapter"):
-        with pytest.raises(UsageError, match="--output"):
-            train(model_dir, a_config(tmp_path, steps=1, output=output))
-    assert (full / "thesis.tex").read_text() == "years of work"
-    assert not (tmp_path / "run.prev").exists()
+    with pytest.raises(UsageError, match="--output"):
+        train(model_dir, config)
+    assert not (tmp_path / "run.prev").exists()  # the old run stays where it is
 
 
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
-    assert trainer.plan.train_batch_tokens == 512
+    assert trainer.memory_plan.train_batch_tokens == 512
     assert "memory: about" in capsys.readouterr().out
-    needed, beside = trainer.plan.learning, trainer.plan.optimizer + trainer.plan.kept
+    needed, beside = (
+        trainer.memory_plan.learning,
+        trainer.memory_plan.optimizer + trainer.memory_plan.kept,
+    )
     free = int((0.7 * needed + beside) / HEADROOM)  # for all of it, and what the plan leaves free
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
     smaller, _ = train(model_dir, a_config(tmp_path, "tight", steps=1, batch_size=8, group_size=8))
-    assert 64 < smaller.plan.train_batch_tokens < 512
-    assert smaller.plan.learning < 0.7 * needed
+    assert 64 < smaller.memory_plan.train_batch_tokens < 512
+    assert smaller.memory_plan.learning < 0.7 * needed
     for name, tensor in trainer.adapter.items():  # and what is learned does not depend on it
         assert torch.allclose(tensor, smaller.adapter[name], atol=1e-5), name
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: 1000)

@@ -94,7 +94,8 @@ def save_adapter(
 
 
 def _check_export(policy: PeftModel, folder: Path) -> None:
-    """
+    """Compare what was written with the model's tensors, bit for bit.
+
     Raises:
         OSError: the folder holds other tensors than the model has.
     """
@@ -111,7 +112,7 @@ def _check_export(policy: PeftModel, folder: Path) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Its bytes: NaN equals itself."""
+    """The tensor's bytes: NaN equals itself."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""When a run goes bad: what it looks like in the metrics, and what to do about it.
+"""Alerts: rules that see in the metrics when a run goes bad, each with what to do about it.
 
 Each rule looks at the last steps. A warning is given when its rule begins to hold, and again only
 if it ceased to hold in between. All thresholds are here; a run that goes well is silent.
@@ -20,7 +20,7 @@ FLAT_CEILING = 0.9  # above it there is little left to rise to
 
 @dataclass(frozen=True)
 class Rule:
-    """It holds if the mean of `metric` over the window is bad."""
+    """Warns if the mean of `metric` over the window is bad."""
 
     metric: str
     bad: Callable[[float], bool]
@@ -74,8 +74,8 @@ FLAT = (
 )
 
 
-def warnings(rows: Sequence[Row]) -> dict[str, str]:
-    """What is wrong after these steps (oldest first): rule → one line with advice."""
+def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
+    """Find what is wrong after these steps (oldest first): rule → one line with advice."""
     recent = rows[-WINDOW:]
     if len(recent) < WINDOW:
         return {}
@@ -89,10 +89,10 @@ def warnings(rows: Sequence[Row]) -> dict[str, str]:
     return found or _flat_reward(rows)
 
 
-def new_warnings(rows: Sequence[Row]) -> list[str]:
-    """The warnings of the last step that the step before it did not have."""
-    before = warnings(rows[:-1])
-    return [text for rule, text in warnings(rows).items() if rule not in before]
+def new_alerts(rows: Sequence[Row]) -> list[str]:
+    """Find the alerts of the last step that the step before it did not have."""
+    before = active_alerts(rows[:-1])
+    return [text for rule, text in active_alerts(rows).items() if rule not in before]
 
 
 def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:

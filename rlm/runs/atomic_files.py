@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; [] if it is not there.
+    """Read the rows of a file of JSON lines; [] if it is not there.
 
     A last line that a kill tore is left out, and cut off from the file with a warning.
 
@@ -48,7 +48,7 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log up to the first line that a crash damaged; [] if it is not there.
+    """Read the rows of a log up to the first that a crash damaged; [] if it is not there.
 
     What lies behind a checkpoint is on the disk, so such a line is of a step that is done again.
     """
@@ -92,12 +92,12 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def replace_json(path: Path, content: Any) -> None:
-    """The same, as indented JSON."""
+    """Write a whole file of indented JSON, as `replace_file` does."""
     replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Have a file or a directory on the disk before what comes next."""
+    """Force a file or a directory to the disk before what comes next."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +131,7 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
 
 
 class Journal:
-    """What was paid for, by key: a resumed run finds it here and does not ask again."""
+    """Keeps paid answers by key: a resumed run finds them here and does not ask again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

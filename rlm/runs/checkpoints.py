@@ -94,7 +94,7 @@ class Checkpoints:
                 continue
             folder = self._path(step)
             try:
-                check(folder)
+                check_manifest(folder)
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
                     raise ValueError(f"it is of step {state['step']}")
@@ -107,7 +107,7 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, in order; by name, for clocks may jump."""
+        """Steps of the checkpoints that are there, in order; by name, for clocks may jump."""
         names = [folder.name.removeprefix("step_") for folder in self.folder.glob("step_*")]
         return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
@@ -115,15 +115,16 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def _delete(self, folder: Path) -> None:
-        """Renamed first: a kill in the middle leaves no half of a checkpoint under its name."""
+        """Rename, then delete: a kill in the middle leaves no half of a checkpoint under its name."""
         doomed = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed)
 
 
-def check(folder: Path) -> None:
-    """
+def check_manifest(folder: Path) -> None:
+    """Check that the files are those that the manifest names, hash by hash.
+
     Raises:
         OSError, ValueError: a file is missing, or is not what the manifest says.
     """
@@ -136,12 +137,13 @@ def check(folder: Path) -> None:
 
 
 def check_space(option: str, path: Path, needed: int) -> None:
-    """
+    """Check that the disk that holds `path` has so many bytes left.
+
     Args:
         needed: bytes.
 
     Raises:
-        UsageError: the disk that holds `path` has less.
+        UsageError: it has less.
     """
     free = shutil.disk_usage(path).free
     if free < needed:
@@ -152,7 +154,7 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, what keeps a file from being written is said in one line.
+    """Turn what keeps a file from being written into one line.
 
     Raises:
         UsageError: instead of the system's own error.

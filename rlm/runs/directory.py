@@ -29,7 +29,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more fo
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Make the directory and write in it, before hours of work depend on it.
+    """Check that the directory can be made and written, before hours of work depend on it.
 
     Raises:
         UsageError: it cannot be written.
@@ -44,7 +44,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class RunDirectory:
-    """Where one training run writes, alone. Use it with `with`: then signals wait for a step's end.
+    """Directory in which one training run writes, alone. In `with`, signals wait for a step's end.
 
     A second process that opens it is refused until this one has left or died.
     """
@@ -127,7 +127,8 @@ class RunDirectory:
         return self._interrupts.received is not None
 
     def raise_if_interrupted(self, interrupted: bool) -> None:
-        """
+        """Leave if a signal asked to.
+
         Raises:
             Interrupted: with what was received; SIGTERM if another process received it.
         """
@@ -143,7 +144,7 @@ class RunDirectory:
                 replace_json(self.path / "config.json", config)
 
     def track(self, name: str, config: Mapping[str, object]) -> None:
-        """Show elsewhere, too, what is logged from here on."""
+        """Show what is logged from here on in a tracker, too."""
         if self.writes:
             self.tracker = open_tracker(name, self.path, config)
 
@@ -186,7 +187,7 @@ class RunDirectory:
             writer.writerows(rows)
 
     def truncate(self, step: int) -> None:
-        """Forget what the logs have from `step` on: a resumed run will log it again."""
+        """Cut the logs at `step`: a resumed run will log it again."""
         if not self.writes:
             return
         for file in self._logs():
@@ -196,7 +197,7 @@ class RunDirectory:
                 replace_file(file, "".join(lines))
 
     def sync_logs(self) -> None:
-        """Have on the disk what was logged: a checkpoint says that it is there."""
+        """Sync the logs to the disk: a checkpoint says that they are there."""
         if self.writes:
             for file in self._logs():
                 sync(file)

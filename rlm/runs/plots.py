@@ -1,4 +1,4 @@
-"""The two pictures: accuracy of models side by side, and how a GRPO run went.
+"""Plots: accuracy of models side by side, and the learning curves of a GRPO run.
 
 Figures are made without pyplot: no global state, no display, PNG by the Agg renderer.
 """

@@ -23,7 +23,7 @@ RENAMED = {"skipped_in_a_row": "consecutive_skips", "rate_scale": "lr_scale"}  #
 def run_origin(
     config: Mapping[str, object], base_hash: str, start_weights: Path | None, **data: str
 ) -> dict[str, Any]:
-    """What a run is made of: every checkpoint holds it, and a resumed run must have the same.
+    """Describe what a run is made of: checkpoints hold it, a resumed run must have the same.
 
     Args:
         start_weights: the file of the adapter that training starts from.
@@ -45,7 +45,7 @@ def resume_run(
     may_change: Collection[str],
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and state of the newest valid checkpoint; the logs forget what came after it.
+    """Load the newest valid checkpoint, tensors and state, and cut the logs there.
 
     Args:
         origin: `run_origin` of the run as it was started now.
@@ -87,7 +87,7 @@ def resume_run(
 
 
 def data_id(what: str, rows: Sequence[object]) -> str:
-    """How many there are, and a hash of them in their order."""
+    """Identify data: how many rows there are, and a hash of them in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row).encode())
@@ -97,7 +97,7 @@ def data_id(what: str, rows: Sequence[object]) -> str:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], may_change: Collection[str]
 ) -> list[str]:
-    """What would make the resumed run another one than it was, each as "what: old → new".
+    """List what would make the resumed run another one, each as "what: old → new".
 
     Args:
         old, new: `run_origin` then and now.

@@ -1,4 +1,4 @@
-"""Leaving in good order: the first signal is noted and obeyed between two steps."""
+"""Signals: the first one is noted, and obeyed between two steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTICE = b"\nstopping after this step (once more: at once)\n"
 
 
 class Interrupts:
-    """Inside, a first SIGINT, SIGTERM or SIGHUP only sets `received`.
+    """Notes a first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
 
     A second one ends the process at once, even inside a matrix product: the system does it, not
     Python. Nothing is lost by it, for all that is written is written complete or not at all. Where

@@ -1,4 +1,4 @@
-"""A run in another tool, beside the run directory: Weights & Biases, TensorBoard or Trackio.
+"""Trackers: a run shown in Weights & Biases, TensorBoard or Trackio too.
 
 metrics.jsonl, samples.jsonl and train_logs.csv are written always; `--tracker` shows the same
 elsewhere. A tool that is missing, out of reach or broken is said in one line and left out; training
@@ -37,7 +37,7 @@ TABLE_ROWS = 16  # of a table; samples.jsonl has all
 
 
 class Tracker:
-    """What is logged goes to a back-end until the first thing that it raises."""
+    """Sends what is logged to a back-end, until its first error."""
 
     def __init__(self, name: str, back_end: BackEnd, sample_every: int) -> None:
         """
@@ -48,13 +48,13 @@ class Tracker:
         self._back_end: BackEnd | None = back_end
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """A step's metrics, under our names and under `ALIASES`."""
+        """Log a step's metrics under our names and under `ALIASES`."""
         shown = {name: value for name, value in metrics.items() if math.isfinite(value)}
         shown |= {ALIASES[name]: value for name, value in shown.items() if name in ALIASES}
         self._call("log", int(shown.pop("step")), shown)
 
     def log_samples(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The first completions of a step as a table; `groups` as samples.jsonl holds them."""
+        """Log the first completions of a step as a table; `groups` as samples.jsonl holds them."""
         step = groups[0]["step"]
         if not self._sample_every or step % self._sample_every:
             return
@@ -161,7 +161,7 @@ BACK_ENDS = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
 
 
 def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
-    """The tracker of this name (of `TRACKER_NAMES`), or None and a line that says why."""
+    """Open the tracker of this name (of `TRACKER_NAMES`), or say why not and return None."""
     if name == "none":
         return None
     try:
@@ -177,7 +177,7 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B would log in without asking on the terminal."""
+    """Tell whether W&B would log in without asking on the terminal."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

@@ -32,12 +32,12 @@ class Group:
 
 
 def reward_tensor(groups: Sequence[Group]) -> Tensor:
-    """(P, G), NaN where there is no verdict."""
+    """Rewards as a tensor (P, G), NaN where there is no verdict."""
     return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
 
 
 def group_advantages(rewards: Tensor, scale_by_std: bool) -> Tensor:
-    """How much better each rollout is than its group: (P, G) → (P, G).
+    """Compute how much better each rollout is than its group: (P, G) → (P, G).
 
     A = r - mean, divided by (std + 1e-4) where scaled; std with n - 1, as in TRL. A rollout
     without a verdict (NaN) stays out of the group's mean and std and gets 0; so does the rest of
@@ -57,7 +57,7 @@ def group_advantages(rewards: Tensor, scale_by_std: bool) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Which groups can teach something, (P,) of bool: two verdicts in it differ.
+    """Mark the groups with two verdicts that differ: (P,) of bool. The others teach nothing.
 
     Asked of the rewards, not of the advantages: rounding in the mean can leave 1e-9 where an
     all-equal group should have 0.
@@ -68,7 +68,7 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
-    """What is added to each rollout's reward for its length: (P, G), all 0 without a buffer."""
+    """Compute what is added to each reward for length: (P, G), all 0 without a buffer."""
     limits = {
         "max_new_tokens": config.max_new_tokens,
         "buffer": config.overlong_buffer,

@@ -28,7 +28,7 @@ T = TypeVar("T")
 def draw_problems(
     problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
 ) -> list[Problem]:
-    """The problems that a step samples next: `count`, then one for each group without signal.
+    """Draw the problems that a step samples next: `count`, then one for each group without signal.
 
     Empty when every place is filled, or no other problem is left.
 
@@ -42,7 +42,7 @@ def draw_problems(
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
-    """The problems of a training step: a pure function, so that a resume replays nothing.
+    """Draw the problems of a training step, by a pure function: a resume replays nothing.
 
     Passes over the data are shuffled, each in its own way.
     """
@@ -60,7 +60,7 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
 def refill_problems(
     problems: Sequence[T], step: int, count: int, seed: int, drawn: Sequence[T]
 ) -> list[T]:
-    """Other problems in place of those without signal (dynamic sampling).
+    """Draw other problems in place of those without signal (dynamic sampling).
 
     A pure function, like `problems_for_step`; fewer than `count` where the data run out.
 
@@ -73,7 +73,7 @@ def refill_problems(
 
 
 def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
-    """What the groups of these problems are sampled with, a pure function like the drawing.
+    """Seeds of the groups of these problems, by a pure function like the drawing.
 
     A problem that stands there twice (fewer problems than places) gets two different groups.
     """
@@ -99,7 +99,7 @@ class Rollout:
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
-    """What one token of each rollout counts in the loss of the step.
+    """Weights of the rollouts: what one token of each counts in the loss of the step.
 
     The denominator is the whole step's, so the gradient does not depend on how the rollouts are
     cut into micro-batches:
@@ -125,7 +125,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
 def make_rollouts(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
 ) -> list[Rollout]:
-    """The rollouts of a step that the loss needs, with the weights that the whole step gives them.
+    """Make the rollouts that the loss needs, with the weights that the whole step gives them.
 
     A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
     still counts in the denominator, so the update equals the textbook's at a fraction of the
@@ -156,7 +156,7 @@ def make_rollouts(
 
 
 def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:
-    """This process's part of the learning: whole problems, so that their prompts stay shared."""
+    """This process's share of the rollouts: whole problems, so that their prompts stay shared."""
     problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
     mine = set(distributed.shard(problems))
     return [rollout for rollout in rollouts if rollout.problem in mine]

@@ -1,4 +1,5 @@
-"""Several processes on one training run: `torchrun` (or `accelerate launch` on GPUs) starts them.
+"""Distributed training: several processes on one run, started by `torchrun` (or, on GPUs,
+`accelerate launch`).
 
 Each process samples its share of a step's problems; then all know the whole step, so rewards,
 advantages and denominators are one process's; each learns on its share of the rollouts, and the
@@ -32,7 +33,7 @@ class Distributed:
 
     @classmethod
     def from_env(cls) -> Distributed:
-        """Meet the processes of this launch, as the launcher's environment names them."""
+        """Join the processes of this launch, as the launcher's environment names them."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -51,33 +52,33 @@ class Distributed:
         return self.rank == 0
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """This process's part: every size-th."""
+        """This process's share: every size-th item."""
         return list(items[self.rank :: self.size])
 
     def gather(self, shares: Sequence[T]) -> list[T]:
-        """All parts, in the order from which `shard` took them."""
+        """The items of all processes, in the order from which `shard` took them."""
         if self.size == 1:
             return list(shares)
         parts: list[list[T]] = [[] for _ in range(self.size)]
-        with _others_may_end():
+        with _explain_lost_process():
             dist.all_gather_object(parts, list(shares))
         return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
 
     def broadcast(self, value: T) -> T:
-        """What the leading process says: clocks and disks differ."""
+        """The main process's value: clocks and disks differ."""
         if self.size == 1:
             return value
         box = [value]
-        with _others_may_end():
+        with _explain_lost_process():
             dist.broadcast_object_list(box)
         return box[0]
 
     def any(self, value: bool) -> bool:
-        """Whether it is so in one of the processes: a signal may reach any of them."""
+        """Whether the value is true in any process: a signal may reach one of them."""
         return True in self.gather([value])
 
     def all_reduce(self, parameters: Iterable[Tensor]) -> None:
-        """Every gradient becomes its sum over the processes; None counts as zero."""
+        """Sum every gradient over the processes; None counts as zero."""
         if self.size == 1:
             return
         parameters = list(parameters)
@@ -87,7 +88,7 @@ class Distributed:
                 for p in parameters
             ]
         )
-        with _others_may_end():
+        with _explain_lost_process():
             dist.all_reduce(flat)
         parts = flat.split([p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
@@ -95,8 +96,8 @@ class Distributed:
 
 
 @contextmanager
-def _others_may_end() -> Iterator[None]:
-    """A process that waits for one that has ended: the reason stands in the other's output."""
+def _explain_lost_process() -> Iterator[None]:
+    """Turn the error of waiting for a process that has ended into a line that says so."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""`train_grpo.py --doctor`: why is, or will be, my reward flat? Looks before anything is trained.
+"""`train_grpo.py --doctor`: looks for what keeps a reward flat, before anything is trained.
 
-Draws one group for each of 32 problems from the model that training would start from, scores them
+Samples one group for each of 32 problems from the model that training would start from, scores them
 with the run's own reward, and names what stands in the way, with what to change.
 """
 
@@ -28,7 +28,7 @@ MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, and what to do about it. `fault`: training would be in vain."""
+    """Says what is wrong, and what to do about it. `fault`: training would be in vain."""
 
     name: str
     text: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    figures: dict[str, float]
+    metrics: dict[str, float]
     findings: list[Finding]
 
 
@@ -46,7 +46,7 @@ def examine(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
     start.plan(trainer, problems, 0)
     diagnosis = diagnose(trainer, problems)
-    shown = {name: f"{value:.1%}" for name, value in diagnosis.figures.items()}
+    shown = {name: f"{value:.1%}" for name, value in diagnosis.metrics.items()}
     terminal.facts(
         f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
         {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
@@ -77,18 +77,18 @@ def diagnose(trainer: Any, problems: Sequence[Problem]) -> Diagnosis:
     texts = [[g.text for g in group] for group in drawn.groups]
     truncated = [[g.truncated for g in group] for group in drawn.groups]
     rewards = trainer.scorer(problems, texts, truncated).rewards
-    figures = _figures(drawn, rewards)
+    metrics = _metrics(drawn, rewards)
     findings = [
         *_template(trainer.tokenizer, trainer.format),
-        *_parsing(drawn, trainer.format, figures),
-        *_reward(trainer, problems[0], figures, rewards),
-        *_signal(figures, config),
-        *_options(figures, config),
+        *_parsing(drawn, trainer.format, metrics),
+        *_reward(trainer, problems[0], metrics, rewards),
+        *_signal(metrics, config),
+        *_options(metrics, config),
     ]
-    return Diagnosis(figures, findings)
+    return Diagnosis(metrics, findings)
 
 
-def _figures(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
+def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
     given = [[r for r in row if r is not None] for row in rewards]
     flat = [row for row in given if len(row) < 2 or max(row) - min(row) <= 1e-8]
     lenient = [g.lenient.is_answer for g in drawn.completions]
@@ -107,7 +107,7 @@ def _figures(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
-    """A chat template that belongs to another tokenizer, or leaves out what we say."""
+    """Find a chat template that belongs to another tokenizer, or leaves out what we say."""
     text = tokenizer.decode(render_prompt(tokenizer, "QUESTION", format))
     foreign = sorted(
         marker
@@ -135,9 +135,9 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
         )
 
 
-def _parsing(drawn: Evaluation, format: Format, figures: dict[str, float]) -> Iterator[Finding]:
-    """Answers that are there and that the strict reading does not find."""
-    strict, lenient = (figures[f"one answer found, {name}"] for name in ("strict", "lenient"))
+def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> Iterator[Finding]:
+    """Find answers that are there and that the strict reading does not see."""
+    strict, lenient = (metrics[f"one answer found, {name}"] for name in ("strict", "lenient"))
     ended = [g for g in drawn.completions if not g.truncated]
     for name, other in FORMATS.items():
         opened = sum(f"<{other.reasoning_tag}>" in g.text for g in drawn.completions)
@@ -170,10 +170,10 @@ def _parsing(drawn: Evaluation, format: Format, figures: dict[str, float]) -> It
 def _reward(
     trainer: Any,
     problem: Problem,
-    figures: dict[str, float],
+    metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
 ) -> Iterator[Finding]:
-    """A reward that does not prefer what is right: asked about texts whose worth is known."""
+    """Find a reward that does not prefer what is right: it scores texts whose worth is known."""
     tags = trainer.format
     right = tags.completion("It follows.", problem.answer)
     worthless = {
@@ -195,7 +195,7 @@ def _reward(
             fault=False,
         )
         return
-    given, share = {r for row in rewards for r in row}, figures["pass@1, strict"]
+    given, share = {r for row in rewards for r in row}, metrics["pass@1, strict"]
     if len(given) == 1 and 0 < share < 1:
         yield Finding(
             "reward sees nothing",
@@ -204,12 +204,12 @@ def _reward(
         )
 
 
-def _signal(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
-    """Groups that are all right or all wrong teach nothing."""
-    share = figures["groups without signal"]
+def _signal(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
+    """Find that most groups are all right or all wrong: they teach nothing."""
+    share = metrics["groups without signal"]
     if share <= MOST:
         return
-    if figures["pass@1, strict"] > 0.5:
+    if metrics["pass@1, strict"] > 0.5:
         advice = "harder problems, or a higher --temperature"
     else:
         advice = "easier problems, a larger --group-size, or more SFT first"
@@ -222,7 +222,7 @@ def _signal(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
     )
 
 
-def _options(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
+def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
     low, slow, high = LORA_RATES
     if config.learning_rate < slow:
         yield Finding(
@@ -237,11 +237,11 @@ def _options(figures: dict[str, float], config: GRPOConfig) -> Iterator[Finding]
             f"{config.learning_rate:g} breaks a policy within a few steps",
             "--learning-rate 1e-5 to 2e-4",
         )
-    if figures["truncated"] > MANY:
+    if metrics["truncated"] > MANY:
         yield Finding(
             "truncation",
-            f"{figures['truncated']:.0%} of the completions do not end within "
+            f"{metrics['truncated']:.0%} of the completions do not end within "
             f"{config.max_new_tokens} tokens, so they have no answer",
             "raise --max-new-tokens, or teach shorter reasoning with train_sft.py",
-            fault=figures["truncated"] > MOST,
+            fault=metrics["truncated"] > MOST,
         )

@@ -1,5 +1,5 @@
-"""The policy's layers as the learning pass computes them: fewer passes over the activations than
-transformers and PEFT make, and less kept for the backward pass. The results are the same."""
+"""Fused layers for training: LoRA, norms, gating and attention with fewer passes over the
+activations than transformers and PEFT make, and less kept for the backward pass; same results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
 
 
 def _lora(self: nn.Module, x: Tensor) -> Tensor:
-    """The adapter added inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
+    """Add the adapter inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
 
     PEFT scales and adds in passes of their own over every layer's output, and once more in the
     backward pass. Packed layers' products may not be changed in place (autograd refuses it for 8

@@ -29,7 +29,7 @@ class LossSums:
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-    """Corrects for a sampler that computes a little differently from the trainer: (n, T).
+    """Weights (n, T) that correct for a sampler that computes differently from the trainer.
 
     min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
     sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
@@ -38,7 +38,7 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(policy ‖ reference) of each token from the one that was drawn (Schulman 2020): (n, T).
+    """Estimate KL(policy ‖ reference) from each token that was drawn (Schulman 2020): (n, T).
 
     With d = ref_logprobs - logprobs:
         k1  -d               unbiased, but its gradient is noise around 0: it pulls nowhere
@@ -55,6 +55,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
+def policy_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, of: str) -> Tensor:
+    """New to old probability of each "token", (n, T), or of the "sequence", (n, 1).
+
+    Of a sequence it is the exponential of the mean over its tokens (GSPO, arXiv 2507.18071).
+    """
+    log_ratio = logprobs - old_logprobs
+    if of == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio.exp()
+
+
 def policy_loss(
     logprobs: Tensor,
     batch: MicroBatch,
@@ -64,15 +75,13 @@ def policy_loss(
     kl_weight: float = 0.0,
     kl_estimator: str = "k3",
 ) -> tuple[Tensor, LossSums]:
-    """Σᵢ wᵢ Σₜ lᵢₜ + KL, to be minimised; what tells algorithms apart comes in as choices.
+    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch, by the algorithm's choices.
 
-    objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = exp(logprobs - old_logprobs).
+    objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = `policy_ratio`.
     With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a
     group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
     objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
     loses its gradient (CISPO, arXiv 2506.13585).
-    ratio "sequence": ρ is one number a completion, the exponential of the mean over its tokens
-    (GSPO, arXiv 2507.18071).
     TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
 
     Args:
@@ -83,10 +92,7 @@ def policy_loss(
     mask = batch.completion_mask.to(logprobs.dtype)  # (n, T)
     scale = batch.weights[:, None] * mask
     advantage = batch.advantages[:, None]
-    log_ratio = logprobs - batch.old_logprobs
-    if algorithm.ratio == "sequence":
-        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    rho = log_ratio.exp()  # (n, T), or (n, 1)
+    rho = policy_ratio(logprobs, batch.old_logprobs, mask, algorithm.ratio)  # (n, T), or (n, 1)
     lowest, highest = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     clipped = rho.clamp(lowest, highest)
     if algorithm.objective == "weighted":

@@ -1,4 +1,4 @@
-"""How much memory a run will take, said before it starts, and the micro-batch that follows from it.
+"""Memory plan: how much a run will take, said before it starts, and the micro-batch that fits.
 
 What a forward pass keeps for the backward pass is measured on a few tokens of the very model,
 not estimated from its shape; everything else is counted.
@@ -44,7 +44,7 @@ HOLES = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes; of the GPU if the model is there."""
+    """Memory that a run needs, in bytes; of the GPU if the model is there."""
 
     loaded: int  # now: weights, libraries
     sampling: int  # the sampler's copy of the weights, keys and values
@@ -56,7 +56,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Sampling and learning take turns: what one needs, the other has given back."""
+        """Bytes at the peak. Sampling and learning take turns: one has given back its memory."""
         return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
 
     def __str__(self) -> str:
@@ -98,13 +98,7 @@ def plan_memory(
         if count
     )
     longest_sequence = longest + config.max_new_tokens
-    model = policy.config.get_text_config()
-    context = getattr(model, "max_position_embeddings", None)
-    if context and longest_sequence > context:
-        raise UsageError(
-            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"model's {context}; leave that problem out, or lower the limit"
-        )
+    _check_context(policy, longest, config.max_new_tokens)
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in master_weights)
@@ -134,8 +128,17 @@ def plan_memory(
     return plan
 
 
+def _check_context(policy: PreTrainedModel, prompt: int, max_new_tokens: int) -> None:
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    if context and prompt + max_new_tokens > context:
+        raise UsageError(
+            f"a prompt of {prompt} tokens and --max-new-tokens {max_new_tokens} exceed the "
+            f"model's {context}; leave that problem out, or lower the limit"
+        )
+
+
 def micro_batch_tokens(model: PreTrainedModel) -> int:
-    """Padded tokens in a micro-batch, where memory allows it."""
+    """Padded tokens of a micro-batch, where memory allows it."""
     if model.device.type == "cuda":
         return GPU_MICRO_BATCH
     return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
@@ -144,7 +147,7 @@ def micro_batch_tokens(model: PreTrainedModel) -> int:
 def _learning_bytes(
     policy: PreTrainedModel, per_token: int, checkpointing: bool, longest_sequence: int, tokens: int
 ) -> int:
-    """What a micro-batch of so many tokens, or the longest sequence if that is more, takes.
+    """Bytes that a micro-batch of so many tokens takes (the longest sequence if that is more).
 
     Args:
         per_token: what the forward pass keeps of one without checkpointing.
@@ -166,7 +169,7 @@ def _learning_bytes(
 
 
 def activation_bytes(policy: PreTrainedModel) -> int:
-    """What the forward pass of one token keeps for the backward pass, measured."""
+    """Measure the bytes that the forward pass of one token keeps for the backward pass."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 

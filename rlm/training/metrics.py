@@ -1,4 +1,4 @@
-"""A training step in figures and in one line. Metrics are named `area/name`."""
+"""Metrics of a training step, named `area/name`; its line on the terminal; the run's summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from rlm.cli import terminal
 from rlm.cli.options import to_dict
 from rlm.model.hardware import peak_memory_gb, pick_device
-from rlm.runs.alerts import new_warnings
+from rlm.runs.alerts import new_alerts
 from rlm.runs.directory import RunDirectory, git_commit
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
@@ -23,7 +23,7 @@ from rlm.training.state import TrainingState
 
 
 def announce(trainer: Any, problems: int, validation: int) -> None:
-    """What a `train_grpo.GRPOTrainer` will do, before it does."""
+    """Print what a `train_grpo.GRPOTrainer` will do."""
     config = trainer.config
     trainable = sum(tensor.numel() for tensor in trainer.adapter.values())
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
@@ -54,7 +54,7 @@ def changed_options(config: GRPOConfig) -> dict[str, object]:
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
-    """What happened, and what to do next."""
+    """Print what happened, and what to do next."""
     accuracy, at_start = summary["accuracy"], summary["start_accuracy"]
     validated = "not measured"
     if accuracy is not None:
@@ -82,7 +82,7 @@ def run_summary(
     rows: Sequence[Mapping[str, float]],
     validated_on: int,
 ) -> dict[str, object]:
-    """What stands in the run.json beside the adapter: where it comes from and how it did.
+    """The run.json beside the adapter: where it comes from and how it did.
 
     Args:
         rows: the metrics of all steps.
@@ -117,7 +117,7 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def mean_metrics(
     processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
 ) -> dict[str, float]:
-    """Means over all calls of a reward in all processes, each with how many groups it was of.
+    """Average over all calls of a reward in all processes, each with how many groups it was of.
 
     >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
     {'a': 0.75, 'b': 1.0}
@@ -135,8 +135,8 @@ def step_metrics(
     kept: Tensor,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """What was sampled and how long it took. Every rollout counts, also of groups that were
-    dropped: else dynamic sampling would flatter the reward.
+    """Metrics of what was sampled and how long it took. Every rollout counts, also of groups that
+    were dropped: else dynamic sampling would flatter the reward.
 
     Args:
         rewards: (P, G), as the verifier gave them, NaN where there was no verdict.
@@ -171,7 +171,7 @@ def step_metrics(
 
 @dataclass
 class LearnMetrics:
-    """What the micro-batches of a step add up to."""
+    """Sums over the micro-batches of a step, of which its metrics of learning are made."""
 
     grad_norm: float = 0.0
     sums: list[LossSums] = field(default_factory=list)  # of the last update
@@ -184,7 +184,8 @@ class LearnMetrics:
     def add(
         self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
     ) -> None:
-        """
+        """Add a micro-batch of an update.
+
         Args:
             logprobs, entropy: (n, T), of the policy.
         """
@@ -199,15 +200,15 @@ class LearnMetrics:
             self.gap_max = max(self.gap_max, gap.max().item())
 
     @classmethod
-    def joined(cls, tallies: Sequence[LearnMetrics]) -> LearnMetrics:
-        """The tallies of several processes as one; they agree on the gradient norm."""
+    def joined(cls, parts: Sequence[LearnMetrics]) -> LearnMetrics:
+        """Join those of several processes; they agree on the gradient norm."""
         return cls(
-            grad_norm=tallies[0].grad_norm,
-            sums=[part for tally in tallies for part in tally.sums],
-            tokens=sum(tally.tokens for tally in tallies),
-            entropy=sum(tally.entropy for tally in tallies),
-            gap=sum(tally.gap for tally in tallies),
-            gap_max=max(tally.gap_max for tally in tallies),
+            grad_norm=parts[0].grad_norm,
+            sums=[sums for part in parts for sums in part.sums],
+            tokens=sum(part.tokens for part in parts),
+            entropy=sum(part.entropy for part in parts),
+            gap=sum(part.gap for part in parts),
+            gap_max=max(part.gap_max for part in parts),
         )
 
     def as_dict(self) -> dict[str, float]:
@@ -228,7 +229,7 @@ class LearnMetrics:
 
 
 def step_line(metrics: Mapping[str, float], steps: int) -> str:
-    """The step as a person reads it."""
+    """A step as one line on the terminal."""
     seconds = metrics["time/sample"] + metrics["time/score"] + metrics["time/learn"]
     parts = [
         f"step {metrics['step'] + 1}/{steps}",
@@ -262,7 +263,7 @@ def log_step(
     groups: Sequence[Group],
     advantages: Tensor,
 ) -> None:
-    """One line on the terminal, one in metrics.jsonl, every completion in samples.jsonl.
+    """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
 
     Args:
         advantages: (P, G).
@@ -270,7 +271,7 @@ def log_step(
     run.log(metrics)
     terminal.line(step_line(metrics, config.steps))
     if run.writes:
-        for warning in new_warnings(run.metrics()):
+        for warning in new_alerts(run.metrics()):
             terminal.line(f"warning: {warning}")
     run.log_samples(
         [

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MixedPrecisionAdapter:
-    """The LoRA matrices that training changes: the model's, and their fp32 master weights.
+    """LoRA matrices that training changes: the model's, and their fp32 master weights.
 
     A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
     are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the

@@ -16,13 +16,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
 import transformers
 import trl
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
@@ -39,6 +38,9 @@ from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example, check_loss_mask
 from rlm.training.state import LOG_BYTES
 
+if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
+    from peft import PeftModel
+
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
 KEEP = 2  # checkpoints
@@ -52,6 +54,8 @@ MAY_CHANGE = {
 
 
 class SFTTrainer(trl.SFTTrainer):
+    """TRL's trainer, with a loss for CPUs and our own resume."""
+
     def compute_loss(
         self,
         model: Any,
@@ -76,7 +80,7 @@ class SFTTrainer(trl.SFTTrainer):
         return -logprobs.sum() / count
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
-        """In nats per learned token."""
+        """Mean loss of the examples, in nats per learned token."""
         return self.evaluate(datasets.Dataset.from_list(list(examples)))["eval_loss"]
 
     def train_from(self, step: int) -> None:
@@ -91,7 +95,7 @@ class SFTTrainer(trl.SFTTrainer):
             self.train(resume_from_checkpoint=folder)
 
     def _load_from_checkpoint(self, *arguments: object, **options: object) -> None:
-        """transformers' step of resuming that would look for an adapter's files."""
+        """Skip transformers' part of resuming that would look for an adapter's files."""
 
 
 def make_trainer(
@@ -101,7 +105,7 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     examples: list[Example],
 ) -> SFTTrainer:
-    """The trainer of a run. That its batches learn what the examples say is checked."""
+    """Make the trainer of a run, and check that its batches learn what the examples say."""
     trainer = SFTTrainer(
         model=policy,
         processing_class=tokenizer,
@@ -150,7 +154,7 @@ def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTC
 
 
 class CheckpointCallback(TrainerCallback):
-    """Between two steps: a report, a checkpoint of ours, and whether to stop."""
+    """Logs, saves our checkpoints and decides whether to stop, between two steps."""
 
     def __init__(
         self,
@@ -182,7 +186,7 @@ class CheckpointCallback(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Spent on the run, by the processes before this one too."""
+        """Seconds spent on the run, by the processes before this one too."""
         return self._seconds_before + time.monotonic() - self._started
 
     def restore(self) -> None:
@@ -198,7 +202,7 @@ class CheckpointCallback(TrainerCallback):
         self._seconds_before = state["seconds"]
 
     def mean_loss(self) -> float:
-        """Over all steps, from the log: a row has the mean of the steps since the one before."""
+        """Mean loss of all steps, from the log: a row has the mean since the row before."""
         total, done = 0.0, 0
         for row in self.run.metrics():
             total += row["loss/sft"] * (row["step"] + 1 - done)

@@ -79,7 +79,7 @@ class TrainingState:
 
     @property
     def seconds(self) -> float:
-        """Of the run, whatever processes it took."""
+        """Seconds of the run, whatever processes it took."""
         return self._seconds_before + time.monotonic() - self._began
 
     def begin(
@@ -129,7 +129,7 @@ class TrainingState:
     def control_after(
         self, step: int, config: GRPOConfig, distributed: Distributed, interrupted: bool
     ) -> StepControl:
-        """What is due after a step: by its number, by the clock, by a signal.
+        """Decide what is due after a step: by its number, by the clock, by a signal.
 
         Args:
             interrupted: whether this process got a signal.
@@ -152,7 +152,7 @@ class TrainingState:
         self.updated |= not skipped
 
     def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
-        """After MAX_CONSECUTIVE_SKIPS updates: the last good weights, and half the learning rate.
+        """After MAX_CONSECUTIVE_SKIPS, go back to the last good weights at half the learning rate.
 
         Good is a checkpoint from which an update was made: the weights after the last update may
         be what the first bad gradient came from. Training goes on with the next step: the same
@@ -182,8 +182,8 @@ class TrainingState:
             f"{loaded[1]['step']} again, half the learning rate from here on"
         )
 
-    def metrics(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
-        """What the state adds to a step's metrics; then the weight of the KL term is adapted.
+    def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
+        """Add to a step's metrics, and then adapt the weight of the KL term.
 
         Args:
             kl: nats per token; None: nothing was learned from.
@@ -231,7 +231,7 @@ class TrainingState:
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory) -> int:
-        """Load the newest checkpoint; the step to go on with.
+        """Load the newest checkpoint and return the step to go on with.
 
         Raises:
             UsageError: there is none, or it is of another base, adapter, config or data.

@@ -10,7 +10,7 @@ from rlm.data.problem import Problem
 
 
 def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:
-    """Accuracy of a `train_grpo.GRPOTrainer` after so many steps, as a metric; {} without problems.
+    """Measure the accuracy of a `train_grpo.GRPOTrainer` after `step` steps; {} without problems.
 
     The processes of a run share the problems. After step 0 the best adapter so far is kept.
     """

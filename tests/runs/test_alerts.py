@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlm.training.config import GRPOConfig
-from rlm.runs.alerts import FLAT_STEPS, WINDOW, new_warnings, warnings
+from rlm.runs.alerts import FLAT_STEPS, WINDOW, new_alerts, active_alerts
 from rlm.training.metrics import log_step
 from rlm.runs.directory import RunDirectory
 
@@ -29,11 +29,11 @@ def rows(count=WINDOW, **changes):
 
 
 def test_a_good_run_is_silent():
-    assert warnings(rows()) == {}
+    assert active_alerts(rows()) == {}
     demo = [json.loads(line) for line in DEMO.open()]
     assert len(demo) > WINDOW
     for end in range(len(demo) + 1):
-        assert new_warnings(demo[:end]) == []
+        assert new_alerts(demo[:end]) == []
 
 
 @pytest.mark.parametrize(
@@ -47,26 +47,26 @@ def test_a_good_run_is_silent():
     ],
 )
 def test_each_rule_holds_beyond_its_threshold_and_gives_advice(metric, silent, bad, advice):
-    assert warnings(rows(**{metric: silent})) == {}
-    (text,) = warnings(rows(**{metric: bad})).values()
+    assert active_alerts(rows(**{metric: silent})) == {}
+    (text,) = active_alerts(rows(**{metric: bad})).values()
     assert advice in text
     assert "--" in text  # an option to change
     assert "\n" not in text
 
 
 def test_one_bad_step_is_no_warning_and_neither_is_a_short_run():
-    assert warnings([*rows(WINDOW - 1), *rows(1, policy__entropy=0.0)]) == {}
-    assert warnings(rows(WINDOW - 1, policy__entropy=0.0)) == {}
+    assert active_alerts([*rows(WINDOW - 1), *rows(1, policy__entropy=0.0)]) == {}
+    assert active_alerts(rows(WINDOW - 1, policy__entropy=0.0)) == {}
 
 
 def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
     nothing = rows(reward__mean=0.0, reward__std=0.0, reward__zero_signal_share=1.0)
-    assert list(warnings(nothing)) == ["reward"]  # and not the zero-signal groups once more
-    assert "nothing was rewarded in 5 steps" in warnings(nothing)["reward"]
+    assert list(active_alerts(nothing)) == ["reward"]  # and not the zero-signal groups once more
+    assert "nothing was rewarded in 5 steps" in active_alerts(nothing)["reward"]
     everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
-    assert "have the reward 1" in warnings(everything)["reward"]
+    assert "have the reward 1" in active_alerts(everything)["reward"]
     changing = [*rows(4, reward__std=0.0), *rows(1, reward__std=0.0, reward__mean=0.5)]
-    assert "reward" not in warnings(changing)
+    assert "reward" not in active_alerts(changing)
 
 
 def test_a_reward_that_does_not_rise():
@@ -76,28 +76,28 @@ def test_a_reward_that_does_not_rise():
             for i in range(FLAT_STEPS)
         ]
 
-    assert list(warnings(climbing(0.0))) == ["flat"]
-    assert list(warnings(climbing(-0.2))) == ["flat"]
-    assert warnings(climbing(0.1)) == {}
-    assert warnings(climbing(0.0)[1:]) == {}  # too early to say
-    assert warnings(climbing(0.0, start=0.95)) == {}  # nothing left to rise to
+    assert list(active_alerts(climbing(0.0))) == ["flat"]
+    assert list(active_alerts(climbing(-0.2))) == ["flat"]
+    assert active_alerts(climbing(0.1)) == {}
+    assert active_alerts(climbing(0.0)[1:]) == {}  # too early to say
+    assert active_alerts(climbing(0.0, start=0.95)) == {}  # nothing left to rise to
     bad = [row | {"policy/entropy": 0.0} for row in climbing(0.0)]
-    assert list(warnings(bad)) == ["policy/entropy"]  # the cause, not the effect
+    assert list(active_alerts(bad)) == ["policy/entropy"]  # the cause, not the effect
 
 
 def test_a_warning_comes_once_until_it_has_gone_and_comes_again():
     history, said = [], []
     for entropy in [0.1] * 5 + [0.0] * 10 + [0.5] * 5 + [0.0] * 10:
         history.append(GOOD | {"policy/entropy": entropy})
-        said.append(len(new_warnings(history)))
+        said.append(len(new_alerts(history)))
     assert sum(said) == 2
     assert said.index(1) == 9  # the mean of 0.1 and four zeros is 0.02: not below
 
 
 def test_metrics_that_are_missing_or_not_numbers_are_passed_over():
     without = [{k: v for k, v in row.items() if "entropy" not in k} for row in rows()]
-    assert warnings(without) == {}
-    assert warnings(rows(policy__entropy=float("nan"))) == {}
+    assert active_alerts(without) == {}
+    assert active_alerts(rows(policy__entropy=float("nan"))) == {}
 
 
 def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):

@@ -77,7 +77,7 @@ def names(diagnosis):
 def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
     trainer, diagnosis = look(model_dir, tmp_path)
     assert diagnosis.findings == []
-    assert diagnosis.figures == {
+    assert diagnosis.metrics == {
         "reward, mean": 0.5,
         "pass@1, strict": 0.5,
         "pass@1, lenient": 0.5,
@@ -114,8 +114,8 @@ def test_a_parser_mismatch_is_named(model_dir, tmp_path):
     assert diagnosis.findings[0].advice == "--reasoning-format simple"
     _, diagnosis = look(model_dir, tmp_path, lambda i, j: rf"so \boxed{{{2 * i + j % 2}}}")
     assert names(diagnosis)[0] == "parser mismatch"
-    assert diagnosis.figures["pass@1, lenient"] == 0.5
-    assert diagnosis.figures["pass@1, strict"] == 0.0
+    assert diagnosis.metrics["pass@1, lenient"] == 0.5
+    assert diagnosis.metrics["pass@1, strict"] == 0.0
     assert "no_reasoning" in diagnosis.findings[0].text
 
 

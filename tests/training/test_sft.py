@@ -363,45 +363,11 @@ def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
     assert "--lora-dropout is of a new adapter" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["", "a folder", "a file"])
-def test_only_an_adapter_is_replaced(sft, tmp_path, monkeypatch, capsys, place):
-    """`--output weights`, say, would else take all that is in there."""
-    output = tmp_path / place
-    thesis = output / "thesis.tex" if place != "a file" else output
-    thesis.parent.mkdir(exist_ok=True)
-    thesis.write_text("years of work")
-    monkeypatch.chdir(tmp_path)
-    for named in (output, ".") if not place else (output,):
-        assert sft("--output", named) == 2
-        assert f"--output {named}" in capsys.readouterr().err
-    assert thesis.read_text() == "years of work"
+def test_an_output_that_is_no_adapter_is_refused_first(sft, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert sft("--output", tmp_path) == 2
+    assert f"--output {tmp_path}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()  # nothing was begun
-
-
-def test_an_adapter_behind_a_link_is_replaced_where_it_lies(sft, tmp_path):
-    disk = tmp_path / "disk"
-    (disk / "sft").mkdir(parents=True)
-    (tmp_path / "sft").symlink_to(disk / "sft")
-    for seed in (0, 1, 2):
-        assert sft("--seed", seed) == 0
-        assert history(disk / "sft")["config"]["seed"] == seed
-    assert (tmp_path / "sft").is_symlink()
-    assert history(disk / "sft.prev")["config"]["seed"] == 1
-
-
-def test_a_save_that_fails_brings_no_older_adapter_back(sft, tmp_path, monkeypatch, capsys):
-    for seed in (0, 1):
-        assert sft("--seed", seed) == 0
-    (tmp_path / "sft").rename(tmp_path / "kept")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rlm.model.export._check_export", full)
-    assert sft() != 0
-    assert "No space left" in capsys.readouterr().err
-    assert not (tmp_path / "sft").exists()  # .prev is that of seed 0
-    assert history(tmp_path / "sft.prev")["config"]["seed"] == 0
 
 
 def test_a_signal_in_the_last_step_loses_nothing(sft, tmp_path, at_batch, signals):

@@ -1,0 +1,108 @@
+"""Export of an adapter: only an adapter is replaced, whole or not at all."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import rlm.model.export
+from rlm.cli.options import UsageError
+from rlm.model.adapters import new_adapter
+from rlm.model.export import check_output, save_adapter
+
+
+@pytest.fixture
+def export(tokenizer, tmp_path):
+    policy = new_adapter(tiny_model(), r=4, alpha=8)
+
+    def save(number, path=tmp_path / "lora"):
+        for name, tensor in policy.named_parameters():
+            if "lora_B" in name:
+                tensor.data.fill_(number)
+        save_adapter(policy, tokenizer, path, {"number": number})
+
+    return save
+
+
+def number(folder):
+    return json.loads((folder / "run.json").read_text())["number"]
+
+
+@pytest.mark.parametrize("place", ["", "a folder", "a file"])
+def test_only_an_adapter_is_replaced(tmp_path, monkeypatch, place):
+    """`--output weights`, say, would else take all that is in there."""
+    output = tmp_path / place
+    thesis = output / "thesis.tex" if place != "a file" else output
+    thesis.parent.mkdir(exist_ok=True)
+    thesis.write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    for named in (output, tmp_path / "."):
+        with pytest.raises(UsageError, match="--output"):
+            check_output(named)
+    assert thesis.read_text() == "years of work"
+
+
+def test_what_is_in_the_way_of_the_old_adapter_is_left_alone(export, tmp_path):
+    export(1)
+    check_output(tmp_path / "lora")
+    (tmp_path / "lora.prev").write_text("a file")
+    with pytest.raises(UsageError, match="is in the way of the adapter"):
+        check_output(tmp_path / "lora")
+
+
+def test_the_old_adapter_is_kept_beside_also_behind_a_link(export, tmp_path):
+    disk, link = tmp_path / "disk" / "lora", tmp_path / "lora"
+    disk.parent.mkdir()
+    link.symlink_to(disk)
+    for i in (1, 2, 3):
+        export(i)
+        assert number(disk) == i
+    assert link.is_symlink()
+    assert number(tmp_path / "disk" / "lora.prev") == 2
+
+
+def spoil(folder, change):
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(change(bytearray(file.read_bytes())))
+
+
+def flip(content):
+    content[-1] ^= 1
+    return content
+
+
+@pytest.mark.parametrize("change", [flip, lambda content: content[:-1]], ids=["flip", "cut"])
+def test_what_does_not_read_back_does_not_replace_the_old_one(
+    export, tmp_path, monkeypatch, change
+):
+    export(1)
+    write_run = rlm.model.export.write_run
+    monkeypatch.setattr(
+        rlm.model.export, "write_run", lambda f, run: (write_run(f, run), spoil(f, change))
+    )
+    with pytest.raises(UsageError, match="cannot be written: "):
+        export(2)
+    assert number(tmp_path / "lora") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lora"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, -0.0])
+def test_bits_are_compared_not_numbers(export, tmp_path, value):
+    export(value)
+    assert (tmp_path / "lora").exists()
+
+
+def test_a_save_that_fails_brings_no_older_adapter_back(export, tmp_path, monkeypatch):
+    for i in (1, 2):
+        export(i)
+    (tmp_path / "lora").rename(tmp_path / "kept")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlm.model.export._check_export", full)
+    with pytest.raises(UsageError, match="No space left"):
+        export(3)
+    assert not (tmp_path / "lora").exists()  # .prev is the first
+    assert number(tmp_path / "lora.prev") == 1
