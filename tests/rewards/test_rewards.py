@@ -72,6 +72,8 @@ def test_a_function_gets_only_what_it_takes():
 
 def test_a_reward_class_needs_only_call():
     class MyReward(RewardFunction):
+        parts = ("an attribute of its own",)
+
         def __call__(self, completion, reference_answer, **columns):
             return 1.0 if reference_answer in completion else 0.0
 
