@@ -42,7 +42,7 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
     else:  # in a file nothing limits a line
         wide = Console(width=200, file=io.StringIO(), highlight=False)
         wide.print(table)
-        terminal.line(wide.file.getvalue().rstrip("\n"))
+        terminal.line("\n".join(map(str.rstrip, wide.file.getvalue().splitlines())))
 
 
 def percent(interval: Mapping[str, float]) -> str:
