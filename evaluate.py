@@ -27,9 +27,9 @@ from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.evaluation.audit import audit_run
-from rlm.evaluation.evaluate import Evaluation, evaluate
+from rlm.evaluation.evaluator import Evaluation, evaluate
 from rlm.evaluation.records import RowRecord
-from rlm.evaluation.report import report
+from rlm.evaluation.report import write_report
 from rlm.model.quantize import QUANTIZATIONS, trained_on
 from rlm.runs.atomic_files import Journal
 
@@ -278,7 +278,7 @@ def main(config: EvaluateConfig) -> int:
         raise Interrupted(signal.SIGINT, done) from None
 
     made_with = {"base_hash": weights, "device": str(device), "note": note}
-    report(results, data, {"config": to_dict(config), **made_with}, config.output)
+    write_report(results, data, {"config": to_dict(config), **made_with}, config.output)
     return 0
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from rlm.cli import terminal
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_problem
-from rlm.evaluation.evaluate import evaluate
+from rlm.evaluation.evaluator import evaluate
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import set_gradient_checkpointing

@@ -27,7 +27,7 @@ from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import check_values, flag
 from rlm.data.loaders import load_problems
-from rlm.evaluation.evaluate import evaluate
+from rlm.evaluation.evaluator import evaluate
 from rlm.evaluation.statistics import paired_bootstrap
 from rlm.model import hardware as machine
 from rlm.runs.directory import check_writable

@@ -27,7 +27,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import check_values, flag, parse, resolve_config
 
 if TYPE_CHECKING:
-    from rlm.evaluation.evaluate import Evaluation
+    from rlm.evaluation.evaluator import Evaluation
     from rlm.training.config import GRPOConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,7 +116,7 @@ def _evaluate(
     """Base and adapters on the same test problems, one after the other on one copy of the base."""
     import evaluate
     from rlm.data.loaders import load_problems
-    from rlm.evaluation.report import report
+    from rlm.evaluation.report import write_report
     from rlm.model.adapters import load_adapter
     from rlm.model.base import load_base, load_tokenizer
     from rlm.model.hardware import pick_device
@@ -143,7 +143,7 @@ def _evaluate(
             arguments = (row, model, tokenizer, problems, (), settings, kinds)
             results[row] = evaluate.evaluate_row(*arguments)
         base = model.unload() if adapter else base
-    report(results, f"{grpo.dataset}, test, n = {len(problems)}", {}, settings.output)
+    write_report(results, f"{grpo.dataset}, test, n = {len(problems)}", {}, settings.output)
     return results
 
 

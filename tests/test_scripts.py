@@ -24,9 +24,9 @@ from rlm.cli.flags import flags_of
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.prompts import FORMATS, render_problem, render_prompt
-from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.records import RowRecord
-from rlm.evaluation.report import report
+from rlm.evaluation.report import write_report
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.runs.atomic_files import Journal
@@ -193,7 +193,7 @@ def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
     output = tmp_path / "evaluation"
     output.touch()
     with pytest.raises(UsageError, match="cannot be written"):
-        report({"base": {"greedy": one}}, "data", {}, output)
+        write_report({"base": {"greedy": one}}, "data", {}, output)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monk
     assert len({text for texts in both.values() for text in texts}) == 6
     assert (both["base"], both["GRPO"]) == (alone["base"], alone["GRPO"])
 
-    monkeypatch.setattr(evaluate, "report", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     config = demo.DemoConfig(problems=2, samples=1)
     grpo = train_grpo.GRPOConfig(model=str(model_dir), dataset=DATA[1], max_new_tokens=8)
     rows = demo._evaluate(config, grpo, adapters, demo.Clock())
@@ -331,7 +331,7 @@ def test_reward_and_tags_are_those_that_were_asked_for(
         tags.append(format.reasoning_tag)
         return render_problem(tokenizer, problem, format, **options)
 
-    for module in ("rlm.training.sft_examples", "train_grpo", "rlm.evaluation.evaluate"):
+    for module in ("rlm.training.sft_examples", "train_grpo", "rlm.evaluation.evaluator"):
         monkeypatch.setattr(f"{module}.render_problem", watched)
     (tmp_path / "mine.py").write_text(REWARD)
     common = ["--model", model_dir, *DATA, "--reasoning_format", "simple"]
@@ -385,7 +385,7 @@ def test_importing_rlm_loads_no_torch():
     code = (
         "import rlm, rlm.cli.options, rlm.data.loaders, rlm.grading.answers, rlm.data.prompts\n"
         "import sys\n"
-        "import rlm.evaluation.evaluate, rlm.rewards\n"
+        "import rlm.evaluation.evaluator, rlm.rewards\n"
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -9,7 +9,7 @@ from benchmarks.evidence.intervals import crossed_bootstrap
 from benchmarks.evidence.judging import GRADINGS, as_rows
 from benchmarks.evidence.pools import TITLES
 from benchmarks.evidence.results import per_cent
-from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.evaluator import Evaluation
 from rlm.model import hardware as machine
 
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -18,10 +18,10 @@ from benchmarks.evidence.plan import EvidenceConfig
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
-from rlm.data.word_problems import generate, load_table
+from rlm.data.word_problems import generate_word_problems, load_word_problem_table
 
 LEVEL = 1
-FAMILIES = load_table().families
+FAMILIES = load_word_problem_table().families
 # One family for each operation: GRPO practises them with answers only, SFT never sees them.
 PRACTISED = ("money_at_first", "still_to_go", "distance_travelled", "make_groups")
 TAUGHT = tuple(
@@ -118,7 +118,7 @@ def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet
 
 def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> list[Problem]:
     """Problems of our generator, families in turn: a prefix is balanced, too."""
-    return generate(split, count, seed, (LEVEL,), families)
+    return generate_word_problems(split, count, seed, (LEVEL,), families)
 
 
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:

@@ -26,7 +26,7 @@ from benchmarks.evidence.results import collect, load_results, pooled_sets
 from benchmarks.evidence.sections import summary_rows
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
-from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.evaluator import Evaluation
 from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine

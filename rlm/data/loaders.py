@@ -178,7 +178,8 @@ def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) 
     wanted = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
     count = max_samples or (WORD_PROBLEMS_TRAIN if split == "train" else WORD_PROBLEMS)
     try:
-        return word_problems.generate(split, count, seed if split == "train" else 0, wanted)
+        seed = seed if split == "train" else 0
+        return word_problems.generate_word_problems(split, count, seed, wanted)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for
         raise UsageError(f"word-problems:{levels}: {error}") from error
 

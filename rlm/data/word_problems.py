@@ -70,7 +70,7 @@ class Table:
 
 
 @cache
-def load_table() -> Table:
+def load_word_problem_table() -> Table:
     """Read word_problems.yaml, once."""
     import yaml
 
@@ -106,7 +106,7 @@ class SolvedStep(NamedTuple):
         return f"{self.label}: {self.left} {self.operator} {self.right} = {self.value}"
 
 
-def generate(
+def generate_word_problems(
     split: str,
     count: int,
     seed: int = 0,
@@ -142,7 +142,7 @@ def draw_problem(family: Family, rng: random.Random) -> tuple[Problem, str]:
         RuntimeError: the family's ranges hardly ever give positive integers of moderate size.
     """
     numbers, steps = _draw_numbers(family, rng)
-    table = load_table()
+    table = load_word_problem_table()
     name, friend = rng.sample(table.names, 2)
     words = {"name": name, "friend": friend}
     words |= {noun: rng.choice(options) for noun, options in table.nouns.items()}
@@ -224,7 +224,7 @@ def _select(split: str, levels: Sequence[int], names: Sequence[str] | None) -> l
     _require_known("split", [split], SPLITS)
     _require_known("level", levels, LEVELS)
     held_out = split == "test_families"
-    in_split = {f.name: f for f in load_table().families if f.held_out == held_out}
+    in_split = {f.name: f for f in load_word_problem_table().families if f.held_out == held_out}
     names = list(in_split) if names is None else names
     _require_known(f"family of split {split!r}", names, list(in_split))
     selected = [f for f in in_split.values() if f.level in levels and f.name in names]

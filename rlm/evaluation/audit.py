@@ -115,7 +115,7 @@ class Audit:
         return found
 
 
-def audit(
+def audit_samples(
     groups: Iterable[Mapping], format: Format, second: MathVerify | None, limit: int | None
 ) -> Audit:
     """Grade up to `limit` completions (none: all) two or three ways."""
@@ -161,10 +161,11 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
         raise UsageError(f"{file} does not exist; name a run with --run-dir")
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     format = FORMATS[config.get("reasoning_format", "deepseek")]
+    third = MathVerify.installed()
+    if not third:
+        terminal.line("math-verify is not installed (pip install -e '.[verify]'): two graders")
     with closing(MathVerify()) as second:
-        if not second.installed():
-            terminal.line("math-verify is not installed (pip install -e '.[verify]'): two graders")
-        result = audit(read_log(file), format, second if second.installed() else None, limit)
+        result = audit_samples(read_log(file), format, second if third else None, limit)
     if not result.completions:
         raise UsageError(f"{run_dir}/samples.jsonl holds no completions")
     _show(run_dir, result)

@@ -12,7 +12,7 @@ from typing import Any
 from rlm.cli import terminal
 from rlm.data.problem import Problem
 from rlm.data.prompts import Format
-from rlm.evaluation.evaluate import Evaluation, grade_completion
+from rlm.evaluation.evaluator import Evaluation, grade_completion
 from rlm.runs.atomic_files import Journal
 
 

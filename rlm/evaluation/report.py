@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlm.cli import terminal
-from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.statistics import mcnemar, paired_bootstrap
 from rlm.runs.atomic_files import replace_json
 from rlm.runs.plots import accuracy_bars
@@ -42,7 +42,7 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
     else:  # in a file nothing limits a line
         wide = Console(width=200, file=io.StringIO(), highlight=False)
         wide.print(table)
-        terminal.line(wide.file.getvalue().rstrip("\n"))
+        terminal.line("\n".join(map(str.rstrip, wide.file.getvalue().splitlines())))
 
 
 def percent(interval: Mapping[str, float]) -> str:
@@ -62,7 +62,7 @@ def points(difference: Mapping[str, float]) -> str:
     return f"{difference['points']:+.1f} ({difference['low']:+.1f} to {difference['high']:+.1f})"
 
 
-def report(
+def write_report(
     results: Mapping[str, Mapping[str, Evaluation]], data: str, about: dict, output: Path
 ) -> None:
     """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`.

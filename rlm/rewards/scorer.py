@@ -12,7 +12,7 @@ import inspect
 import math
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.problem import Problem
+from rlm.rewards import functions
 from rlm.rewards.reward_function import Reward, RewardFunction, Rollout, as_reward
 
 TIME_LIMIT = 60.0  # seconds that one call may take
@@ -162,13 +163,16 @@ class Scorer:
 
 def is_built_in(reward: RewardFunction) -> bool:
     """Whether a reward, and all its parts, are this package's own: these need no time limit."""
-    parts = getattr(reward, "parts", {}).values()
-    return type(reward).__module__ == "rlm.rewards.functions" and all(map(is_built_in, parts))
+    return type(reward).__module__ == functions.__name__ and all(map(is_built_in, _parts(reward)))
 
 
 def _is_async(reward: RewardFunction) -> bool:
-    parts = getattr(reward, "parts", {}).values()
-    return inspect.iscoroutinefunction(type(reward).__call__) or any(map(_is_async, parts))
+    asynchronous = inspect.iscoroutinefunction(type(reward).__call__)
+    return asynchronous or any(map(_is_async, _parts(reward)))
+
+
+def _parts(reward: RewardFunction) -> Iterable[RewardFunction]:
+    return reward.parts.values() if isinstance(reward, functions.CombinedReward) else ()
 
 
 def _wait_for(found: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlm.cli import terminal
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, Format, end_of_turn_id, render_prompt
-from rlm.evaluation.evaluate import Evaluation, evaluate
+from rlm.evaluation.evaluator import Evaluation, evaluate
 from rlm.training import setup as start
 from rlm.training.config import GRPOConfig
 

@@ -353,7 +353,7 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
 
 def test_maj_at_8_is_the_mean_over_groups_of_8():
     from benchmarks.evidence.judging import _majority
-    from rlm.evaluation.evaluate import Graded
+    from rlm.evaluation.evaluator import Graded
     from rlm.grading.answers import Verdict
 
     def graded(answer):

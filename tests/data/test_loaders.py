@@ -78,15 +78,10 @@ def test_without_an_id_a_problem_is_named_after_its_line(write):
 
 @pytest.mark.parametrize("question_field", ["question", "prompt", "problem"])
 @pytest.mark.parametrize("answer_field", ["answer", "response"])
-def test_field_names(write, question_field, answer_field):
-    [problem] = load_jsonl(write({question_field: "Why?", answer_field: "5"}))
-    assert (problem.question, problem.answer) == ("Why?", "5")
-    assert problem.columns == {}
-
-
-@pytest.mark.parametrize(("value", "answer"), [(72, "72"), (0.5, "0.5"), (-3, "-3"), (0, "0")])
-def test_a_json_number_is_a_gold(write, value, answer):
-    assert load_jsonl(write({"question": "?", "answer": value}))[0].answer == answer
+@pytest.mark.parametrize(("value", "answer"), [("5", "5"), (0.5, "0.5"), (-3, "-3"), (0, "0")])
+def test_field_names_and_json_numbers(write, question_field, answer_field, value, answer):
+    [problem] = load_jsonl(write({question_field: "Why?", answer_field: value}))
+    assert (problem.question, problem.answer, problem.columns) == ("Why?", answer, {})
 
 
 def test_a_gsm8k_answer_is_taken_apart(write):
@@ -136,36 +131,27 @@ BAD_LINES = {
     "question is empty": {"question": "  ", "answer": "1"},
     "question is neither text nor a number": {"question": ["?"], "answer": "1"},
     "answer is neither text nor a number": {"question": "?", "answer": True},
-    "the gold 'seven apples or 8' is not a number": {
-        "question": "?",
-        "answer": "seven apples or 8",
-    },
+    "the gold 'seven or 8' is not a number": {"question": "?", "answer": "seven or 8"},
     "the gold 'nan' is not a number": b'{"question": "?", "answer": NaN}',
     "no number after ####": {"question": "?", "answer": "so\n#### many"},
     "can't decode byte 0xff": b'{"question": "\xff", "answer": "1"}',
     "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
     "recursion": b"[" * 100_000,
     "not JSON (Invalid control character at)": b'{"question": "a\x00b", "answer": "1"}',
-    "not JSON (Expecting property name enclosed in double quotes)": '{"question": 1}'.encode(
-        "utf-16-le"
-    ),
+    "not JSON (Expecting property name": '{"question": 1}'.encode("utf-16-le"),
     "not JSON": b'{"question": "' + b"a" * 10_000_000,  # 10 MB, cut off
 }
 
 
 @pytest.mark.parametrize("reason", BAD_LINES)
-def test_a_bad_line_is_left_out_and_named(write, caplog, reason):
+def test_a_bad_line_is_left_out_and_named_and_a_file_of_them_refused(write, caplog, reason):
     path = write(*numbered(30), BAD_LINES[reason], *numbered(10, topic="more"))
     assert len(load_jsonl(path)) == 40
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(f"{path}: 1 of 41 left out: line 31: ")
     assert reason in record.message
-
-
-@pytest.mark.parametrize("reason", BAD_LINES)
-def test_a_file_without_a_good_line_is_refused(write, reason):
-    path = write(BAD_LINES[reason])
+    path = write(BAD_LINES[reason])  # and no good one
     message = refusal(path, "test")
     assert message.startswith(f"{path}: line 1: ")
     assert reason in message
@@ -244,15 +230,12 @@ def test_a_question_is_in_one_split_only(write):
     assert not set(questions(train)) & set(questions(validation))
 
 
-def test_the_validation_split_is_never_more_than_200_questions(write):
+def test_the_validation_split_has_between_1_and_200_questions(write):
     assert len(load_problems(write(*numbered(3000)), "validation")) == 200
-
-
-def test_one_question_cannot_be_split(write):
+    assert len(load_problems(write(*numbered(2)), "train")) == 1
     path = write(GOOD, GOOD)
     assert len(load_problems(path, "test")) == 2
     assert "one question is too few" in refusal(path, "train")
-    assert len(load_problems(write(*numbered(2)), "train")) == 1
 
 
 @pytest.mark.parametrize("dataset", [str(SAMPLE), "word-problems", "word-problems:1,3"])
@@ -319,10 +302,8 @@ def test_word_problems_of_some_levels(spec, levels):
 
 def test_only_the_training_word_problems_depend_on_the_seed():
     for split in ("train", "validation", "test", "test_families"):
-        first, second = (
-            load_problems("word-problems", split, max_samples=20, seed=s) for s in (0, 1)
-        )
-        assert (first == second) == (split != "train")
+        a, b = (load_problems("word-problems", split, max_samples=20, seed=s) for s in (0, 1))
+        assert (a == b) == (split != "train")
 
 
 # Our samples.
@@ -337,19 +318,16 @@ def test_the_sample_problems():
             assert parse_number(last_step) == parse_number(problem.answer)
 
 
-def test_openmathinstruct_takes_correct_solutions_with_a_number(caplog):
+def test_openmathinstruct_takes_correct_solutions_with_a_number_and_code_on_request(caplog):
     caplog.set_level(logging.INFO)
-    train = load_problems(f"openmathinstruct:{OPENMATH_SAMPLE}", "train")
-    validation = load_problems(f"openmathinstruct:{OPENMATH_SAMPLE}", "validation")
-    assert sorted(problem.answer for problem in train + validation) == ["84", "9"]
-    assert "1 with code" in caplog.text
-    assert "2 wrong" in caplog.text
-    assert "1 without a number" in caplog.text
 
+    def both(**options):
+        spec = f"openmathinstruct:{OPENMATH_SAMPLE}"
+        return [p for s in ("train", "validation") for p in load_problems(spec, s, **options)]
 
-def test_openmathinstruct_keeps_code_as_text_on_request():
-    spec = f"openmathinstruct:{OPENMATH_SAMPLE}"
-    problems = [p for s in ("train", "validation") for p in load_problems(spec, s, keep_code=True)]
+    assert sorted(problem.answer for problem in both()) == ["84", "9"]
+    assert all(text in caplog.text for text in ("1 with code", "2 wrong", "1 without a number"))
+    problems = both(keep_code=True)
     [with_code] = [problem for problem in problems if "<llm-code>" in problem.solution]
     assert "<llm-code-output>\n84\n</llm-code-output>" in with_code.solution
     assert len(problems) == 3
@@ -370,15 +348,10 @@ def test_an_openmathinstruct_directory_has_its_own_validation_split(tmp_path, wr
 
 
 def test_openmathinstruct_without_a_usable_row_says_what_was_left_out(write):
-    path = write(
-        openmath_row(1, is_correct=False), openmath_row(2, generated_solution="<llm-code>")
-    )
-    message = refusal(f"openmathinstruct:{path}")
+    rows = openmath_row(1, is_correct=False), openmath_row(2, generated_solution="<llm-code>")
+    message = refusal(f"openmathinstruct:{write(*rows)}")
     assert "1 wrong" in message
     assert "--keep-code" in message
-
-
-def test_openmathinstruct_with_a_damaged_verdict_is_refused(write):
     path = write(openmath_row(1, is_correct="true"))
     assert "line 1: is_correct is neither true nor false" in refusal(f"openmathinstruct:{path}")
 

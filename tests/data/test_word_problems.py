@@ -21,13 +21,13 @@ from rlm.data.word_problems import (
     SPLITS,
     Family,
     draw_problem,
-    generate,
-    load_table,
+    load_word_problem_table,
     solve,
     split_of,
 )
+from rlm.data.word_problems import generate_word_problems as generate
 
-FAMILIES, NOUNS = load_table().families, load_table().nouns
+FAMILIES, NOUNS = load_word_problem_table().families, load_word_problem_table().nouns
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 STEP_LINE = re.compile(r"(?P<label>[a-z]+(?: [a-z]+){0,2}): (\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -88,7 +88,7 @@ def test_an_entry_that_is_no_range_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(word_problems, "YAML_FILE", tmp_path / "words.yaml")
     word_problems.YAML_FILE.write_text(table)
     with pytest.raises(ValueError, match=r"words\.yaml: '4-40' is neither a list nor like"):
-        load_table.__wrapped__()
+        load_word_problem_table.__wrapped__()
 
 
 def test_the_problems_are_those_that_published_results_were_made_with():
@@ -102,7 +102,7 @@ def test_the_table_is_read_at_first_use():
     code = (
         "import rlm.data.loaders\n"
         "from rlm.data import word_problems\n"
-        "assert word_problems.load_table.cache_info().currsize == 0\n"
+        "assert word_problems.load_word_problem_table.cache_info().currsize == 0\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -219,7 +219,8 @@ def test_a_smaller_count_gives_a_prefix_and_seeds_differ():
 
 
 def test_the_hash_seed_of_python_does_not_matter():
-    code = "from rlm.data.word_problems import generate; print(generate('validation', 60, seed=3))"
+    module = "rlm.data.word_problems"
+    code = f"from {module} import *; print(generate_word_problems('validation', 60, seed=3))"
     process = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONHASHSEED": "12345"},
@@ -232,7 +233,10 @@ def test_the_hash_seed_of_python_does_not_matter():
 
 def test_levels_and_families_narrow_the_selection():
     names = ["bus_stop", "give_away"]
-    of = lambda column, *args, **only: {p.columns[column] for p in generate(*args, **only)}  # noqa: E731
+
+    def of(column, split, count, **only):
+        return {p.columns[column] for p in generate(split, count, **only)}
+
     assert of("level", "train", 80, levels=[1, 3]) == {1, 3}
     assert of("family", "test", 20, families=names) == set(names)
     assert of("family", "test", 20, levels=[2], families=names) == {"bus_stop"}
@@ -265,8 +269,8 @@ TINY = Family(
 
 
 def test_an_exhausted_selection_says_how_many_there_are(monkeypatch):
-    table = replace(load_table(), families=[replace(TINY, held_out=True)])
-    monkeypatch.setattr(word_problems, "load_table", lambda: table)
+    table = replace(load_word_problem_table(), families=[replace(TINY, held_out=True)])
+    monkeypatch.setattr(word_problems, "load_word_problem_table", lambda: table)
     assert len(generate("test_families", 9)) == 9
     with pytest.raises(ValueError, match=r"cannot make 10 different .* ran out after about 9"):
         generate("test_families", 10)

@@ -10,7 +10,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS
 from rlm.evaluation import audit as module
-from rlm.evaluation.audit import MathVerify, audit, audit_run
+from rlm.evaluation.audit import MathVerify, audit_run, audit_samples
 
 TAGS = FORMATS["deepseek"]
 GROUPS = [
@@ -50,7 +50,7 @@ def run_dir(tmp_path):
 
 
 def test_counts_of_two_graders():
-    result = audit(GROUPS, TAGS, None, None)
+    result = audit_samples(GROUPS, TAGS, None, None)
     assert result.completions == 6
     assert result.correct == {"strict": 2, "lenient": 4}
     assert result.differ == {"lenient right, strict wrong": 2}
@@ -61,7 +61,7 @@ def test_counts_of_two_graders():
     assert 0 < found["low"] < 0.5 < found["high"] < 1
     (examples,) = result.examples.values()
     assert [example["strict"] for example in examples] == ["no_answer", "no_answer"]
-    assert audit(GROUPS, TAGS, None, 3).completions == 3
+    assert audit_samples(GROUPS, TAGS, None, 3).completions == 3
 
 
 def test_a_third_opinion_is_asked_about_the_answer_alone():
@@ -72,7 +72,7 @@ def test_a_third_opinion_is_asked_about_the_answer_alone():
             asked.append((gold, text))
             return None if gold == "1/2" else r"\boxed{18}" in text
 
-    result = audit(GROUPS, TAGS, Second(), None)
+    result = audit_samples(GROUPS, TAGS, Second(), None)
     assert asked[1] == ("18", r"\boxed{18}")
     assert result.correct["math-verify"] == 1
     assert result.differ["math-verify right, strict wrong"] == 1

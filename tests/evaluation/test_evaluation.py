@@ -10,8 +10,8 @@ import pytest
 
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.evaluation.evaluate import Evaluation, Graded, evaluate
-from rlm.evaluation.report import report, show_table
+from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
+from rlm.evaluation.report import show_table, write_report
 from rlm.evaluation.statistics import wilson_interval
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
@@ -22,7 +22,7 @@ PNG = b"\x89PNG\r\n"
 
 
 def test_the_statistics_load_no_torch():
-    code = "import sys, rlm.evaluation.evaluate, rlm.runs.plots; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlm.evaluation.evaluator, rlm.runs.plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -115,7 +115,7 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
         Evaluation([problem()] * 4, [[g] for g in groups])
         for groups in ([right, wrong, wrong, wrong], [right, right, right, wrong])
     )
-    report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
+    write_report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
     said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]["compared"]
     assert list(said) == ["SFT − base"]
     for grading in ("strict", "lenient"):

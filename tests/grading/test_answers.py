@@ -140,58 +140,73 @@ def test_parse_number(text: str, value: str | None) -> None:
     assert parse_number(text) == (None if value is None else Fraction(value))
 
 
-# completion, strict reason, lenient reason; the gold is 18
-FORMATS = [
-    ("<think>x</think><answer>18</answer>", "correct", "correct"),
-    ("\n<think>\nx\n</think>\n\n<answer>\n18\n</answer>\n", "correct", "correct"),
-    ("<think>x</think><answer>$18.00</answer>", "correct", "correct"),
-    ("<think>x</think><answer>18 clips.</answer>", "correct", "correct"),
-    (r"<think>x</think><answer>\boxed{18}</answer>", "correct", "correct"),
-    ("<think>x</think><answer>17</answer>", "wrong", "wrong"),
-    ("<think>x</think><answer>x = 18</answer>", "not_a_number", "correct"),
-    ("<think>x</think><answer>The answer is 18.</answer>", "not_a_number", "correct"),
-    ("<think>x</think><answer>3 * 6</answer>", "not_a_number", "not_a_number"),
-    ("<think>x</think><answer>eighteen</answer>", "not_a_number", "not_a_number"),
-    ("<think>x</think><answer></answer>", "not_a_number", "not_a_number"),
-    ("<think>x</think><answer></answer>18", "text_outside", "not_a_number"),
-    ("<think>x</think><answer>17 18</answer>", "several_numbers", "several_numbers"),
-    ("<think>x</think><answer>17, 18</answer>", "several_numbers", "several_numbers"),
-    ("<think>x</think><answer>18\n17</answer>", "several_numbers", "several_numbers"),
-    ("<think>x</think><answer>18 (not 17)</answer>", "several_numbers", "several_numbers"),
-    ("<think>x</think><answer><b>18</b></answer>", "not_a_number", "correct"),
-    ("<think></think><answer>18</answer>", "empty_reasoning", "correct"),
-    ("<think> \n </think><answer>18</answer>", "empty_reasoning", "correct"),
-    ("Sure! <think>x</think><answer>18</answer>", "text_outside", "correct"),
-    ("<think>x</think>So <answer>18</answer>", "text_outside", "correct"),
-    ("<think>x</think><answer>18</answer>.", "text_outside", "correct"),
-    ("<think>x</think><answer>18</answer> or 17", "text_outside", "correct"),
-    ("<answer>18</answer>", "no_reasoning", "correct"),
-    ("x</think><answer>18</answer>", "no_reasoning", "correct"),
-    ("<answer>18</answer><think>x</think>", "no_answer", "no_answer"),
-    ("<Think>x</Think><answer>18</answer>", "no_reasoning", "correct"),
-    ("18", "no_reasoning", "correct"),
-    ("", "no_reasoning", "no_answer"),
-    ("<think>x<answer>18</answer>", "unclosed_reasoning", "unclosed_reasoning"),
-    ("</think><think>18", "unclosed_reasoning", "unclosed_reasoning"),
-    ("</think>x<think><answer>18</answer>", "unclosed_reasoning", "unclosed_reasoning"),
-    ("<think>x</think><answer>18</answer><think>", "repeated_reasoning", "unclosed_reasoning"),
-    ("<think>x</think><think>y</think><answer>18</answer>", "repeated_reasoning", "correct"),
-    ("<think><think>x</think></think><answer>18</answer>", "repeated_reasoning", "correct"),
-    ("<think>x</think><answer>18</think></answer>", "repeated_reasoning", "no_answer"),
-    ("<think><answer>18</answer></think><answer>18</answer>", "answer_in_reasoning", "correct"),
-    ("<think>18 <answer></think><answer>18</answer>", "answer_in_reasoning", "correct"),
-    ("<think><answer>18</answer></think>", "answer_in_reasoning", "no_answer"),
-    ("<think>18</think>", "no_answer", "no_answer"),
-    ("<think>x</think>18", "no_answer", "correct"),
-    ("<think>x</think>18</answer>", "no_answer", "correct"),
-    ("<think>x</think><answer>18", "unclosed_answer", "correct"),
-    ("<think>x</think></answer>18<answer>", "unclosed_answer", "correct"),
-    ("<think>x</think><answer>18</answer><answer>18</answer>", "repeated_answer", "correct"),
-    ("<think>x</think><answer>17</answer><answer>18</answer>", "repeated_answer", "correct"),
-    ("<think>x</think><answer>18</answer><answer>17</answer>", "repeated_answer", "wrong"),
-    ("<think>x</think><answer><answer>18</answer></answer>", "repeated_answer", "correct"),
-    ("<think>x</think><answer>18</answer></answer>", "repeated_answer", "correct"),
-]
+# (strict reason, lenient reason): completions; the gold is 18
+# fmt: off
+VERDICTS = {
+    ("correct", "correct"): [
+        "<think>x</think><answer>18</answer>",
+        "\n<think>\nx\n</think>\n\n<answer>\n18\n</answer>\n",
+        "<think>x</think><answer>$18.00</answer>", "<think>x</think><answer>18 clips.</answer>",
+        r"<think>x</think><answer>\boxed{18}</answer>",
+    ],
+    ("wrong", "wrong"): ["<think>x</think><answer>17</answer>"],
+    ("not_a_number", "correct"): [
+        "<think>x</think><answer>x = 18</answer>",
+        "<think>x</think><answer>The answer is 18.</answer>",
+        "<think>x</think><answer><b>18</b></answer>",
+    ],
+    ("not_a_number", "not_a_number"): [
+        "<think>x</think><answer>3 * 6</answer>", "<think>x</think><answer>eighteen</answer>",
+        "<think>x</think><answer></answer>",
+    ],
+    ("text_outside", "not_a_number"): ["<think>x</think><answer></answer>18"],
+    ("several_numbers", "several_numbers"): [
+        "<think>x</think><answer>17 18</answer>", "<think>x</think><answer>17, 18</answer>",
+        "<think>x</think><answer>18\n17</answer>",
+        "<think>x</think><answer>18 (not 17)</answer>",
+    ],
+    ("empty_reasoning", "correct"): [
+        "<think></think><answer>18</answer>", "<think> \n </think><answer>18</answer>",
+    ],
+    ("text_outside", "correct"): [
+        "Sure! <think>x</think><answer>18</answer>", "<think>x</think>So <answer>18</answer>",
+        "<think>x</think><answer>18</answer>.", "<think>x</think><answer>18</answer> or 17",
+    ],
+    ("no_reasoning", "correct"): [
+        "<answer>18</answer>", "x</think><answer>18</answer>",
+        "<Think>x</Think><answer>18</answer>", "18",
+    ],
+    ("no_answer", "no_answer"): ["<answer>18</answer><think>x</think>", "<think>18</think>"],
+    ("no_reasoning", "no_answer"): [""],
+    ("unclosed_reasoning", "unclosed_reasoning"): [
+        "<think>x<answer>18</answer>", "</think><think>18",
+        "</think>x<think><answer>18</answer>",
+    ],
+    ("repeated_reasoning", "unclosed_reasoning"): ["<think>x</think><answer>18</answer><think>"],
+    ("repeated_reasoning", "correct"): [
+        "<think>x</think><think>y</think><answer>18</answer>",
+        "<think><think>x</think></think><answer>18</answer>",
+    ],
+    ("repeated_reasoning", "no_answer"): ["<think>x</think><answer>18</think></answer>"],
+    ("answer_in_reasoning", "correct"): [
+        "<think><answer>18</answer></think><answer>18</answer>",
+        "<think>18 <answer></think><answer>18</answer>",
+    ],
+    ("answer_in_reasoning", "no_answer"): ["<think><answer>18</answer></think>"],
+    ("no_answer", "correct"): ["<think>x</think>18", "<think>x</think>18</answer>"],
+    ("unclosed_answer", "correct"): [
+        "<think>x</think><answer>18", "<think>x</think></answer>18<answer>",
+    ],
+    ("repeated_answer", "correct"): [
+        "<think>x</think><answer>18</answer><answer>18</answer>",
+        "<think>x</think><answer>17</answer><answer>18</answer>",
+        "<think>x</think><answer><answer>18</answer></answer>",
+        "<think>x</think><answer>18</answer></answer>",
+    ],
+    ("repeated_answer", "wrong"): ["<think>x</think><answer>18</answer><answer>17</answer>"],
+}
+# fmt: on
+FORMATS = [(text, *reasons) for reasons, texts in VERDICTS.items() for text in texts]
 
 
 @pytest.mark.parametrize(("text", "strict", "lenient"), FORMATS, ids=[f[0][:60] for f in FORMATS])
@@ -200,106 +215,60 @@ def test_format(text: str, strict: str, lenient: str) -> None:
     assert reason(text, "18", strict=False) == lenient
 
 
-# text after the thinking, lenient reason; the gold is 18
-ANSWERS = [
-    # which region counts
-    (r"<answer>18</answer> \boxed{17}", "correct"),
-    (r"\boxed{18} [17]", "correct"),
-    ("[18]\n#### 17", "correct"),
-    ("#### 18\nThe answer is 17.", "correct"),
-    ("The answer is 18. It took 3 steps.", "correct"),
-    (r"\boxed{17} <answer>18", "wrong"),
-    (r"\boxed{18", "correct"),  # cut off: the last number
-    (r"\boxed{A} \boxed{18}", "correct"),
-    (r"\boxed{18} \boxed{18.0}", "correct"),
-    (r"\boxed{\boxed{18}}", "correct"),
-    (r"\boxed{\frac{36}{2}}", "correct"),
-    (r"\boxed{ \text{Total} = \$18 }", "correct"),
-    (r"\fbox{18}", "correct"),
-    (r"\boxed{17, 18} \boxed{18}", "several_numbers"),
-    (r"\boxed{17 \boxed{18}}", "several_numbers"),
-    (r"\boxed{}", "not_a_number"),
-    (r"\boxed{2 \cdot 9}", "not_a_number"),
-    (r"\boxed{\sqrt{18}}", "not_a_number"),
-    (r"\boxed{18\pi}", "not_a_number"),
-    (r"\boxed{x \in \{18\}}", "not_a_number"),
-    (r"\boxed{x \neq 18}", "not_a_number"),
-    (r"\boxed{x > 18}", "not_a_number"),
-    ("[17] [18]", "several_numbers"),
-    (r"\sqrt[3]{8} = 2. The answer is 18.", "correct"),
-    ("#### Step 3: add\nSo she has 18.", "correct"),
-    ("#### 17\n#### 18", "correct"),
-    ("#### 18 (17 + 1)", "several_numbers"),
-    ("#### 17 18", "several_numbers"),
-    # answer is
-    ("The answer is 18", "correct"),
-    ("the ANSWER is: 18!", "correct"),
-    ("Answer: $18", "correct"),
-    ("**Answer:** 18 apples", "correct"),
-    ("Answer:\n- 18 apples", "correct"),
-    ("Answer = 18", "correct"),
-    ("The answer:\n\n18", "correct"),
-    ("The final answer is:\n\\[\n18\n\\]", "correct"),
-    ("The answer to the question is therefore 18 dollars.", "correct"),
-    ("The answer would be 18.", "correct"),
-    ("The answer is $18.00 (18 dollars).", "correct"),
-    ("The answer is 17. No, the answer is 18.", "correct"),
-    ("The answer is 18. No, the answer is 17.", "wrong"),
-    ("The answer is clear: 3 * 6 = 18.", "correct"),
-    ("The answer is 18.5.", "wrong"),
-    ("The answer is -18.", "wrong"),
-    ("The answer is - 18.", "wrong"),
-    ("The answer is negative 18.", "wrong"),
-    ("The answer is 17 or 18.", "several_numbers"),
-    ("The answer is 18 because 20 - 3 = 17.", "several_numbers"),
-    ("The answer is not 18.", "not_a_number"),
-    ("The answer is 18 and a half.", "not_a_number"),
-    ("The answer is 18 + 1.", "not_a_number"),
-    ("The answer is 18:30.", "not_a_number"),
-    ("The answer is 18-19.", "not_a_number"),
-    ("The answer is 18^2.", "not_a_number"),
-    ("The answer is unknown.", "no_answer"),
-    ("The answer is unknown. I have 18.", "correct"),
-    # =
-    ("<answer>x = 18</answer>", "correct"),
-    ("<answer>10 + 8 = 18</answer>", "correct"),
-    ("<answer>10 apples + 8 apples = 18 apples</answer>", "correct"),
-    ("<answer>36/2 = 18</answer>", "correct"),
-    ("<answer>36 / 2 = $18 per day</answer>", "correct"),
-    ("<answer>3 x 6 = 18</answer>", "correct"),
-    ("<answer>20 minus 2 = 18</answer>", "correct"),
-    ("<answer>x ≈ 18</answer>", "correct"),
-    ("<answer>18 = 18</answer>", "correct"),
-    ("<answer>18 = 17</answer>", "wrong"),
-    ("<answer>x = -18</answer>", "wrong"),
-    ("<answer>18 = x</answer>", "not_a_number"),
-    ("<answer>x = y + 18</answer>", "not_a_number"),
-    ("<answer>x = 18 + 1</answer>", "not_a_number"),
-    ("<answer>x = 17, x = 18</answer>", "several_numbers"),
-    ("<answer>x = 17 or x = 18</answer>", "several_numbers"),
-    ("<answer>x = 18 and y = 18</answer>", "correct"),
-    (r"\begin{align*} x &= 20 - 2 \\ &= 18 \end{align*}", "correct"),
-    # the last number
-    ("So she makes **$18** every day.", "correct"),
-    ("She makes 18$ a day<|im_end|>", "correct"),
-    ("48 + 24 = 72\n72/4 = 18", "correct"),
-    ("- 5 apples\n- 18 apples", "correct"),
-    ("Day 7: 18", "correct"),
-    ("答案是**18**。", "correct"),
-    ("18 apples for x1 and x2", "correct"),
-    ("She pays 36 / 2", "not_a_number"),
-    ("x > 18", "not_a_number"),
-    ("9^{9^{18", "not_a_number"),
-    ("17, 18", "several_numbers"),
-    ("17 or 18", "several_numbers"),
-    ("16\n17\n18", "several_numbers"),
-    ("eighteen", "no_answer"),
-    ("x18", "no_answer"),
-    ("18\ud800\x00", "not_a_number"),
-]
+# lenient reason: texts after the thinking; the gold is 18
+# fmt: off
+ANSWERS = {
+    "correct": [
+        r"<answer>18</answer> \boxed{17}", r"\boxed{18} [17]", "[18]\n#### 17",
+        "#### 18\nThe answer is 17.", "The answer is 18. It took 3 steps.", r"\boxed{18",
+        r"\boxed{A} \boxed{18}", r"\boxed{18} \boxed{18.0}", r"\boxed{\boxed{18}}",
+        r"\boxed{\frac{36}{2}}", r"\boxed{ \text{Total} = \$18 }", r"\fbox{18}",
+        r"\sqrt[3]{8} = 2. The answer is 18.", "#### Step 3: add\nSo she has 18.",
+        "#### 17\n#### 18", "The answer is 18", "the ANSWER is: 18!", "Answer: $18",
+        "**Answer:** 18 apples", "Answer:\n- 18 apples", "Answer = 18", "The answer:\n\n18",
+        "The final answer is:\n\\[\n18\n\\]",
+        "The answer to the question is therefore 18 dollars.", "The answer would be 18.",
+        "The answer is $18.00 (18 dollars).", "The answer is 17. No, the answer is 18.",
+        "The answer is clear: 3 * 6 = 18.", "The answer is unknown. I have 18.",
+        "<answer>x = 18</answer>", "<answer>10 + 8 = 18</answer>",
+        "<answer>10 apples + 8 apples = 18 apples</answer>", "<answer>36/2 = 18</answer>",
+        "<answer>36 / 2 = $18 per day</answer>", "<answer>3 x 6 = 18</answer>",
+        "<answer>20 minus 2 = 18</answer>", "<answer>x ≈ 18</answer>",
+        "<answer>18 = 18</answer>", "<answer>x = 18 and y = 18</answer>",
+        r"\begin{align*} x &= 20 - 2 \\ &= 18 \end{align*}", "So she makes **$18** every day.",
+        "She makes 18$ a day<|im_end|>", "48 + 24 = 72\n72/4 = 18", "- 5 apples\n- 18 apples",
+        "Day 7: 18", "答案是**18**。", "18 apples for x1 and x2",
+    ],
+    "wrong": [
+        r"\boxed{17} <answer>18", "The answer is 18. No, the answer is 17.",
+        "The answer is 18.5.", "The answer is -18.", "The answer is - 18.",
+        "The answer is negative 18.", "<answer>18 = 17</answer>", "<answer>x = -18</answer>",
+    ],
+    "several_numbers": [
+        r"\boxed{17, 18} \boxed{18}", r"\boxed{17 \boxed{18}}", "[17] [18]", "#### 18 (17 + 1)",
+        "#### 17 18", "The answer is 17 or 18.", "The answer is 18 because 20 - 3 = 17.",
+        "<answer>x = 17, x = 18</answer>", "<answer>x = 17 or x = 18</answer>", "17, 18",
+        "17 or 18", "16\n17\n18",
+    ],
+    "not_a_number": [
+        r"\boxed{}", r"\boxed{2 \cdot 9}", r"\boxed{\sqrt{18}}", r"\boxed{18\pi}",
+        r"\boxed{x \in \{18\}}", r"\boxed{x \neq 18}", r"\boxed{x > 18}",
+        "The answer is not 18.", "The answer is 18 and a half.", "The answer is 18 + 1.",
+        "The answer is 18:30.", "The answer is 18-19.", "The answer is 18^2.",
+        "<answer>18 = x</answer>", "<answer>x = y + 18</answer>", "<answer>x = 18 + 1</answer>",
+        "She pays 36 / 2", "x > 18", "9^{9^{18", "18\ud800\x00",
+    ],
+    "no_answer": [
+        "The answer is unknown.", "eighteen", "x18",
+    ],
+}
+# fmt: on
+AFTER_THINKING = [(text, reason) for reason, texts in ANSWERS.items() for text in texts]
 
 
-@pytest.mark.parametrize(("text", "expected"), ANSWERS, ids=[ascii(a[0])[:60] for a in ANSWERS])
+@pytest.mark.parametrize(
+    ("text", "expected"), AFTER_THINKING, ids=[ascii(a)[:60] for a, _ in AFTER_THINKING]
+)
 def test_lenient(text: str, expected: str) -> None:
     assert (
         reason(f"<think>x 18 <answer>18</answer></think>\n{text}", "18", strict=False) == expected
@@ -307,7 +276,7 @@ def test_lenient(text: str, expected: str) -> None:
 
 
 def test_every_reason_is_reachable() -> None:
-    seen = {strict for _, strict, _ in FORMATS} | {r for _, r in ANSWERS}
+    seen = {strict for _, strict, _ in FORMATS} | {*ANSWERS}
     seen.add(reason("<think>x</think><answer>18</answer>", "A", strict=True))
     seen.add(grade("<answer>Bad</answer>", "B", strict=False, kind="choice").reason)
     assert seen == set(REASONS)
@@ -382,7 +351,7 @@ def test_a_list_of_all_integers_scores_nothing(text: str) -> None:
     assert sum(said) <= 1
 
 
-CONSTANTS = [text for text, _, _ in FORMATS] + [f"<think>x</think>{a}" for a, _ in ANSWERS]
+CONSTANTS = [text for text, _, _ in FORMATS] + [f"<think>x</think>{a}" for a, _ in AFTER_THINKING]
 CONSTANTS += [f"<think>x</think><answer>{t}</answer>" for t, _ in PAIRS]
 
 
@@ -398,23 +367,8 @@ def test_a_constant_text_is_right_for_at_most_one_value() -> None:
 PIECES = [
     *("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "[", "]", "#### "),
     *("answer is ", "answer: ", "\n", " ", ",", ", ", ".", "-", "−", "=", "+", "*", "**", "/", "^"),
-    *(
-        "$",
-        "%",
-        "\\frac{",
-        "\\text{",
-        " or ",
-        " not ",
-        "x",
-        "cm",
-        "²",
-        "½",
-        "1",
-        "18",
-        "1,000",
-        "٣",
-    ),
-    *("\ud800", "\x00", "\u200b", "…", "—", "\\", "_", "'", "e", "!", ":", ">", "万", "\\["),
+    *("$", "%", "\\frac{", "\\text{", " or ", " not ", "x", "cm", "²", "½", "1", "18", "1,000"),
+    *("٣", "\ud800", "\x00", "\u200b", "…", "—", "\\", "_", "'", "e", "!", ":", ">", "万", "\\["),
 ]
 hostile = st.one_of(
     st.text(), st.text(st.characters()), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
@@ -452,14 +406,8 @@ def test_strict_implies_lenient(content: str, thinking: str) -> None:
 def test_grouped_integers_round_trip(number: int, separator: str) -> None:
     text = f"{number:,}".replace(",", separator)
     assert parse_number(text) == number
-    for decorated in (
-        f"${text}",
-        f"**{text}**",
-        f"{text}.00",
-        f"{text} km/h",
-        f"\\boxed{{{text}}}",
-    ):
-        assert parse_number(decorated) == number
+    for around in ("${}", "**{}**", "{}.00", "{} km/h", "\\boxed{{{}}}"):
+        assert parse_number(around.format(text)) == number
     assert grade(f"<think>x</think><answer>{text}</answer>", str(number), strict=True).correct
 
 

@@ -12,6 +12,7 @@ import pytest
 from rlm.cli.options import UsageError
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
+from rlm.grading.answers import grade
 from rlm.rewards import (
     CombinedReward,
     CorrectnessReward,
@@ -71,6 +72,8 @@ def test_a_function_gets_only_what_it_takes():
 
 def test_a_reward_class_needs_only_call():
     class MyReward(RewardFunction):
+        parts = ("an attribute of its own",)
+
         def __call__(self, completion, reference_answer, **columns):
             return 1.0 if reference_answer in completion else 0.0
 
@@ -98,7 +101,6 @@ def test_built_in_rewards_start_no_thread(no_threads):
 
 def test_a_built_in_reward_that_fails_costs_its_own_rollout(no_threads, monkeypatch, capsys):
     wrong = GROUPS[0][1]
-    grade = functions.grade
     fail = lambda text, *args, **kind: 1 / (text != wrong) and grade(text, *args, **kind)  # noqa: E731
     monkeypatch.setattr(functions, "grade", fail)
     assert Scorer(CorrectnessReward())(PROBLEMS, GROUPS).rewards == [[1.0, None], [0.0, 1.0]]
@@ -107,7 +109,7 @@ def test_a_built_in_reward_that_fails_costs_its_own_rollout(no_threads, monkeypa
 
 def test_a_reward_call_is_at_most_six_frames_from_train_to_the_grader(monkeypatch):
     """Two of them are the trainer's: `train` and the method that scores a step."""
-    grade, depths = functions.grade, []
+    depths = []
 
     def spy(*args, **options):
         names = [frame.name for frame in traceback.extract_stack()]
@@ -335,46 +337,39 @@ def test_the_right_answer_is_worth_the_most(reward):
 # --- other answers than numbers ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "gold", "text", "strict", "lenient"),
-    [
-        ("choice", "B", block("x", "B"), 1, 1),
-        ("choice", "B", block("x", "(b)"), 1, 1),
-        ("choice", "B", block("x", "B) Paris"), 1, 1),
-        ("choice", "B", block("x", "**Option B**"), 1, 1),
-        ("choice", "B", block("x", "B) Hepatitis B"), 1, 1),
-        ("choice", "B", block("x", "B. Plan A"), 1, 1),
-        ("choice", "B", block("x", "B, C"), 0, 0),
-        ("choice", "B", block("x", "B. C"), 0, 0),
-        ("choice", "B", block("x", "B. or option C"), 0, 0),
-        ("choice", "B", block("x", "B) or else C"), 0, 0),
-        ("choice", "B", block("x", "B) unless C"), 0, 0),
-        ("choice", "B", block("x", "B. or maybe C"), 0, 0),
-        ("choice", "B", block("x", "B. It could also be C"), 0, 0),
-        ("choice", "B", block("x", "B) x, C"), 0, 0),
-        ("choice", "B", block("x", "B) Paris\nC"), 0, 0),
-        ("choice", "B", block("x", "B or C"), 0, 0),
-        ("choice", "B", block("x", "B) or C)"), 0, 0),
-        ("choice", "B", block("x", "A, B, C, D"), 0, 0),
-        ("choice", "B", block("x", "Because"), 0, 0),
-        ("choice", "B", block("B", ""), 0, 0),
-        ("choice", "B", "<think>x</think>The answer is B.", 0, 1),
-        ("choice", "B", r"<think>x</think>\boxed{\text{B}}", 0, 1),
-        ("choice", "B", "<think>x</think>C", 0, 0),
-        ("choice", "B", "<think>B", 0, 0),
-        ("text", "Paris", block("x", " paris. "), 1, 1),
-        ("text", "Paris", block("x", "Paris or Rome"), 0, 0),
-        ("text", "The Eiffel Tower", block("x", "the  eiffel tower"), 1, 1),
-        ("text", "Paris", "<think>x</think>So the answer is Paris.", 0, 1),
-        ("text", "Paris", block("x", ""), 0, 0),
+# What stands in the answer tags.
+CHOICES = {
+    True: ["B", "(b)", "B) Paris", "**Option B**", "B) Hepatitis B", "B. Plan A"],
+    False: [
+        *("B, C", "B. C", "B. or option C", "B) or else C", "B) unless C", "B. or maybe C"),
+        *("B. It could also be C", "B) x, C", "B) Paris\nC", "B or C", "B) or C)", "A, B, C, D"),
+        *("Because", "", "C"),
     ],
-)
-def test_choices_and_texts(kind, gold, text, strict, lenient):
+}
+MARKED = [("B", text, right, right) for right, texts in CHOICES.items() for text in texts]
+MARKED += [
+    ("Paris", " paris. ", True, True),
+    ("Paris", "Paris or Rome", False, False),
+    ("Paris", "", False, False),
+    ("The Eiffel Tower", "the  eiffel tower", True, True),
+]
+UNMARKED = [
+    ("B", "<think>x</think>The answer is B.", False, True),
+    ("B", r"<think>x</think>\boxed{\text{B}}", False, True),
+    ("B", "<think>x</think>C", False, False),
+    ("B", "<think>B", False, False),
+    ("B", block("B", ""), False, False),
+    ("Paris", "<think>x</think>So the answer is Paris.", False, True),
+]
+OTHER_ANSWERS = [(gold, block("x", text), *right) for gold, text, *right in MARKED] + UNMARKED
+
+
+@pytest.mark.parametrize(("gold", "text", "strict", "lenient"), OTHER_ANSWERS)
+def test_choices_and_texts(gold, text, strict, lenient):
+    kind = "choice" if gold == "B" else "text"
     problem = Problem("a", "?", gold, answer_type=kind)
     assert Scorer(CorrectnessReward())([problem], [[text]]).rewards == [[float(strict)]]
-    from rlm.grading.answers import grade
-
-    assert grade(text, gold, strict=False, kind=kind).correct == bool(lenient)
+    assert grade(text, gold, strict=False, kind=kind).correct == lenient
 
 
 # --- a bad reward costs its own rollout ----------------------------------------------------------
