@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from rlm.api_client.limits import FREE, Budget, Price, RateLimit, Usage
 from rlm.cli.options import UsageError
@@ -225,15 +224,17 @@ def _checked_key(variable: str | None, given: str) -> str:
 
 
 def _checked_url(url: str) -> str:
+    import httpx2
+
     try:
-        parsed = urlsplit(url)
-    except ValueError as error:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
         raise UsageError(f"{url!r} is not a URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+    if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
-    if parsed.username or parsed.password:  # it would stand in every message
+    if parsed.userinfo:  # it would stand in every message
         raise UsageError("put the key into an environment variable, not into the URL")
-    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+    return url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
 
 
 def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
@@ -245,7 +246,7 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
         # Servers close idle connections (commonly after 5 s). A request that meets one just being
         # closed would look like a crash, so the client drops them first.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
-        verify=url.startswith("https:"),  # loading certificates takes a tenth of a second
+        verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
         follow_redirects=False,  # the key is for this server
     )
     return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, http_client=http)
