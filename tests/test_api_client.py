@@ -354,7 +354,6 @@ def test_a_key_may_be_given(server):
         "localhost:8000/v1",
         "ftp://a/v1",
         "http://",
-        "http://[",
         "http://a:1e9",
     ],
 )
