@@ -96,7 +96,7 @@ class APIClient:
         max_tokens: int,
         **options: Any,
     ) -> ChatReply:
-        """One reply to a conversation.
+        """Return one reply to a conversation.
 
         Args:
             options: sent as they are (top_p, seed, stop, response_format, …).
@@ -122,7 +122,7 @@ class APIClient:
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server offers. One try only: this finds out whether it is there.
+        """List the models on offer. One try only: this finds out whether the server is there.
 
         Raises:
             UsageError: it is not.
@@ -135,7 +135,7 @@ class APIClient:
     def post(
         self, path: str, body: dict[str, Any], max_cost: float = 0.0, tokens: int = 0
     ) -> dict[str, Any]:
-        """The JSON object that the server answers ({} where it answers in plain text).
+        """Post a JSON object and return the one that is answered ({} for plain text).
 
         429, 5xx and broken connections are tried again, after a pause that doubles, with jitter,
         and that is not shorter than the server asks for. Other refusals are final.
@@ -196,7 +196,7 @@ class APIClient:
             return answer
 
     def _refusal(self, error: openai.APIStatusError) -> UsageError:
-        """The exception for an answer that is not 2xx."""
+        """Make the exception for an answer that is not 2xx."""
         said, response = error.body, error.response
         for key in ("error", "message", "detail"):  # OpenAI's form, and FastAPI's
             said = said[key] if isinstance(said, dict) and key in said else said
@@ -260,7 +260,7 @@ def _token_counts(reply: dict[str, Any]) -> tuple[int, int]:
 
 
 def _text(content: Any) -> str:
-    """What a message holds: nothing, a text, or a list of parts of which some are text."""
+    """Read a message's text: it holds nothing, a text, or parts of which some are text."""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part.get("type") == "text")
     # A lone surrogate (a server that cut an emoji) could be neither stored nor sent on.
@@ -268,7 +268,7 @@ def _text(content: Any) -> str:
 
 
 def _retry_after(value: str) -> float:
-    """Seconds of a Retry-After header: a number, or a date; 0 for what is neither."""
+    """Read the seconds of a Retry-After header: a number or a date; 0 for neither."""
     try:
         return max(0.0, float(value))
     except ValueError:
