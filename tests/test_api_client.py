@@ -347,7 +347,15 @@ def test_a_key_may_be_given(server):
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8000", "localhost:8000/v1", "ftp://a/v1", "http://", "http://["]
+    "url",
+    [
+        "",
+        "127.0.0.1:8000",
+        "localhost:8000/v1",
+        "ftp://a/v1",
+        "http://",
+        "http://a:1e9",
+    ],
 )
 def test_what_is_no_url(url):
     with pytest.raises(UsageError, match="is not a URL"):

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from rlm.api_client.limits import FREE, Budget, Price, RateLimit, Usage
 from rlm.cli.options import UsageError
@@ -97,7 +96,7 @@ class APIClient:
         max_tokens: int,
         **options: Any,
     ) -> ChatReply:
-        """One reply to a conversation.
+        """Return one reply to a conversation.
 
         Args:
             options: sent as they are (top_p, seed, stop, response_format, …).
@@ -123,7 +122,7 @@ class APIClient:
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server offers. One try only: this finds out whether it is there.
+        """List the models on offer. One try only: this finds out whether the server is there.
 
         Raises:
             UsageError: it is not.
@@ -136,7 +135,7 @@ class APIClient:
     def post(
         self, path: str, body: dict[str, Any], max_cost: float = 0.0, tokens: int = 0
     ) -> dict[str, Any]:
-        """The JSON object that the server answers ({} where it answers in plain text).
+        """Post a JSON object and return the one that is answered ({} for plain text).
 
         429, 5xx and broken connections are tried again, after a pause that doubles, with jitter,
         and that is not shorter than the server asks for. Other refusals are final.
@@ -197,7 +196,7 @@ class APIClient:
             return answer
 
     def _refusal(self, error: openai.APIStatusError) -> UsageError:
-        """The exception for an answer that is not 2xx."""
+        """Make the exception for an answer that is not 2xx."""
         said, response = error.body, error.response
         for key in ("error", "message", "detail"):  # OpenAI's form, and FastAPI's
             said = said[key] if isinstance(said, dict) and key in said else said
@@ -225,15 +224,17 @@ def _checked_key(variable: str | None, given: str) -> str:
 
 
 def _checked_url(url: str) -> str:
+    import httpx2
+
     try:
-        parsed = urlsplit(url)
-    except ValueError as error:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
         raise UsageError(f"{url!r} is not a URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+    if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
-    if parsed.username or parsed.password:  # it would stand in every message
+    if parsed.userinfo:  # it would stand in every message
         raise UsageError("put the key into an environment variable, not into the URL")
-    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+    return url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
 
 
 def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
@@ -245,7 +246,7 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
         # Servers close idle connections (commonly after 5 s). A request that meets one just being
         # closed would look like a crash, so the client drops them first.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
-        verify=url.startswith("https:"),  # loading certificates takes a tenth of a second
+        verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
         follow_redirects=False,  # the key is for this server
     )
     return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, http_client=http)
@@ -259,7 +260,7 @@ def _token_counts(reply: dict[str, Any]) -> tuple[int, int]:
 
 
 def _text(content: Any) -> str:
-    """What a message holds: nothing, a text, or a list of parts of which some are text."""
+    """Read a message's text: it holds nothing, a text, or parts of which some are text."""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part.get("type") == "text")
     # A lone surrogate (a server that cut an emoji) could be neither stored nor sent on.
@@ -267,7 +268,7 @@ def _text(content: Any) -> str:
 
 
 def _retry_after(value: str) -> float:
-    """Seconds of a Retry-After header: a number, or a date; 0 for what is neither."""
+    """Read the seconds of a Retry-After header: a number or a date; 0 for neither."""
     try:
         return max(0.0, float(value))
     except ValueError:

@@ -58,7 +58,7 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
 
 
 def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
-    """Where the library of this compiler, command, source and CPU is kept.
+    """Find the place of the library of this compiler, command, source and CPU.
 
     None where that is not certain, or another user could put a library of his own there.
     """

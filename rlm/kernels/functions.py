@@ -1,4 +1,4 @@
-"""What is compiled for the CPU, as functions of tensors, and the signatures of the C functions.
+"""Calls the compiled C functions with tensors; one table holds their signatures.
 
 decode.c has what stands between the products of a decoding step, learn.c of the learning pass,
 logits.c draws and scores tokens, products.c multiplies where the CPU does it with pairs of bf16.
@@ -64,7 +64,7 @@ class _Product(ctypes.Structure):
 
 @functools.cache
 def load_kernels(dtype: torch.dtype, queries: int, head_dim: int) -> tuple[Kernels | None, str]:
-    """What is compiled for a number type and a shape of heads, and words that say so or why not.
+    """Compile and load the kernels for a number type and a shape of heads; or say why not.
 
     Args:
         queries: query heads per key-value head.
@@ -99,7 +99,7 @@ class Kernels:
         biases: Sequence[Tensor | None],
         epsilon: float | None = None,
     ) -> Callable[..., Tensor]:
-        """A linear layer as a function: x (rows, inputs)[, residual (rows, outputs) to add] →
+        """Make a linear layer's function: x (rows, inputs)[, residual (rows, outputs) to add] →
         (rows, outputs).
 
         Args:
@@ -148,7 +148,7 @@ class Kernels:
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
     ) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
-        """The attention of a decoding step: a function of (layer, q, k, v, scale).
+        """Make the attention of a decoding step: a function of (layer, q, k, v, scale).
 
         Args:
             stores: keys (L, slots, H, D, T) and values (L, slots, H, T, D) of each segment; the
@@ -230,7 +230,7 @@ class Kernels:
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, epsilon: float, by_out: Tensor
     ) -> Tensor:
-        """The gradient of `rms_norm` by x, from the one by what it gave."""
+        """Compute the gradient of `rms_norm` by x, from the one by its output."""
         by_x = torch.empty_like(x)
         self._pass("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
         return by_x
@@ -244,7 +244,7 @@ class Kernels:
     def silu_and_mul_backward(
         self, gate: Tensor, up: Tensor, by_out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of `silu_and_mul` by gate and up, from the one by what it gave."""
+        """Compute the gradients of `silu_and_mul` by gate and up, from the one by its output."""
         by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
         self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
         return by_gate, by_up

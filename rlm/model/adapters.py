@@ -103,7 +103,7 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
 
 
 def _chat_template(directory: Path) -> str | None:
-    """As the files beside a tokenizer have it; None if they do not, or no such directory is here
+    """Read the template beside a tokenizer; None if there is none, or no such directory is here
     (what the hub has is identified by its commit)."""
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
@@ -191,7 +191,7 @@ def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
 
 
 def is_plain_lora(layer: LoraLayer) -> bool:
-    """Whether its adapters are W + s B A and no more: DoRA and its like, and bias terms, are left
+    """Whether a layer's adapters are W + s B A and no more: DoRA and bias terms are left
     to PEFT."""
     return not layer.lora_variant and not any(layer.lora_bias.values())
 
@@ -202,7 +202,7 @@ def has_plain_lora(model: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
-    """The weight of a linear layer, (out, in), with its active adapters added in a new tensor.
+    """Merge a linear layer's weight, (out, in), with its active adapters, in a new tensor.
 
     Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
     """
@@ -232,7 +232,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
 
 @contextmanager
 def gradient_checkpointing_disabled(policy: PreTrainedModel) -> Iterator[None]:
-    """Inside, all that a backward pass needs is kept."""
+    """Keep all that a backward pass needs."""
     checkpointed = [layer for layer in _layers(policy) if layer.training]
     for layer in checkpointed:
         layer.training = False
@@ -249,7 +249,7 @@ def _layers(policy: PreTrainedModel) -> list[torch.nn.Module]:
 
 @contextmanager
 def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Inside, the policy computes with this adapter of its own, frozen; None is the bare base."""
+    """Let the policy compute with this adapter of its own, frozen; None is the bare base."""
     if adapter is None:
         with policy.disable_adapter():
             yield
@@ -263,7 +263,7 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Inside, the policy computes as it did when training started: the reference of the KL term.
+    """Let the policy compute as when training started: as the reference of the KL term.
 
     After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
     training started from none.

@@ -123,7 +123,7 @@ class _Part:
 
 @functools.lru_cache(maxsize=1)
 def _blocks(mask: Tensor) -> list[list[_Block]]:
-    """Those of each sequence. Of the latest mask they are kept: all layers attend by the same
+    """Split each sequence into blocks. Those of the latest mask are kept: all layers have the same
     tensor, which is what it is looked up by."""
     lowest = torch.finfo(mask.dtype).min
     found: list[list[_Block]] = [[] for _ in mask]
@@ -152,7 +152,7 @@ def attention_forward(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for attention; heads and tokens are swapped in its answer."""
+    """Attend, as transformers calls it; heads and tokens are swapped in the answer."""
     if dropout or attention_mask is None:
         raise UsageError(
             "this model's attention needs dropout, or no mask: use --attn-implementation eager"
@@ -164,7 +164,7 @@ def attention_forward(
 def softmax_scale(
     query: Tensor, scaling: float | None, options: Mapping[str, object], advice: str
 ) -> float:
-    """The factor of the scores, from what transformers hands to an attention function.
+    """Read the factor of the scores from what transformers hands to an attention function.
 
     Raises:
         UsageError: it asks for more than softmax(scale · q kᵀ + mask) v.

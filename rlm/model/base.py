@@ -219,7 +219,7 @@ def base_hash(name: str) -> str:
 
 
 def _weight_files(name: str) -> list[Path]:
-    """Those of a directory; of the hub the ones that transformers loads, fetched if need be."""
+    """List the weight files of a directory, or of the hub, fetched if need be."""
     pattern = "model*.safetensors"  # some repositories hold the same weights under other names too
     directory = Path(model_directory(name))
     if directory.is_dir():
@@ -231,7 +231,7 @@ def _weight_files(name: str) -> list[Path]:
 
 
 def _sha256(file: Path) -> bytes:
-    """Of a file's content. The hub's cache names a large file by it: no need to read gigabytes."""
+    """Hash a file. The hub's cache names a large one by its hash: no need to read gigabytes."""
     name = file.resolve().name
     if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):
         return bytes.fromhex(name)

@@ -1,4 +1,4 @@
-"""Frozen bases in 4 or 8 bits (bitsandbytes), on a GPU or a CPU.
+"""Quantizes frozen bases to 4 or 8 bits (bitsandbytes), on a GPU or a CPU.
 
 Only the linear layers of the stack are packed; embeddings and head stay as they are. The packed
 weights are never written: adapters stay beside them, and what wants merged weights unpacks a copy.
@@ -30,7 +30,7 @@ def trained_on(run: Mapping[str, object]) -> str:
 
 
 def import_bitsandbytes() -> None:
-    """Import it, before another library does, without its search for `kernels`.
+    """Import bitsandbytes, before another library does, without its search for `kernels`.
 
     On CPUs with AVX512-BF16 the import would download compiled code from the hub if the package
     `kernels` is installed, and complain if it is not. Nothing here uses that code.
@@ -50,7 +50,7 @@ def import_bitsandbytes() -> None:
 
 
 def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """transformers' settings to pack the weights as it loads them; None: not at all.
+    """Make transformers' settings that quantize weights as they are loaded; None for "none".
 
     Args:
         dtype: in which products are computed; 8-bit products keep outliers in it.
@@ -68,7 +68,7 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
 
 
 def freeze_packed_weights(model: PreTrainedModel) -> None:
-    """Let no forward pass rewrite the packed weights, and each layer know what to unpack to.
+    """Keep forward passes from rewriting packed weights, and tell layers what to unpack to.
 
     On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a product that has
     no backward pass, whenever a layer is in eval mode. We train in eval mode (no dropout).

@@ -29,7 +29,7 @@ NOT_FINITE = (
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
-    """One number in [0, 1) per row, a pure function of (seed, counter): (N,) float64.
+    """Compute a number in [0, 1) per row, a pure function of (seed, counter): (N,) float64.
 
     SplitMix64 (Steele, Lea and Flood, 2014) at position `counter` of the stream `seed`. Being
     counter-based, a row's draws do not depend on which rows are drawn beside it.
@@ -52,7 +52,7 @@ def sample_rows(
     params: Sequence[SamplingParams],
     kernels: Kernels | None = None,
 ) -> list[tuple[int, float]]:
-    """A token and its log-probability for each row, by the row's own parameters."""
+    """Draw a token, with its log-probability, for each row by the row's own parameters."""
     members: dict[tuple, list[int]] = {}
     for row, own in enumerate(params):
         members.setdefault((own.temperature, own.top_p, own.top_k), []).append(row)
@@ -133,7 +133,7 @@ def _check_finite(mass: torch.Tensor) -> None:
 
 
 def _search(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Where running sums (N, K) pass the wanted mass (N, 1): (N, 1), always at a step up.
+    """Find where running sums (N, K) pass the wanted mass (N, 1): always at a step up.
 
     Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
     """

@@ -90,7 +90,7 @@ class Sampler:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """A group of n completions per prompt.
+        """Generate a group of n completions per prompt.
 
         Args:
             seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
@@ -104,7 +104,7 @@ class Sampler:
     def complete(
         self, requests: Sequence[Request], on_finish: Callable[[], None] = lambda: None
     ) -> list[list[Completion]]:
-        """The group of completions of each request."""
+        """Generate the group of completions of each request."""
         groups = [[Completion([], []) for _ in range(request.n)] for request in requests]
         for token in self.stream(requests):
             completion = groups[token.request][token.row]
@@ -116,7 +116,7 @@ class Sampler:
         return groups
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Token]:
-        """The tokens of `complete`, each as soon as it is drawn; `request` counts from 0."""
+        """Generate as `complete` does, and yield each token; its `request` counts from 0."""
         if self.has_unfinished_requests():
             raise RuntimeError("a batch while other requests are running: add_request instead")
         if not requests:
@@ -151,7 +151,7 @@ class Sampler:
         )
 
     def bytes_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> int:
-        """What a batch takes while it is generated, beside the model: weight copy, cache, logits.
+        """Estimate the bytes of a batch, beside the model: weight copy, cache, logits.
 
         Args:
             n: completions of each prompt.
@@ -200,7 +200,7 @@ class Sampler:
             self._forward_prompts([prefix], 0, self._cache.prefill_prefix(), len(prefix))
 
     def _fit_memory(self, config: CacheConfig) -> CacheConfig:
-        """The config, with as many rows and slots as fit in half of the memory that is free."""
+        """Shrink the config to as many rows and slots as fit in half of the free memory."""
         memory = available_memory(self.model.device.type) // 2
         return config.fit(token_bytes(self._config, self.model.dtype), memory)
 
@@ -282,14 +282,14 @@ class Sampler:
         attention: AttentionFunction,
         tokens: int,
     ) -> None:
-        """One pass over prompts, padded on the right, where causal attention never looks."""
+        """Run the model over prompts, padded on the right, where causal attention never looks."""
         device = self.model.device
         ids = torch.tensor([[*prompt, *[0] * (tokens - len(prompt))] for prompt in prompts])
         positions = torch.arange(start, start + tokens).expand(len(prompts), -1)
         self._weights.forward(ids.to(device), positions.to(device), attention)
 
     def _decode(self, batch: Sequence[SequenceState]) -> torch.Tensor:
-        """One pass over each sequence's last token; logits (N, V) of the next."""
+        """Run the model over each sequence's last token; returns logits (N, V) of the next."""
         lengths = [(s.parent.prefix_length, len(s.parent.cached_tokens), len(s.ids)) for s in batch]
         slots = [sequence.parent.slot for sequence in batch]
         attention = self._cache.decode(slots, *zip(*lengths, strict=True))

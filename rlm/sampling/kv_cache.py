@@ -50,7 +50,7 @@ class CacheConfig:
         )
 
     def fit(self, bytes_per_token: int, memory: int) -> CacheConfig:
-        """The config with as many rows and slots as fit in so many bytes.
+        """Shrink the config to as many rows and slots as fit in so many bytes.
 
         Raises:
             UsageError: not even one of each fits.
@@ -75,7 +75,7 @@ def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def round_up(length: int, multiple: int, at_most: int) -> int:
-    """`length` rounded up to a multiple, but not beyond `at_most`.
+    """Round a length up to a multiple, but not beyond `at_most`.
 
     Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
     megabyte, up to a thousand of them.
@@ -121,7 +121,7 @@ class KVCache:
         self._device, self._heads = device, heads
 
     def prefill_prefix(self) -> AttentionFunction:
-        """Attention of the pass that prefills the shared prefix, one row."""
+        """Make the attention of the pass that prefills the shared prefix, one row."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             keys, values = self._prefix
@@ -134,7 +134,7 @@ class KVCache:
         return attend
 
     def prefill_prompts(self, slots: Sequence[int], tokens: int, prefix: int) -> AttentionFunction:
-        """Attention of a pass that prefills prompts into slots: (len(slots), tokens), right-padded.
+        """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
 
         Args:
             prefix: tokens of the shared prefix that stand before them (0 for none).
@@ -173,7 +173,7 @@ class KVCache:
         prompt_lengths: Sequence[int],
         own_lengths: Sequence[int],
     ) -> AttentionFunction:
-        """Attention of a pass that decodes one token for each of the rows 0…N-1.
+        """Make the attention that decodes one token for each of the rows 0…N-1.
 
         Args:
             slots: where the prompt of each row stands.
@@ -250,7 +250,7 @@ class KVCache:
 
 
 def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
-    """Where the (row, head) pairs stand when they are sorted by slot, head, row: and back.
+    """Sort the (row, head) pairs by slot, head, row: where each goes, and back.
 
     Returns:
         grid: (P·H·R,), for each place the pair (row · H + head); unused places name pair 0,

@@ -45,7 +45,7 @@ class TorchOps:
 def fused_linear(
     *layers: nn.Module, norm: nn.Module | None = None, kernels: Kernels | None = None
 ) -> LinearFunction:
-    """Linear layers of the same input as one, with the norm before them."""
+    """Fuse linear layers of the same input into one, with the norm before them."""
     weight, bias = _merged(layers, norm)
     if _use_kernels(kernels, weight):
         return kernels.linear([weight], [bias], norm and norm.variance_epsilon)
@@ -60,7 +60,7 @@ def fused_linear(
 def fused_gate_up(
     gate: nn.Module, up: nn.Module, norm: nn.Module, kernels: Kernels | None = None
 ) -> LinearFunction:
-    """silu(gate(x)) · up(x), of the normalised x."""
+    """Fuse silu(gate(x)) · up(x), of the normalised x."""
     gate_weight, gate_bias = _merged([gate], norm)
     up_weight, up_bias = _merged([up], norm)
     epsilon = norm.variance_epsilon

@@ -87,7 +87,7 @@ class Completion:
 
 
 def prompt_seed(*parts: object) -> int:
-    """A 63-bit seed from (run seed, step, problem id, …), the same in every process.
+    """Hash (run seed, step, problem id, …) to a 63-bit seed, the same in every process.
 
     >>> prompt_seed(0, 1, "a") == prompt_seed(0, 1, "a") != prompt_seed(0, 11, "")
     True

@@ -1,4 +1,4 @@
-"""Draws completions on a vLLM server."""
+"""Generates completions on a vLLM server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequenc
 
 
 class VLLMSampler:
-    """Completions drawn by a vLLM server: the same `sample` as `rlm.sampling.Sampler`.
+    """Generates completions on a vLLM server: the same `sample` as `rlm.sampling.Sampler`.
 
     One request a prompt, for all its completions: vLLM gives completion i the seed + i, which is
     our own rule, reads the prompt once and answers with 1/n of the messages. Equal seeds give
@@ -66,7 +66,7 @@ class VLLMSampler:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """A group of n completions per prompt, from the adapter of the last `sync`.
+        """Generate a group of n completions per prompt, from the adapter of the last `sync`.
 
         Args:
             seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
@@ -165,7 +165,7 @@ class VLLMSampler:
         return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
 
     def _check_logprobs(self) -> None:
-        """Where top_k = 1 leaves one token, its log-probability under what was drawn from is 0.
+        """Check that log-probabilities are of what was drawn from: 0 where top_k = 1 leaves one.
 
         vLLM's default are those before temperature, top_p and top_k. A few tokens are asked for,
         because of a single one the model may be sure anyway.

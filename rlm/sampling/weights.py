@@ -94,7 +94,7 @@ AttentionInterface.register("rlm_cache", _through_cache)
 
 
 def why_not_fused(model: PreTrainedModel) -> str | None:
-    """What keeps a model from the fast path; None if nothing does."""
+    """Say what keeps a model from the fast path; None if nothing does."""
     config = decoder_and_head(model)[0].config
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"{config.model_type} is not of the Llama family"
@@ -106,7 +106,7 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
 
 
 def copy_bytes(model: PreTrainedModel) -> int:
-    """What a merged copy of the layers takes; the head's, kept all the time, is not in it."""
+    """Estimate the bytes of a merged copy of the layers, without the head's, which stays."""
     linear = [m for m in decoder_and_head(model)[0].modules() if isinstance(m, nn.Linear)]
     # From the shapes: 4-bit weights are stored packed.
     return sum(m.in_features * m.out_features for m in linear) * model.dtype.itemsize
@@ -156,7 +156,7 @@ class MergedWeights:
 def choose_weights(
     model: PreTrainedModel, merged: bool | None, kernels: Kernels | None
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
-    """The weights to sample with, and a line that says which and why.
+    """Choose the weights to sample with; returns them and a line that says which and why.
 
     Args:
         merged: whether to merge; None: if the architecture has a fast path, and half of the memory
