@@ -1,4 +1,4 @@
-"""What the benchmarks share: arms in alternation, a process for each, one kind of report.
+"""What the benchmarks share: options, arms in alternation, a process for each, one kind of report.
 
 A report is a JSON file: `ratio` and `memory_ratio` of the headline cell, every repetition of every
 arm under `cells`, and what is needed to run it again (command, machine, commit, date).
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rlm.cli import terminal
+from rlm.cli.options import check_values, flag
+from rlm.model import hardware as machine
 
 T = TypeVar("T")
 
@@ -35,6 +38,19 @@ ROOT = Path(__file__).parent.parent
 # What decides how fast a CPU multiplies matrices, and in which number type.
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("torch", "transformers", "trl", "peft")
+
+
+@dataclass
+class BenchmarkConfig:
+    """The options of every benchmark."""
+
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+    dataset: str = flag("word-problems:1", "where the prompts come from")
+    seed: int = flag(0, "of problems and sampling")
+    json: Path | None = flag(None, "file for the report")
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -117,8 +133,6 @@ def peak_memory_gb() -> float:
     Resident is Linux's VmHWM. getrusage would not do: its maximum includes what the parent held
     when it started this process.
     """
-    from rlm.model import hardware as machine
-
     status = Path("/proc/self/status")
     if machine.pick_device().type == "cpu" and status.exists():
         (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
@@ -226,8 +240,6 @@ def code_commit() -> str | None:
 def describe_machine() -> dict[str, Any]:
     """The hardware and the libraries, without a name of the host."""
     import torch
-
-    from rlm.model import hardware as machine
 
     info = Path("/proc/cpuinfo")
     rows = info.read_text().splitlines() if info.exists() else []

@@ -119,6 +119,17 @@ class Generate:
         return seconds
 
 
+SERVERS: dict[str, dict[str, Any]] = {
+    # -1 is "off" in every version of it; 0 only in the newer ones.
+    "vllm": {"one_request_a_prompt": True, "options": {"top_k": -1, "ignore_eos": True}},
+    # Nothing but the temperature between logits and draw: its default chain filters and penalises.
+    "llama.cpp": {
+        "one_request_a_prompt": False,
+        "options": {"samplers": ["temperature"], "ignore_eos": True},
+    },
+}
+
+
 @dataclass
 class Server:
     """A server of OpenAI's completions API that holds the same model. Prompts are token ids.
@@ -136,14 +147,9 @@ class Server:
         self.model = self._ask("/v1/models")["data"][0]["id"]
 
     def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
-        if self.one_request_a_prompt:
-            jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
-        else:
-            jobs = [
-                (p, 1, new_tokens, s + row)
-                for p, s in zip(prompts, seeds, strict=True)
-                for row in range(n)
-            ]
+        if not self.one_request_a_prompt:
+            return self.lengths(prompts, [[new_tokens] * n for _ in prompts], seeds)
+        jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
         return self._complete(jobs)
 
     def lengths(
@@ -189,13 +195,3 @@ class Server:
                 return json.load(answer)
         except OSError as error:
             raise UsageError(f"{self.url}{path}: {error}") from error
-
-
-def vllm(url: str) -> Server:
-    # -1 is "off" in every version of it; 0 only in the newer ones.
-    return Server(url, True, {"top_k": -1, "ignore_eos": True})
-
-
-def llama_cpp(url: str) -> Server:
-    # Nothing but the temperature between logits and draw: its default chain filters and penalises.
-    return Server(url, False, {"samplers": ["temperature"], "ignore_eos": True})

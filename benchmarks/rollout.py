@@ -12,7 +12,6 @@ headline is 64 rows of fixed length. Ours is also set against the floor of this 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,10 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor, harness, peers, shapes
+from benchmarks import floor, harness, lengths, peers, shapes
+from benchmarks.lengths import GROUP, count_tokens
 from rlm.cli import terminal
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag
+from rlm.cli.options import flag, to_dict
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_prompt
@@ -34,24 +34,19 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.quantize import QUANTIZATIONS
-from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
+from rlm.sampling import Sampler, SamplingParams, prompt_seed
 from rlm.sampling.params import Request
 
-LENGTHS = Path(__file__).with_name("lengths.json")
-GROUP = 8  # completions of a prompt
 HEADLINE_ROWS = 64
-SEATS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
-RECORDED_ROWS, RECORDED_LIMIT = 256, 128
+MAX_NUM_SEQS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
 # A server's threads go on spinning for a second or two after its last token (vLLM's do), on the
 # cores that the next arm wants.
 SERVER_REST = 4.0
 
 
 @dataclass
-class RolloutConfig:
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+class RolloutConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter that ours and generate draw with")
-    dataset: str = flag("word-problems:1", "where the prompts come from")
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each", min=1)
     new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length", min=1)
@@ -61,11 +56,9 @@ class RolloutConfig:
     vllm_url: str | None = flag(None, "a running `vllm serve` with the same model")
     llama_url: str | None = flag(None, "a running llama-server with the same model")
     record_lengths: Path | None = flag(None, "sample with this adapter, write lengths.json, end")
-    seed: int = flag(0, "of prompts and sampling")
-    json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         if any(rows % GROUP for rows in self.rows) or not self.rows:
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
 
@@ -79,7 +72,7 @@ def ours_fixed(
     """Every row draws new_tokens tokens, ends ignored; how many tokens that are."""
     ends, sampler.stop_ids, sampler.max_num_seqs = sampler.stop_ids, frozenset(), len(prompts) * n
     try:
-        return _tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
+        return count_tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
     finally:
         sampler.stop_ids = ends
 
@@ -112,11 +105,7 @@ def ours_lengths(
         )
         for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
     ]
-    return _tokens(sampler.complete(requests))
-
-
-def _tokens(groups: Sequence[Sequence[Completion]]) -> int:
-    return sum(len(completion.token_ids) for group in groups for completion in group)
+    return count_tokens(sampler.complete(requests))
 
 
 # --- what all arms share ------------------------------------------------------------------------
@@ -156,25 +145,22 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     tokenizer = models.load_tokenizer(model)
     base = models.load_base(model, device, quantize=config.quantize)
     cost = floor.ModelCost.of(base)
-    policy = (
-        adapters.load_adapter(base, config.adapter, trainable=False) if config.adapter else base
-    )
+    policy = base
+    if config.adapter:
+        policy = adapters.load_adapter(base, config.adapter, trainable=False)
     arms: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
     generate = None
     if only in (None, harness.OURS):
         sampler = Sampler(policy, tokenizer)
-        # Where lengths differ, `generate` has batches of as many rows.
-        arms[harness.OURS] = (partial(ours_fixed, sampler), partial(ours_lengths, sampler, SEATS))
+        replay = partial(ours_lengths, sampler, MAX_NUM_SEQS)
+        arms[harness.OURS] = (partial(ours_fixed, sampler), replay)
     if only in (None, "generate"):
-        generate = peers.Generate(policy, tokenizer.pad_token_id, batch_rows=SEATS)
+        generate = peers.Generate(policy, tokenizer.pad_token_id, batch_rows=MAX_NUM_SEQS)
         arms["generate"] = (generate.fixed, generate.lengths)
-    servers = {
-        "vllm": (config.vllm_url, peers.vllm),
-        "llama.cpp": (config.llama_url, peers.llama_cpp),
-    }
-    for name, (url, connect) in servers.items():
+    urls = {"vllm": config.vllm_url, "llama.cpp": config.llama_url}
+    for name, url in urls.items():
         if url and only is None:
-            server = connect(url)
+            server = peers.Server(url, **peers.SERVERS[name])
             arms[name] = (server.fixed, server.lengths)
     return Bench(config, problems, tokenizer, cost, arms, generate)
 
@@ -209,14 +195,9 @@ def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
         {name: partial(run, fixed) for name, (fixed, _) in bench.arms.items()},
         bench.config.repeats,
     )
-    step = floor.decode_floor(
-        rates,
-        bench.cost,
-        prompts=prompts,
-        rows=rows,
-        prompt_tokens=mean(len(text) for text in bench.work(prompts, 1)[0]),
-        new=new_tokens / 2,
-    )
+    length = mean(len(text) for text in bench.work(prompts, 1)[0])
+    sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
+    step = floor.decode_floor(rates, bench.cost, **sizes)
     least = rows / step.seconds
     cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
     share = cell["arms"][harness.OURS]["median"] / least
@@ -241,8 +222,8 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
     average = useful / rows
     name = f"{rows} rows, real lengths"
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
-    cell |= {"max_num_seqs": SEATS, "length_mean": average, "length_limit": limit}
-    cell["note"] = f"mean length {average:.1f}, limit {limit}, {SEATS} at a time"
+    cell |= {"max_num_seqs": MAX_NUM_SEQS, "length_mean": average, "length_limit": limit}
+    cell["note"] = f"mean length {average:.1f}, limit {limit}, {MAX_NUM_SEQS} at a time"
     return cell
 
 
@@ -257,49 +238,6 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
     return {}
 
 
-def record_lengths(config: RolloutConfig, model: str) -> None:
-    """Sample with an adapter as training does, and keep how long the completions were."""
-    base = models.load_base(model, machine.pick_device())
-    tokenizer = models.load_tokenizer(model)
-    policy = adapters.load_adapter(base, config.record_lengths, trainable=False)
-    problems = load_problems(
-        config.dataset, "train", max_samples=RECORDED_ROWS // GROUP, seed=config.seed
-    )
-    groups = Sampler(policy, tokenizer).sample(
-        [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems],
-        GROUP,
-        SamplingParams(RECORDED_LIMIT, 1.0),
-        [prompt_seed(config.seed, p.id) for p in problems],
-    )
-    lengths = [[len(completion.token_ids) for completion in group] for group in groups]
-    content = {
-        "model": config.model,
-        "dataset": config.dataset,
-        "temperature": 1.0,
-        "limit": RECORDED_LIMIT,
-        "mean": _tokens(groups) / RECORDED_ROWS,
-        **harness.provenance("rollout"),
-        "lengths": lengths,
-    }
-    terminal.line(f"{RECORDED_ROWS} completions, mean length {content['mean']:.1f}")
-    harness.write_json(LENGTHS, content)
-
-
-def read_lengths() -> tuple[list[list[int]], int]:
-    """The recorded lengths, a group a prompt, and the limit they were drawn under.
-
-    Raises:
-        UsageError: none were recorded.
-    """
-    if not LENGTHS.exists():
-        raise UsageError(
-            f"no {LENGTHS.name} beside this script: make it with --record-lengths ADAPTER, "
-            "or leave its cell out with --no-lengths"
-        )
-    content = json.loads(LENGTHS.read_text(encoding="utf-8"))
-    return content["lengths"], content["limit"]
-
-
 # --- all ----------------------------------------------------------------------------------------
 
 
@@ -307,10 +245,10 @@ def main(config: RolloutConfig) -> int:
     machine.prepare_process()
     recorded = None
     if config.lengths and not config.record_lengths:
-        recorded = read_lengths()  # before minutes of work
+        recorded = lengths.read()  # before minutes of work
     with shapes.model_at(config.model) as model:
         if config.record_lengths:
-            record_lengths(config, model)
+            lengths.record(config, model)
             return 0
         harness.write_json(config.json, measure(config, model, recorded))
     return 0
@@ -322,10 +260,8 @@ def measure(
     """Load, choose the peer's options, run all cells; the report."""
     memory = {}
     if config.memory:  # first: these processes want the memory that the models below will hold
-        payload = {**asdict(config), "adapter": config.adapter and str(config.adapter)}
-        payload |= {"json": None, "record_lengths": None}
         for arm in (harness.OURS, "generate"):
-            arguments = {"arm": arm, "config": payload, "model": model}
+            arguments = {"arm": arm, "config": to_dict(config), "model": model}
             child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
             memory[arm] = child["peak_memory_gb"]
             terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")

@@ -108,7 +108,7 @@ def locked(folder: Path) -> Iterator[int | None]:
 def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
     from benchmarks.evidence.training import train
 
-    settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
+    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     if not is_trained(settings, cell):
         write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
     return {}
@@ -117,7 +117,7 @@ def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]
 def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
     from benchmarks.evidence.judging import judge
 
-    settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
+    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     judge(settings, cell)
     # Hundreds of megabytes that only a resume or the curve needed.
     for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):

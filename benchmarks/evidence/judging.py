@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.arms import FORMAT
 from benchmarks.evidence.plan import (
     ARMS,
     Cell,
@@ -21,8 +20,9 @@ from benchmarks.evidence.plan import (
     write_atomically,
 )
 from benchmarks.evidence.pools import judged_sets, pools
-from benchmarks.evidence.reading import watch
+from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.evidence.training import points
+from benchmarks.trainers import FORMAT
 from rlm.data.problem import Problem
 from rlm.evaluation.evaluate import Evaluation, Graded, evaluate, majority_score
 from rlm.model import adapters
@@ -187,12 +187,13 @@ def _bits(row: dict[str, Any], grading: str) -> str:
 
 def _rates(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     drawn = [(row, c) for row in rows for c in row["completions"]]
+    read = [(c["text"], row["answer"], c["lenient"] == "correct") for row, c in drawn]
     count = len(drawn)
     return {
         "format": sum(c["strict"] in ("correct", "wrong") for _, c in drawn) / count,
         "truncated": sum(c["truncated"] for _, c in drawn) / count,
         "tokens": sum(c["tokens"] for _, c in drawn) / count,
-        "watch": watch([(c["text"], r["answer"], c["lenient"] == "correct") for r, c in drawn]),
+        "watch": reward_hacking(read),
     }
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.arms import FORMAT
 from benchmarks.evidence.plan import (
     ARMS,
     OURS,
@@ -26,7 +25,8 @@ from benchmarks.evidence.plan import (
     write_atomically,
 )
 from benchmarks.evidence.pools import pools, without_golds
-from benchmarks.evidence.reading import watch
+from benchmarks.evidence.reward_hacking import reward_hacking
+from benchmarks.trainers import FORMAT
 from rlm.data.problem import Problem
 from rlm.grading.answers import grade, split_completion
 from rlm.model import hardware as machine
@@ -200,7 +200,7 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
             "length": row["completion/length_mean"],
             "truncated": row["completion/truncated_rate"],
             "entropy": row.get("policy/entropy"),
-            "watch": watch(drawn[row["step"]]),
+            "watch": reward_hacking(drawn[row["step"]]),
         }
         for row in rows
     ]

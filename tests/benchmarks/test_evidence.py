@@ -23,21 +23,20 @@ from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
 from benchmarks.evidence import (
-    by_family,
+    checks,
     failures,
     grid,
-    intervals,
     plan,
     pools,
-    reading,
     report,
-    results,
-    scrutiny,
-    sections,
+    reward_hacking,
+    tables,
     training,
 )
-from benchmarks.evidence.intervals import crossed_bootstrap, difference, scores
+from benchmarks.evidence.equations import find_equations
+from benchmarks.evidence.intervals import Interval, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
+from benchmarks.evidence.results import Results, matrix
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.runs import atomic_files as records
@@ -102,7 +101,7 @@ def test_a_grid_keeps_the_test_sets_it_was_begun_with(tmp_path, monkeypatch):
 
     fix("without", False)
     fix("without", False)
-    with pytest.raises(UsageError, match="without reasoning-gym, which is installed now: pip unin"):
+    with pytest.raises(UsageError, match="with reasoning-gym installed False, not True"):
         fix("without", True)
     (tmp_path / "old").mkdir()
     settings = EvidenceConfig().settings()
@@ -110,7 +109,7 @@ def test_a_grid_keeps_the_test_sets_it_was_begun_with(tmp_path, monkeypatch):
     plan.write_atomically(tmp_path / "old" / "settings.json", settings)
     fix("old", True)  # of a grid from before this was written down
     assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
-    with pytest.raises(UsageError, match="with reasoning-gym, which is not installed: pip install"):
+    with pytest.raises(UsageError, match="with reasoning-gym installed True, not False"):
         fix("old", False)
 
 
@@ -143,8 +142,8 @@ def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
 
 def test_a_config_travels_to_a_cells_process():
     config = EvidenceConfig(seeds=(3, 4), cells=("x",), minutes=2.5)
-    back = EvidenceConfig.from_payload(json.loads(json.dumps(config.payload())))
-    assert replace(back, grid=config.grid) == config
+    back = EvidenceConfig(**json.loads(json.dumps(config.payload())))
+    assert replace(back, grid=config.grid, seeds=(3, 4), cells=("x",)) == config
     assert back.grid.is_absolute()
 
 
@@ -339,16 +338,17 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
 
     ours = [result("grpo", 0, ("1111", "0000")), result("grpo", 1, ("0000", "1111"))]
     start = [result("sft", 1, ("1111", "1111")), result("sft", 2, ("1111", "1111"))]
-    a, b = intervals.common(start, ours, ["t"], "sampled", "strict")
-    assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
     base = [result("base_few", 0, ("1111",))]  # sampled the first problem only
-    a, b = intervals.common(base, ours, ["t"], "sampled", "strict")
+    found = Results({"grpo": ours, "sft": start, "base_few": base})
+    a, b = found.paired("sft", "grpo", "sampled", sets=["t"])
+    assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
+    a, b = found.paired("base_few", "grpo", "sampled", sets=["t"])
     assert (a.tolist(), b.tolist()) == ([[1]], [[1], [0]])
     with pytest.raises(ValueError, match="no seed"):
-        intervals.common(start[1:], ours, ["t"], "sampled", "strict")
+        Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled", sets=["t"])
     other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
     with pytest.raises(ValueError, match="different problems"):
-        intervals.matrix(other, ["t"], "greedy", "strict")
+        matrix(other, ["t"], "greedy", "strict")
 
 
 def test_maj_at_8_is_the_mean_over_groups_of_8():
@@ -383,7 +383,7 @@ def test_maj_at_8_is_the_mean_over_groups_of_8():
     ],
 )
 def test_equations_are_found_and_checked(text, value, holds):
-    found = reading.equations(text)
+    found = find_equations(text)
     if holds is None:
         assert found == []
         return
@@ -416,25 +416,25 @@ ROW = {
 def test_a_wrong_answer_is_sorted(reasoning, answer, sort):
     text = f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>"
     completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert reading.first_sort(ROW, completion) == sort
-    assert sort in reading.SORTS
+    assert failures.sort_by_rule(ROW, completion) == sort
+    assert sort in failures.SORTS
 
 
 def test_numbers_the_other_way_round_are_no_other_numbers():
     row = {"question": "5 and 29", "solution": "difference: 29 - 5 = 24", "answer": "24"}
     text = "<think>\ndifference: 5 - 29 = 2\n</think>\n<answer>2</answer>"
     completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert reading.first_sort(row, completion) == "wrong order"
+    assert failures.sort_by_rule(row, completion) == "wrong order"
 
 
 def test_sorts_that_come_before_reading():
     wrong = {"text": "<think>", "strict": "unclosed_reasoning", "truncated": True}
-    assert reading.first_sort(ROW, wrong) == "truncated"
-    assert reading.first_sort(ROW, wrong | {"truncated": False}) == "format"
+    assert failures.sort_by_rule(ROW, wrong) == "truncated"
+    assert failures.sort_by_rule(ROW, wrong | {"truncated": False}) == "format"
     two_steps = ROW | {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}
     text = "<think>\na: 3 * 4 = 12\n</think>\n<answer>12</answer>"
     one_step = {"text": text, "strict": "wrong", "truncated": False}
-    assert reading.first_sort(two_steps, one_step) == "dropped step"
+    assert failures.sort_by_rule(two_steps, one_step) == "dropped step"
 
 
 def test_a_reward_without_reasoning_is_seen():
@@ -447,14 +447,14 @@ def test_a_reward_without_reasoning_is_seen():
         (says("3 * 4 = 12 so 1 + 1 = 3"), "12", True),  # a false step
         (says("a b c d " * 3), "13", False),  # repeats
     ]
-    found = reading.watch(rows)
+    found = reward_hacking.reward_hacking(rows)
     assert (found["completions"], found["right"]) == (4, 3)
     assert found["right_without_reasoning"] == pytest.approx(1 / 3)
     assert found["right_with_false_step"] == pytest.approx(1 / 3)
     assert found["repeated"] == 0.25
     assert found["reasoning_words"] == (5 + 3 + 11 + 12) / 4
-    assert not reading.repeats("a b c d " * 2)
-    assert reading.watch([])["right_without_reasoning"] == 0
+    assert not reward_hacking.repeats("a b c d " * 2)
+    assert reward_hacking.reward_hacking([])["right_without_reasoning"] == 0
 
 
 # --- every arm on a tiny model ------------------------------------------------------------------
@@ -889,16 +889,16 @@ def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
         (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
     other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
     (folder / "sft-s1.json").write_text(json.dumps(other))
-    last = scrutiny.cells(results.load_results(folder))[-1]
-    assert last.startswith("Not run: base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
+    last = checks.not_run(Results.load(folder))
+    assert last.startswith("base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
 
 
 def test_the_table_of_cells_has_both_commits(finished):
     cell = result_of(finished, "sft-s0") | {"commit": 40 * "c"}
     assert cell["training"].pop("commit", "") != ""  # every trained cell has one, or None
-    assert "| – | cccccccc |" in "\n".join(scrutiny.cells({"sft": [cell]}))  # from before
+    assert "| – | cccccccc |" in checks.cells(Results({"sft": [cell]}))  # from before
     cell["training"]["commit"] = 40 * "b" + "-dirty"
-    page = "\n".join(scrutiny.cells({"sft": [cell]}))
+    page = checks.cells(Results({"sft": [cell]}))
     assert "| trained at | judged at |" in page
     assert "| bbbbbbbb-dirty | cccccccc |" in page
 
@@ -906,26 +906,26 @@ def test_the_table_of_cells_has_both_commits(finished):
 def test_the_seeds_are_those_of_training(finished):
     trained = result_of(finished, "sft-s0") | {"seed": 3}
     bases = {"base_zero": [result_of(finished, "base_zero-s0")]}
-    assert "Training seeds: 3." in "\n".join(sections.head(bases | {"sft": [trained]}))
-    assert "Training seeds: none." in "\n".join(sections.head(bases))
+    assert Results(bases | {"sft": [trained]}).seeds == [3]
+    assert Results(bases).seeds == []
 
 
-def test_means_over_other_seeds_are_not_read_side_by_side(finished):
+def test_means_over_other_seeds_are_not_read_side_by_side(finished, tmp_path):
     found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
-    assert "other seeds" not in "\n".join(sections.summary(found, pools.WORDS))
+    assert not report.contents(Results(found), tmp_path)["other_starts"]
     found["sft"].append(found["sft"][0] | {"seed": 3})
-    assert "other seeds had other starts" in "\n".join(sections.summary(found, pools.WORDS))
+    assert report.contents(Results(found), tmp_path)["other_starts"]
 
 
 def test_only_test_sets_that_all_cells_share_are_compared(finished):
-    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")}
-    assert "Left out" not in "\n".join(sections.head(found))
-    tests = found["grpo"][0]["tests"]
+    found = Results({arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")})
+    assert found.left_out == []
+    tests = found.arms["grpo"][0]["tests"]
     tests[pools.OTHER] = tests["taught"]
-    assert results.pooled_sets(found) == list(pools.WORDS)
-    assert "Left out, as not every cell was judged on it: reasoning-gym." in sections.head(found)
-    for page in (sections.by_set(found, pools.WORDS), by_family.families(found, finished.docs)):
-        assert "reasoning-gym" not in "\n".join(page)
+    assert found.pooled == list(pools.WORDS)
+    assert tables.titles(found.left_out) == ["reasoning-gym"]
+    assert "reasoning-gym" not in tables.by_set(found)
+    assert all(title != "reasoning-gym" for _, title in tables.families(found, "greedy"))
 
 
 def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
@@ -939,7 +939,8 @@ def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
         "sft_continued": [result("sft_continued", 0, "000"), result("sft_continued", 1, "111")],
         "rejection": [result("rejection", 0, "001")],
     }
-    line = next(line for line in sections.leads(found, ["t"]) if line.startswith("- greedy, str"))
+    lines = tables.leads(Results(found)).splitlines()
+    line = next(line for line in lines if line.startswith("- greedy, str"))
     assert "(rejection sampling, same samples) **+33.3" in line
     assert "On the 2 problems that are sampled too: +50.0 (" in line
 
@@ -952,30 +953,29 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     found["settings"]["steps"] = 99
     (folder / "sft-s1.json").write_text(json.dumps(found | {"cell": "sft-s1", "seed": 1}))
     with pytest.raises(UsageError, match="other settings"):
-        results.load_results(folder)
+        Results.load(folder)
 
 
 def test_a_control_that_gains_is_named(finished, page):
-    found = results.load_results(finished.docs / "evidence")
+    found = Results.load(finished.docs / "evidence").arms
     control = json.loads(json.dumps(found["random_reward"]))
     for test in control[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    page = "\n".join(sections.controls(found | {"random_reward": control}, pools.WORDS))
+    page = tables.controls(Results(found | {"random_reward": control}))
     assert "the cause is to be found" in page
     assert "+100.0 (+100.0 to +100.0)" in page
 
 
 def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
 
-    found = results.load_results(finished.docs / "evidence")
+    found = Results.load(finished.docs / "evidence").arms
     better = json.loads(json.dumps(found["grpo"]))
     for test in better[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    lines = scrutiny.algorithms(found | {"cispo": better}, pools.WORDS)
-    (middle,) = [i for i, line in enumerate(lines) if line.startswith("Their leads")]
+    found = Results(found | {"cispo": better})
     beside_ours, over_others = (
-        {line.split(" | ")[0].strip("| "): line for line in part}
-        for part in (lines[:middle], lines[middle:])
+        {line.split(" | ")[0].strip("| "): line for line in shown(found).splitlines()}
+        for shown in (tables.algorithms, tables.algorithms_over_others)
     )
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
@@ -987,17 +987,23 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
 
 
 def test_numbers_are_written_with_their_intervals():
-    assert results.points(intervals.Interval(-0.021, -0.05, 0.01, 3, 9)) == "−2.1 (−5.0 to +1.0)"
-    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 10, 9)) == "above zero"
-    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 10, 9)) == "below zero"
-    few = intervals.Interval(0.1, 0.05, 0.2, 4, 9)
-    assert results.verdict(few) == "above zero, for these 4 seeds"
-    few = intervals.Interval(-0.1, -0.2, -0.05, 2, 9)
-    assert results.verdict(few) == "below zero, for these 2 seeds"
-    assert results.verdict(intervals.Interval(0.1, -0.05, 0.2, 3, 9)) == "zero lies inside"
-    assert results.verdict(intervals.Interval(0.1, 0.0004, 0.2, 3, 9)) == "zero lies inside"  # 0.0
-    one_seed = intervals.Interval(0.1, 0.05, 0.2, 1, 9)
-    assert results.verdict(one_seed) == "above zero, for one seed"
+    assert Interval(-0.021, -0.05, 0.01, 3, 9).points == "−2.1 (−5.0 to +1.0)"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "seeds", "verdict"),
+    [
+        (0.05, 0.2, 10, "above zero"),
+        (-0.2, -0.05, 10, "below zero"),
+        (0.05, 0.2, 4, "above zero, for these 4 seeds"),
+        (-0.2, -0.05, 2, "below zero, for these 2 seeds"),
+        (-0.05, 0.2, 3, "zero lies inside"),
+        (0.0004, 0.2, 3, "zero lies inside"),  # printed as 0.0
+        (0.05, 0.2, 1, "above zero, for one seed"),
+    ],
+)
+def test_few_seeds_speak_for_themselves_alone(low, high, seeds, verdict):
+    assert Interval((low + high) / 2, low, high, seeds, 9).verdict == verdict
 
 
 def test_failures_are_written_for_reading_and_keep_what_a_person_wrote(finished, capsys):
@@ -1044,7 +1050,7 @@ def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monke
         with pytest.raises(Killed):
             failures.write_failures(config)
     assert file.read_text() == before
-    page = "\n".join(scrutiny.failures(file.parent))
+    page = checks.failures(file.parent)
     anew = content["wrong"][0]["sort"] != "arithmetic"
     assert f"; 1 of them read and sorted by hand, {anew:d} otherwise than by the rule; " in page
     failures.write_failures(config)
@@ -1067,33 +1073,9 @@ def test_right_answers_with_doubtful_reasoning_are_listed():
     assert "completion: |-\n" in failures.as_yaml(content)
 
 
-def test_the_shipped_adapter_is_small_complete_and_says_where_it_comes_from(finished, model_dir):
-    from benchmarks.evidence.ship import best_on_validation, ship
-    from inference import load_rlm_model
-
-    assert best_on_validation(finished) == Cell("grpo", 0)
-    ship(finished)
-    tensors = load_file(finished.weights / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    trained = adapter_of(finished, "grpo")
-    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
-    run = read_json(finished.weights / "run.json")
-    assert run["cell"] == "grpo-s0"
-    assert run["greedy_after_rounding"]["taught"]["total"] == 4
-    card = (finished.weights / "README.md").read_text()
-    assert "license: apache-2.0" in card
-    assert "| families nobody saw | 4 |" in card
-    assert "Wrong. " in card
-    assert "Right. " not in card  # a random model is never right, and nothing is made up
-    texts = [file for file in finished.weights.iterdir() if file.suffix != ".safetensors"]
-    everything = "".join(file.read_text() for file in texts)
-    assert str(finished.grid) not in everything
-    model, _ = load_rlm_model(finished.weights, model=str(model_dir))
-    assert model.rlm_format.reasoning_tag == "think"
-
-
 def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finished, tmp_path):
     from benchmarks.evidence.ship import ship
+    from inference import load_rlm_model
 
     run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
     for cell, name in (("sft", "sft_lora"), ("grpo", "final_rlm_lora")):
@@ -1124,14 +1106,19 @@ def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finish
     assert "| families nobody saw | 4 |" in card
     tensors = load_file(weights / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert read_json(weights / "run.json")["command"] == summary["command"]
-
-
-def test_a_base_has_nothing_to_ship(finished):
-    from benchmarks.evidence.ship import ship
-
-    with pytest.raises(UsageError, match="trains no adapter"):
-        ship(replace(finished, command="ship", cell="base_zero-s0"))
+    trained = adapter_of(finished, "grpo")
+    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
+    shipped = read_json(weights / "run.json")
+    assert shipped["command"] == summary["command"]
+    assert shipped["greedy_after_rounding"]["families nobody saw"]["total"] == 4
+    assert "Wrong. " in card
+    assert "Right. " not in card  # a random model is never right, and nothing is made up
+    texts = [file for file in weights.iterdir() if file.suffix != ".safetensors"]
+    everything = "".join(file.read_text() for file in texts)
+    assert str(finished.grid) not in everything
+    assert str(tmp_path) not in everything
+    model, _ = load_rlm_model(weights, model=finished.model)
+    assert model.rlm_format.reasoning_tag == "think"
 
 
 @pytest.mark.slow
