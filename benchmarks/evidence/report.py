@@ -2,27 +2,35 @@
 
 `result.json` of each finished cell is copied to docs/results/evidence/ (no texts, a zero or a one
 for each completion); the page and its pictures are made from these copies alone, so anybody can
-make them again. The page's words are in report.md.jinja; a section without data is left out.
-Sentences about an interval are written by rule: above zero, below zero (with few seeds: for these
-alone), or zero lies inside. What a person concludes stands in docs/results/conclusions.md and goes
-on top.
+make them again. The page is report.md.jinja; a section without data is left out. Sentences about
+an interval are written by rule: above zero, below zero (with few seeds: for these alone), or zero
+lies inside. What a person concludes stands in docs/results/conclusions.md and goes on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import jinja2
 
-from benchmarks.evidence import checks, plots, tables
-from benchmarks.evidence.intervals import FEW_SEEDS, crossed_bootstrap
+from benchmarks.evidence import plots
+from benchmarks.evidence.failures import SORTS, read_failures
+from benchmarks.evidence.intervals import FEW_SEEDS
 from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig
-from benchmarks.evidence.results import Results, copy_results
+from benchmarks.evidence.pools import TITLES
+from benchmarks.evidence.results import Result, Results, copy_results, machine_name
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
+
+GRADINGS, HEADLINE = ("strict", "lenient"), ("greedy", "sampled")
+METRICS = (*HEADLINE, "majority")
+PAIRS = [(metric, grading) for metric in HEADLINE for grading in GRADINGS]
+SHOWN_FAILURES = 5
 
 
 def write_report(config: EvidenceConfig) -> None:
@@ -35,13 +43,18 @@ def write_report(config: EvidenceConfig) -> None:
     if not results.arms:
         raise UsageError(f"no cell is done, in {config.grid} or {config.docs}/evidence")
     page = config.docs / "README.md"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render("report.md.jinja", contents(results, config.docs)), encoding="utf-8")
+    values = contents(results, config.docs)
+    draw(results, values, config.docs)
+    page.write_text(render(results, values), encoding="utf-8")
     terminal.line(f"written: {page}")
 
 
-def render(template: str, values: Mapping[str, Any]) -> str:
-    """A template beside this file, filled in; a name it lacks is an error."""
+def render(results: Results, values: dict[str, Any]) -> str:
+    return template("report.md.jinja", results).render(values)
+
+
+def template(name: str, results: Results | None = None) -> jinja2.Template:
+    """A template beside this file, with what it may call; a name that it lacks is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -49,71 +62,86 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(template).render(values)
+    environment.filters |= {
+        "title_of": lambda name: TITLES.get(name, name),
+        "arm_title": lambda arm: ARMS[arm].title,
+        "k_is": "k = {}".format,
+        "average": average,
+        "machine_name": machine_name,
+        "timed_alike": partial(timed_alike, results),
+        "short": short,
+    }
+    environment.tests["sorted_anew"] = lambda entry: entry["by_hand"] != entry["sort"]
+    return environment.get_template(name)
 
 
 def contents(results: Results, docs: Path) -> dict[str, Any]:
-    """What the template is filled in with; draws the pictures into `docs`."""
-    tests = results.cells[0]["tests"]
+    """What the page is filled in with."""
+    arms, share = list(results.arms), results.share_a_seed
+    uncontrolled = [arm for arm in arms if ARMS[arm].role != "control"]
     trained = [rows for arm, rows in results.arms.items() if ARMS[arm].kind != "base"]
+    beside_ours = [arm for arm in uncontrolled if arm != OURS and share(OURS, arm)]
+    bases = {a: results.arms[a][0]["training"] for a in arms if ARMS[a].kind == "base"}
+    theirs = {cell["seed"]: cell for cell in results.arms.get("trl", ())}
+    ours = results.arms.get(OURS, [])
+    most = results.settings["samples"]
     conclusions = docs / "conclusions.md"
-    names = [f"{tables.TITLES.get(n, n)} {len(tests[n]['problems'])}" for n in results.pooled]
-    ours = results.arms.get(OURS)
-    return {
+    grids = all_grids(results, docs)
+    seconds = [c["training"].get("wall", 0) + c["judging_seconds"] for c in results.cells]
+    constants = {"ARMS": ARMS, "OURS": OURS, "START": START, "SORTS": SORTS, "FEW_SEEDS": FEW_SEEDS}
+    constants |= {"GRADINGS": GRADINGS, "HEADLINE": HEADLINE, "METRICS": METRICS, "PAIRS": PAIRS}
+    return constants | {
+        "results": results,
         "settings": results.settings,
-        "machines": checks.machines(results),
-        "seeds": ", ".join(map(str, results.seeds)) or "none",
-        "few_seeds": FEW_SEEDS,
-        "left_out": ", ".join(tables.titles(results.left_out)),
+        "tests": results.cells[0]["tests"],
+        "machines": machines(results),
         "conclusions": conclusions.read_text("utf-8").strip() if conclusions.exists() else "",
-        "all_arms": tables.all_arms(results),
-        "sizes": ", ".join(names),
         "other_starts": len({tuple(cell["seed"] for cell in rows) for rows in trained}) > 1,
-        "leads": tables.leads(results),
-        "controls": tables.controls(results),
-        "by_set": tables.by_set(results),
-        "sharper_or_wider": tables.sharper_or_wider(results),
-        "curves_drawn": draw_curves(results, docs),
-        "beside_trl": tables.beside_trl(results),
-        "samples": ours and ours[0]["training"]["samples"],
-        "algorithms": tables.algorithms(results),
-        "algorithms_over_others": tables.algorithms_over_others(results),
-        "watch": checks.watch(results),
-        "watch_over_time": checks.watch_over_time(results),
-        "failures": checks.failures(docs / "failures"),
-        "prompts": checks.prompts(results),
-        "tried_on": checks.tried_on(results),
-        "hours": checks.hours(results),
-        "cells": checks.cells(results),
-        "not_run": checks.not_run(results),
-        **_pass_at_k(results, docs),
-        **_families(results, docs),
-        **_grids(results, docs),
+        "beside_ours": beside_ours,
+        "rivals": [arm for arm in beside_ours if ARMS[arm].role == "rival"],
+        "start_and_rivals": [arm for arm in arms if arm == START or ARMS[arm].role == "rival"],
+        "controls": [a for a in arms if ARMS[a].role == "control" and share(a, START)],
+        "uncontrolled": uncontrolled,
+        "variants": [a for a in arms if ARMS[a].role == "algorithm" and share(a, OURS)],
+        "learned": [
+            arm
+            for arm in arms
+            if ARMS[arm].kind not in ("base", "sft")
+            and ARMS[arm].role not in ("control", "algorithm")
+            and share(START, arm)
+        ],
+        "gained": share(OURS, START),
+        "ks": sorted({2**i for i in range(most.bit_length())} | {most}),
+        "grids": grids,
+        "over_grids": [arm for arm in ARMS if arm == START or ARMS[arm].role == "rival"],
+        "grids_drawn": len(alike(grids, results)) > 1,
+        "trl_pairs": [(c, theirs[c["seed"]]) for c in ours if c["seed"] in theirs],
+        "thirds": thirds([cell["training"]["steps"] for cell in ours]),
+        "base_prompts": bases,
+        "tried_on": next((tried["tried_on"] for tried in bases.values()), 0),
+        "hours": sum(seconds) / 3600,
+        "not_run": not_run(results),
+        **failures(docs / "failures"),
     }
 
 
-def _pass_at_k(results: Results, docs: Path) -> dict[str, Any]:
-    found = tables.pass_at_k(results)
-    shown = {arm: line for arm, line in found.items() if ARMS[arm].role != "algorithm"}
-    plots.pass_at_k(shown, docs / "pass_at_k.png", "pass@k, lenient, pooled test sets")
-    return {"pass_at_k": tables.pass_at_k_table(found)}
+def draw(results: Results, values: dict[str, Any], docs: Path) -> None:
+    """The page's pictures."""
+    shown = [arm for arm in values["uncontrolled"] if ARMS[arm].role != "algorithm"]
+    plots.pass_at_k(results, shown, values["ks"], docs / "pass_at_k.png")
+    if values["learned"]:
+        plots.curves(results, values["learned"], docs / "curves.png")
+    if values["gained"]:
+        plots.families(results, docs / "families.png")
+    if values["grids_drawn"]:
+        same = alike(values["grids"], results)
+        plots.leads(same, values["over_grids"], docs / "longer_runs.png")
 
 
-def _families(results: Results, docs: Path) -> dict[str, Any]:
-    if not results.share_a_seed(OURS, START):
-        return {"families": ""}
-    found = {metric: tables.families(results, metric) for metric in ("sampled", "greedy")}
-    plots.families(found, [ARMS[START].title, ARMS[OURS].title], docs / "families.png")
-    return {"families": tables.families_table(found)}
-
-
-# --- other grids ----------------------------------------------------------------------------------
-
-
-def _grids(results: Results, docs: Path) -> dict[str, Any]:
+def all_grids(results: Results, docs: Path) -> dict[str, Results]:
     """This grid ("here") and each in a folder of `docs`, the shortest runs first.
 
-    Left out are those without GRPO and its start. Those that learn from the same data are drawn.
+    Left out are those without GRPO and its start; {} if none is left to compare.
     """
     found = {"here": results}
     for folder in sorted(docs.iterdir()):
@@ -121,70 +149,92 @@ def _grids(results: Results, docs: Path) -> dict[str, Any]:
             found[folder.name] = Results.load(folder / "evidence")
     found = {name: grid for name, grid in found.items() if grid.share_a_seed(OURS, START)}
     if len(found) < 2 or "here" not in found:
-        return {"grids": ""}
-    found = dict(sorted(found.items(), key=lambda item: item[1].completions))
+        return {}
+    return dict(sorted(found.items(), key=lambda item: item[1].completions))
+
+
+def alike(grids: dict[str, Results], results: Results) -> list[Results]:
+    """The grids that learn from the same data as this one."""
     dataset = results.settings["dataset"]
-    alike = [grid for grid in found.values() if grid.settings["dataset"] == dataset]
-    if len(alike) > 1:
-        _draw_grids(alike, docs / "longer_runs.png")
-    return {"grids": tables.grids(found), "longer_runs_drawn": len(alike) > 1}
+    return [grid for grid in grids.values() if grid.settings["dataset"] == dataset]
 
 
-def _draw_grids(grids: Sequence[Results], path: Path) -> None:
-    over = [arm for arm in ARMS if arm == START or ARMS[arm].role == "rival"]
-    panels = {
-        metric: {
-            arm: [
-                (place, grid.lead(OURS, arm, metric))
-                for place, grid in enumerate(grids)
-                if grid.share_a_seed(OURS, arm)
-            ]
-            for arm in over
-        }
-        for metric in tables.HEADLINE
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def average(cells: Sequence[Result], key: str) -> str:
+    """The mean over the cells that were trained."""
+    values = [cell["training"][key] for cell in cells if "seconds" in cell["training"]]
+    return f"{mean(values):.0f}" if values else "–"
+
+
+def timed_alike(results: Results, cells: Sequence[Result]) -> list[Result]:
+    """Those of the machine that most cells of all arms ran on."""
+    usual = Counter(map(machine_name, results.cells)).most_common(1)[0][0]
+    return [cell for cell in cells if machine_name(cell) == usual]
+
+
+def machines(results: Results) -> str:
+    """The machine of most cells; then any other, with its cells."""
+    found: dict[str, list[str]] = {}
+    for cell in results.cells:
+        found.setdefault(machine_name(cell), []).append(cell["cell"])
+    first, *others = sorted(found, key=lambda name: -len(found[name]))
+    texts = [f"{', '.join(sorted(found[name]))}: {name}" for name in others]
+    return "; ".join([first, *texts]) + (", whose seconds do not compare" if others else "")
+
+
+def thirds(runs: Sequence[Sequence[Result]]) -> dict[str, dict[str, float]]:
+    """Means over the steps in each third of the runs; {} where older ones did not note them."""
+    if not runs or not all("watch" in step for step in runs[0]):
+        return {}
+    found = {}
+    for index, label in enumerate(("first third", "second third", "last third")):
+        parts = [run[len(run) * index // 3 : len(run) * (index + 1) // 3] for run in runs]
+        steps = [{**step, **step["watch"]} for part in parts for step in part]
+        keys = ("reward", "signal", "length", *(steps[0]["watch"] if steps else ()))
+        if steps:
+            found[label] = {key: mean(step[key] for step in steps) for key in keys}
+    return found
+
+
+def failures(folder: Path) -> dict[str, Any]:
+    """The files of wrong answers, how they were sorted, and some answers of the last."""
+    files = sorted(folder.glob("*.yaml"), key=lambda f: (not f.stem.startswith(START), f.stem))
+    read = {file.stem: read_failures(file) for file in files}
+    rules, final = (
+        [Counter(sort_of(entry) for entry in content["wrong"]) for content in read.values()]
+        for sort_of in (lambda e: e["sort"], lambda e: e["by_hand"] or e["sort"])
+    )
+    pairs = list(zip(final, rules, strict=True))
+    counts = {sort: [(by_hand[sort], rule[sort]) for by_hand, rule in pairs] for sort in SORTS}
+    shown = []
+    for content in list(read.values())[-1:]:
+        name = content["cell"]
+        wrong, doubtful = content["wrong"][:SHOWN_FAILURES], content["doubtful"][:1]
+        shown = [(f"{name}: {entry['by_hand'] or entry['sort']}", entry) for entry in wrong]
+        shown += [(f"{name}: right, but {entry['why']}", entry) for entry in doubtful]
+    return {
+        "failures": read,
+        "failure_counts": {s: row for s, row in counts.items() if any(map(any, row))},
+        "shown_failures": shown,
     }
-    ticks = [
-        f"{grid.completions:,.0f} completions\nrate {grid.settings['learning_rate']:g}"
-        for grid in grids
-    ]
-    plots.leads(panels, ticks, path)
 
 
-# --- along the way --------------------------------------------------------------------------------
+def not_run(results: Results) -> str:
+    """The arms, and the seeds of arms, that no finished cell has."""
+    missing = []
+    for arm in ARMS:
+        done = {cell["seed"] for cell in results.arms.get(arm, ())}
+        left = [str(seed) for seed in results.seeds if seed not in done]
+        if not done:
+            missing.append(ARMS[arm].title)
+        elif left and ARMS[arm].kind != "base":
+            missing.append(f"{ARMS[arm].title} (seed {', '.join(left)})")
+    return "; ".join(missing)
 
 
-def draw_curves(results: Results, docs: Path) -> bool:
-    """Validation against seconds and samples, from where SFT ended; False if no arm has a curve."""
-    arms = [
-        arm
-        for arm in results.arms
-        if ARMS[arm].kind not in ("base", "sft")
-        and ARMS[arm].role not in ("control", "algorithm")
-        and results.share_a_seed(START, arm)
-    ]
-    if not arms:
-        return False
-    panels: dict[str, dict[str, list[plots.Point]]] = {}
-    last = {arm: results.arms[arm][0]["curve"][-1] for arm in [START, *arms]}
-    for kind in [k for k in ("sampled", "greedy") if k in last[START]]:
-        for axis, label in (("seconds", "training seconds"), ("samples", "samples")):
-            panels[f"{label} | {kind}, strict, %"] = {
-                arm: _curve_points(results, arm, axis, kind)
-                for arm in arms
-                if axis == "seconds" or last[arm]["samples"]
-            }
-    plots.curves(panels, docs / "curves.png")
-    return True
-
-
-def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[plots.Point]:
-    starts = {cell["seed"]: cell["curve"][-1] for cell in results.arms[START]}
-    cells = [cell for cell in results.arms[arm] if cell["seed"] in starts]
-    rows = [[starts[c["seed"]] | {"seconds": 0, "samples": 0}, *c["curve"]] for c in cells]
-    return [
-        (
-            mean(point[axis] for point in place),
-            crossed_bootstrap([point[kind]["strict"] for point in place]),
-        )
-        for place in zip(*rows, strict=False)
-    ]
+def short(commit: str | None, none: str) -> str:
+    """Eight digits, and the mark behind all of them if there is one."""
+    sha, dash, mark = (commit or none).partition("-")
+    return sha[:8] + dash + mark

@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from benchmarks.evidence.intervals import Interval, Scores, crossed_bootstrap, difference, scores
-from benchmarks.evidence.plan import ARMS, OURS, EvidenceConfig, read_json
-from benchmarks.evidence.pools import OTHER, WORDS
+from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig, read_json
+from benchmarks.evidence.pools import OTHER, TITLES, WORDS
 from rlm.cli.options import UsageError
 
 Result = dict[str, Any]  # a cell's result.json
@@ -128,11 +129,55 @@ class Results:
             right.append(theirs[:, :count])
         return np.concatenate(left, axis=1), np.concatenate(right, axis=1)
 
+    def lead_if_any(self, arm: str, over: str, metric: str) -> str:
+        """The lead in points, or a dash where the arms share no seed."""
+        return self.lead(arm, over, metric).points if self.share_a_seed(arm, over) else "–"
+
+    def best_rival(self, rivals: Sequence[str], metric: str, grading: str) -> str:
+        """The one over which GRPO leads least, each on the seeds that it shares with GRPO.
+
+        A mean over other seeds would compare seeds.
+        """
+        return min(rivals, key=lambda arm: self.lead(OURS, arm, metric, grading).mean)
+
+    def families(self, metric: str) -> dict[tuple[str, str], list[Interval]]:
+        """(family, title of its test set) → before GRPO, after it, change; [] if not measured."""
+        found: dict[tuple[str, str], list[Interval]] = {}
+        for name in self.sets:
+            old, new = self.paired(START, OURS, metric, sets=[name])
+            of = self.arms[OURS][0]["tests"][name]["families"]
+            for family in sorted(set(of)):
+                columns = [i for i in range(old.shape[1]) if of[i] == family]
+                before, after = old[:, columns], new[:, columns]
+                row = found[family or name, TITLES.get(name, name)] = []
+                if columns:
+                    row += [crossed_bootstrap(before), crossed_bootstrap(after)]
+                    row.append(difference(before, after))
+        return found
+
+    # --- what the samples look like -----------------------------------------------------------
+
+    def sampled_mean(self, arm: str, key: str) -> float:
+        """Mean of a rate of the samples over an arm's cells and the pooled test sets."""
+        return mean(test[key] for test in self._sampled(arm))
+
+    def watched(self, arm: str, key: str, weight: str = "completions") -> float:
+        """Mean of a sign of reward hacking over an arm's samples.
+
+        Args:
+            weight: of what it is a share: "completions" or the "right" ones among them.
+        """
+        tests = [test["watch"] for test in self._sampled(arm)]
+        total = sum(test[key] * test[weight] for test in tests)
+        return total / max(1, sum(test[weight] for test in tests))
+
+    def _sampled(self, arm: str) -> list[dict[str, Any]]:
+        return [c["tests"][name]["sampled"] for c in self.arms[arm] for name in self.pooled]
+
     @property
     def completions(self) -> float:
         """How many completions GRPO learned from, in the mean over its seeds."""
-        drawn = [cell["training"]["samples"] for cell in self.arms[OURS]]
-        return sum(drawn) / len(drawn)
+        return mean(cell["training"]["samples"] for cell in self.arms[OURS])
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:

@@ -23,7 +23,7 @@ from benchmarks.evidence.intervals import crossed_bootstrap
 from benchmarks.evidence.judging import GRADINGS, Judge, as_rows
 from benchmarks.evidence.plan import EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER, TITLES, gym_installed, gym_problems, made
-from benchmarks.evidence.report import render
+from benchmarks.evidence.report import template
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
@@ -157,8 +157,7 @@ def model_card(
     words = history["dataset"].startswith("word-problems")
     before, after = history.get("start_accuracy"), history["accuracy"]
     measured = before is not None and after is not None
-    return render(
-        "model_card.md.jinja",
+    return template("model_card.md.jinja").render(
         {
             "history": history,
             "sft": sft,

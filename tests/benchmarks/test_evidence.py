@@ -22,17 +22,7 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
-from benchmarks.evidence import (
-    checks,
-    failures,
-    grid,
-    plan,
-    pools,
-    report,
-    reward_hacking,
-    tables,
-    training,
-)
+from benchmarks.evidence import failures, grid, plan, pools, report, reward_hacking, training
 from benchmarks.evidence.equations import find_equations
 from benchmarks.evidence.intervals import Interval, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
@@ -791,6 +781,15 @@ def page(finished) -> str:
     return (finished.docs / "README.md").read_text()
 
 
+def text_of(arms, docs: Path) -> str:
+    found = Results(arms)
+    return report.render(found, report.contents(found, docs))
+
+
+def section(page: str, title: str) -> str:
+    return page.partition(f"## {title}")[2].partition("\n## ")[0]
+
+
 def test_the_report_renders_every_section(finished, page):
     for title in (
         "All arms", "GRPO's lead", "Controls", "By test set", "pass@k", "Along the way",
@@ -889,16 +888,16 @@ def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
         (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
     other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
     (folder / "sft-s1.json").write_text(json.dumps(other))
-    last = checks.not_run(Results.load(folder))
+    last = report.not_run(Results.load(folder))
     assert last.startswith("base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
 
 
-def test_the_table_of_cells_has_both_commits(finished):
+def test_the_table_of_cells_has_both_commits(finished, tmp_path):
     cell = result_of(finished, "sft-s0") | {"commit": 40 * "c"}
     assert cell["training"].pop("commit", "") != ""  # every trained cell has one, or None
-    assert "| – | cccccccc |" in checks.cells(Results({"sft": [cell]}))  # from before
+    assert "| – | cccccccc |" in text_of({"sft": [cell]}, tmp_path)  # from before
     cell["training"]["commit"] = 40 * "b" + "-dirty"
-    page = checks.cells(Results({"sft": [cell]}))
+    page = text_of({"sft": [cell]}, tmp_path)
     assert "| trained at | judged at |" in page
     assert "| bbbbbbbb-dirty | cccccccc |" in page
 
@@ -917,15 +916,15 @@ def test_means_over_other_seeds_are_not_read_side_by_side(finished, tmp_path):
     assert report.contents(Results(found), tmp_path)["other_starts"]
 
 
-def test_only_test_sets_that_all_cells_share_are_compared(finished):
+def test_only_test_sets_that_all_cells_share_are_compared(finished, tmp_path):
     found = Results({arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")})
     assert found.left_out == []
     tests = found.arms["grpo"][0]["tests"]
     tests[pools.OTHER] = tests["taught"]
     assert found.pooled == list(pools.WORDS)
-    assert tables.titles(found.left_out) == ["reasoning-gym"]
-    assert "reasoning-gym" not in tables.by_set(found)
-    assert all(title != "reasoning-gym" for _, title in tables.families(found, "greedy"))
+    page = text_of(found.arms, tmp_path)
+    assert "Left out, as not every cell was judged on it: reasoning-gym." in page
+    assert page.count("reasoning-gym") == 1  # in no table
 
 
 def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
@@ -939,10 +938,12 @@ def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
         "sft_continued": [result("sft_continued", 0, "000"), result("sft_continued", 1, "111")],
         "rejection": [result("rejection", 0, "001")],
     }
-    lines = tables.leads(Results(found)).splitlines()
-    line = next(line for line in lines if line.startswith("- greedy, str"))
-    assert "(rejection sampling, same samples) **+33.3" in line
-    assert "On the 2 problems that are sampled too: +50.0 (" in line
+    found = Results(found)
+    best = found.best_rival(["sft_continued", "rejection"], "greedy", "strict")
+    assert best == "rejection"
+    assert found.lead("grpo", best, "greedy").points.startswith("+33.3")
+    few = found.lead_where_sampled("grpo", best)
+    assert (few.problems, few.points[:6]) == (2, "+50.0 ")
 
 
 def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
@@ -956,26 +957,25 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
         Results.load(folder)
 
 
-def test_a_control_that_gains_is_named(finished, page):
+def test_a_control_that_gains_is_named(finished, page, tmp_path):
     found = Results.load(finished.docs / "evidence").arms
     control = json.loads(json.dumps(found["random_reward"]))
     for test in control[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    page = tables.controls(Results(found | {"random_reward": control}))
+    page = section(text_of(found | {"random_reward": control}, tmp_path), "Controls")
     assert "the cause is to be found" in page
     assert "+100.0 (+100.0 to +100.0)" in page
 
 
-def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
-
+def test_algorithms_that_do_not_differ_are_a_tie(finished, page, tmp_path):
     found = Results.load(finished.docs / "evidence").arms
     better = json.loads(json.dumps(found["grpo"]))
     for test in better[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    found = Results(found | {"cispo": better})
+    found = section(text_of(found | {"cispo": better}, tmp_path), "The algorithms")
     beside_ours, over_others = (
-        {line.split(" | ")[0].strip("| "): line for line in shown(found).splitlines()}
-        for shown in (tables.algorithms, tables.algorithms_over_others)
+        {line.split(" | ")[0].strip("| "): line for line in part.splitlines()}
+        for part in found.split("Their leads")
     )
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
@@ -1050,7 +1050,7 @@ def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monke
         with pytest.raises(Killed):
             failures.write_failures(config)
     assert file.read_text() == before
-    page = checks.failures(file.parent)
+    page = text_of({"sft": [result_of(finished, "sft-s0")]}, file.parent.parent)
     anew = content["wrong"][0]["sort"] != "arithmetic"
     assert f"; 1 of them read and sorted by hand, {anew:d} otherwise than by the rule; " in page
     failures.write_failures(config)
