@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -149,12 +150,8 @@ def summary(runs: Sequence[float]) -> dict[str, Any]:
     >>> summary([3.0, 1.0, 2.0])
     {'runs': [3.0, 1.0, 2.0], 'median': 2.0, 'min': 1.0, 'max': 3.0}
     """
-    return {
-        "runs": list(runs),
-        "median": statistics.median(runs),
-        "min": min(runs),
-        "max": max(runs),
-    }
+    median = statistics.median(runs)
+    return {"runs": list(runs), "median": median, "min": min(runs), "max": max(runs)}
 
 
 def ahead(ours: float, peer: float, *, more_is_better: bool) -> float:
@@ -177,7 +174,7 @@ def cell(
     """
     arms = {arm: summary(values) for arm, values in runs.items()}
     ratio, ranges = {}, {}
-    for arm in arms.keys() - {OURS}:
+    for arm in [arm for arm in arms if arm != OURS]:
         pairs = [
             ahead(mine, theirs, more_is_better=more_is_better)
             for mine, theirs in zip(runs[OURS], runs[arm], strict=True)
@@ -201,13 +198,12 @@ def report(
         memory_gb: peak memory by arm, where it was measured.
         more: further entries, kept as they are.
     """
+    ours = memory_gb.get(OURS)
     return {
         "benchmark": benchmark,
         "headline": headline["name"],
         "ratio": headline["ratio"],
-        "memory_ratio": {
-            arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS
-        },
+        "memory_ratio": {arm: ours / peak for arm, peak in memory_gb.items() if arm != OURS},
         "memory_gb": dict(memory_gb),
         **more,
         "cells": list(cells),
@@ -239,14 +235,10 @@ def code_commit() -> str | None:
 
 def describe_machine() -> dict[str, Any]:
     """The hardware and the libraries, without a name of the host."""
-    import torch
-
     info = Path("/proc/cpuinfo")
-    rows = info.read_text().splitlines() if info.exists() else []
-    fields: dict[str, str] = {}
-    for row in rows:  # of the first core: the others are the same
-        key, _, value = row.partition(":")
-        fields.setdefault(key.strip(), value.strip())
+    core = info.read_text().partition("\n\n")[0] if info.exists() else ""  # the first of all alike
+    rows = (row.partition(":") for row in core.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in rows}
     flags = set(fields.get("flags", "").split())
     device = machine.pick_device()
     return {
@@ -267,14 +259,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
-    """A table: for each cell the median of each arm (smallest – largest), then the ratios."""
-    names = list(dict.fromkeys(arm for row in cells for arm in row["arms"]))
-    peers = [name for name in names if name != OURS]
+    """A table: for each cell the median of each arm (smallest – largest), then the ratios.
+
+    All cells have the same arms.
+    """
+    names, peers = list(cells[0]["arms"]), list(cells[0]["ratio"])
     headers = [title, *names, *(f"ahead of {peer}" for peer in peers), "note"]
     rows = []
     for row in cells:
-        figures = [_spread(row["arms"][name]) if name in row["arms"] else "" for name in names]
-        ratios = [_ratio(row, peer) if peer in row["ratio"] else "" for peer in peers]
+        figures = [_spread(row["arms"][name]) for name in names]
+        ratios = [_ratio(row, peer) for peer in peers]
         rows.append([f"{row['name']}, {row['unit']}", *figures, *ratios, row.get("note", "")])
     print_table(headers, rows)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import harness
+from benchmarks.samplers import count_tokens
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
@@ -15,7 +15,7 @@ from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
+from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
 if TYPE_CHECKING:
     from benchmarks.rollout import RolloutConfig
@@ -63,7 +63,3 @@ def read() -> tuple[list[list[int]], int]:
         )
     content = json.loads(LENGTHS.read_text(encoding="utf-8"))
     return content["lengths"], content["limit"]
-
-
-def count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
-    return sum(len(completion.token_ids) for group in groups for completion in group)

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor, harness, lengths, peers, shapes
-from benchmarks.lengths import GROUP, count_tokens
+from benchmarks import floor, harness, lengths, samplers, shapes
+from benchmarks.lengths import GROUP
 from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import flag, to_dict
@@ -34,8 +34,7 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.quantize import QUANTIZATIONS
-from rlm.sampling import Sampler, SamplingParams, prompt_seed
-from rlm.sampling.params import Request
+from rlm.sampling import Sampler, prompt_seed
 
 HEADLINE_ROWS = 64
 MAX_NUM_SEQS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
@@ -63,51 +62,6 @@ class RolloutConfig(harness.BenchmarkConfig):
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
 
 
-# --- ours ---------------------------------------------------------------------------------------
-
-
-def ours_fixed(
-    sampler: Sampler, prompts: peers.Prompts, n: int, new_tokens: int, seeds: Sequence[int]
-) -> int:
-    """Every row draws new_tokens tokens, ends ignored; how many tokens that are."""
-    ends, sampler.stop_ids, sampler.max_num_seqs = sampler.stop_ids, frozenset(), len(prompts) * n
-    try:
-        return count_tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
-    finally:
-        sampler.stop_ids = ends
-
-
-def ours_lengths(
-    sampler: Sampler,
-    max_num_seqs: int,
-    prompts: peers.Prompts,
-    lengths: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-) -> int:
-    """Row i of prompt p ends after lengths[p][i] tokens; how many tokens that are.
-
-    An end token is put where the recording had one, and another token where one is drawn early.
-    """
-    end, sampler.max_num_seqs = min(sampler.stop_ids), max_num_seqs
-
-    def steer(ends: Sequence[int], filler: int, row: int, ids: Sequence[int], token: int) -> Any:
-        if len(ids) + 1 == ends[row]:
-            return [end]
-        return [filler] if token in sampler.stop_ids else None
-
-    requests = [
-        Request(
-            prompt,
-            SamplingParams(max(group), 1.0),
-            seed,
-            len(group),
-            partial(steer, group, next(t for t in prompt if t not in sampler.stop_ids)),
-        )
-        for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
-    ]
-    return count_tokens(sampler.complete(requests))
-
-
 # --- what all arms share ------------------------------------------------------------------------
 
 
@@ -119,13 +73,7 @@ class Bench:
     problems: Sequence[Problem]
     tokenizer: Any
     cost: floor.ModelCost
-    arms: dict[str, tuple[Callable[..., int], Callable[..., int]]]  # fixed, lengths
-    generate: peers.Generate | None
-
-    @property
-    def settle(self) -> float:
-        """Seconds of rest before a turn."""
-        return SERVER_REST if self.config.vllm_url or self.config.llama_url else 0
+    arms: dict[str, samplers.Ours | samplers.Generate | samplers.Server]
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
         """Prompts and seeds of a repetition: new ones each time, the same for every arm."""
@@ -133,6 +81,22 @@ class Bench:
         chosen = [self.problems[(start + i) % len(self.problems)] for i in range(prompts)]
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
         return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
+
+    def time(self, method: str, prompts: int, *args: Any, tokens: int) -> dict[str, list[float]]:
+        """Tokens per second of each arm, in turns.
+
+        Args:
+            method: "fixed" or "lengths"; `args` are what it takes between prompts and seeds.
+            tokens: how many it draws.
+        """
+        rest = SERVER_REST if self.config.vllm_url or self.config.llama_url else 0
+
+        def run(arm: Any, repetition: int) -> float:
+            texts, seeds = self.work(prompts, repetition)
+            return rate(partial(getattr(arm, method), texts, *args, seeds), tokens, rest)
+
+        arms = {name: partial(run, arm) for name, arm in self.arms.items()}
+        return harness.alternate(arms, self.config.repeats)
 
 
 def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Bench:
@@ -148,26 +112,20 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     policy = base
     if config.adapter:
         policy = adapters.load_adapter(base, config.adapter, trainable=False)
-    arms: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
-    generate = None
+    arms: dict[str, Any] = {}
     if only in (None, harness.OURS):
-        sampler = Sampler(policy, tokenizer)
-        replay = partial(ours_lengths, sampler, MAX_NUM_SEQS)
-        arms[harness.OURS] = (partial(ours_fixed, sampler), replay)
+        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer), MAX_NUM_SEQS)
     if only in (None, "generate"):
-        generate = peers.Generate(policy, tokenizer.pad_token_id, batch_rows=MAX_NUM_SEQS)
-        arms["generate"] = (generate.fixed, generate.lengths)
-    urls = {"vllm": config.vllm_url, "llama.cpp": config.llama_url}
-    for name, url in urls.items():
+        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id, MAX_NUM_SEQS)
+    for name, url in {"vllm": config.vllm_url, "llama.cpp": config.llama_url}.items():
         if url and only is None:
-            server = peers.Server(url, **peers.SERVERS[name])
-            arms[name] = (server.fixed, server.lengths)
-    return Bench(config, problems, tokenizer, cost, arms, generate)
+            arms[name] = samplers.Server(url, **samplers.SERVERS[name])
+    return Bench(config, problems, tokenizer, cost, arms)
 
 
-def rate(work: Callable[[], int], expected: int, settle: float = 0) -> float:
-    """Tokens per second, after `settle` seconds of rest; all of the tokens must have been drawn."""
-    time.sleep(settle)
+def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
+    """Tokens per second, after `rest` seconds of rest; all of the tokens must have been drawn."""
+    time.sleep(rest)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -185,40 +143,21 @@ def rate(work: Callable[[], int], expected: int, settle: float = 0) -> float:
 
 def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
-
-    def run(fixed: Callable[..., int], repetition: int) -> float:
-        texts, seeds = bench.work(prompts, repetition)
-        work = partial(fixed, texts, GROUP, new_tokens, seeds)
-        return rate(work, rows * new_tokens, bench.settle)
-
-    runs = harness.alternate(
-        {name: partial(run, fixed) for name, (fixed, _) in bench.arms.items()},
-        bench.config.repeats,
-    )
+    runs = bench.time("fixed", prompts, GROUP, new_tokens, tokens=rows * new_tokens)
     length = mean(len(text) for text in bench.work(prompts, 1)[0])
     sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
     step = floor.decode_floor(rates, bench.cost, **sizes)
     least = rows / step.seconds
     cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
     share = cell["arms"][harness.OURS]["median"] / least
-    cell["floor"] = {**asdict(step), "bound": step.bound, "tokens_per_second": least}
-    cell["floor"]["share"] = share
+    cell["floor"] = asdict(step) | {"bound": step.bound, "tokens_per_second": least, "share": share}
     cell["note"] = f"ours at {share:.0%} of the floor ({step.bound})"
     return cell
 
 
 def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
-    useful = sum(map(sum, recorded))
-
-    def run(replay: Callable[..., int], repetition: int) -> float:
-        texts, seeds = bench.work(len(recorded), repetition)
-        return rate(partial(replay, texts, recorded, seeds), useful, bench.settle)
-
-    runs = harness.alternate(
-        {name: partial(run, replay) for name, (_, replay) in bench.arms.items()},
-        bench.config.repeats,
-    )
-    rows = sum(map(len, recorded))
+    useful, rows = sum(map(sum, recorded)), sum(map(len, recorded))
+    runs = bench.time("lengths", len(recorded), recorded, tokens=useful)
     average = useful / rows
     name = f"{rows} rows, real lengths"
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
@@ -234,7 +173,7 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
     bench = load_bench(config, model, only=arm)
     rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
     texts, seeds = bench.work(rows // GROUP, 1)
-    bench.arms[arm][0](texts, GROUP, config.new_tokens, seeds)
+    bench.arms[arm].fixed(texts, GROUP, config.new_tokens, seeds)
     return {}
 
 
@@ -272,7 +211,10 @@ def measure(
         f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "
         f"multiplies {rates.flops_per_second / 1e9:.0f} GFLOP/s"
     )
-    tried = bench.generate.choose_options(*_probe(bench))
+    generate = bench.arms["generate"]
+    # 32 rows, or fewer if no cell has more.
+    texts, seeds = bench.work(min(32, max(config.rows)) // GROUP, 0)
+    tried = generate.choose_options(texts, GROUP, seeds)
     terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")
     cells = []
     for rows in config.rows:
@@ -289,15 +231,9 @@ def measure(
         cells,
         memory,
         generate_tried_seconds=tried,
-        generate_options=bench.generate.options,
+        generate_options=generate.options,
         measured_rates=asdict(rates),
     )
-
-
-def _probe(bench: Bench) -> tuple[list[list[int]], int, list[int]]:
-    """A batch to choose the options of `generate` with: 32 rows, or fewer if no cell has more."""
-    texts, seeds = bench.work(min(32, max(bench.config.rows)) // GROUP, 0)
-    return texts, GROUP, seeds
 
 
 if __name__ == "__main__":

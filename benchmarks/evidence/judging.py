@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 from benchmarks import harness
 from benchmarks.evidence.plan import (
     ARMS,
     Cell,
     EvidenceConfig,
+    made_once,
     read_json,
     write_atomically,
 )
-from benchmarks.evidence.pools import judged_sets, pools
+from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
 from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.evidence.training import points
 from benchmarks.trainers import FORMAT
@@ -88,11 +92,7 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
     tests = {}
     for test in judged_sets(config, base=is_base):
         file = folder / "judged" / f"{test.name}.json"
-        if not file.exists():
-            greedy = examiner(test.problems, 1)
-            sampled = examiner(test.problems[: test.sampled], config.samples)
-            write_atomically(file, {"greedy": as_rows(greedy), "sampled": as_rows(sampled)})
-        tests[test.name] = summed_up(read_json(file))
+        tests[test.name] = summed_up(made_once(file, partial(_judged, config, examiner, test)))
     validation = pools(config, cell.seed).validation
     curve = [] if is_base else _curve(config, cell, examiner, model, validation, training)
     result = {
@@ -108,6 +108,12 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
     }
     made_by = harness.provenance("evidence") | {"command": command_of(config, cell)}
     write_atomically(folder / "result.json", result | made_by)
+
+
+def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
+    greedy = examiner(test.problems, 1)
+    sampled = examiner(test.problems[: test.sampled], config.samples)
+    return {"greedy": as_rows(greedy), "sampled": as_rows(sampled)}
 
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
@@ -209,25 +215,19 @@ def _curve(
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Validation after some of the steps and at the end, against seconds and samples."""
-    rows = []
+    rows, judged = [], config.folder(cell) / "judged"
     final = {name: tensor.clone() for name, tensor in _lora(model).items()}
+    validate = partial(_validate, config, examiner, validation)
     on_the_way = {}  # SFT's checkpoints are by the clock, and of no curve
     if not ARMS[cell.arm].role and "seconds_until" in training:
         on_the_way = points(config, cell)
     for step, folder in on_the_way.items():
-        file = config.folder(cell) / "judged" / f"step_{step}.json"
-        if not file.exists():
-            _take(model, folder)
-            write_atomically(file, _validate(config, examiner, validation))
+        model.load_state_dict(_adapter_of(folder, set(final)), strict=False)
         cost = {name: training[f"{name}_until"][step - 1] for name in ("seconds", "samples")}
-        rows.append(cost | read_json(file))
-    if rows:
-        model.load_state_dict(final, strict=False)
-    file = config.folder(cell) / "judged" / "end.json"
-    if not file.exists():
-        write_atomically(file, _validate(config, examiner, validation))
+        rows.append(cost | made_once(judged / f"step_{step}.json", validate))
+    model.load_state_dict(final, strict=False)
     end = {"seconds": training["seconds"], "samples": training.get("samples", 0)}
-    return [*rows, end | read_json(file)]
+    return [*rows, end | made_once(judged / "end.json", validate)]
 
 
 def _validate(
@@ -246,27 +246,22 @@ def _lora(model: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
 
 
-def _take(model: Any, folder: Path) -> None:
-    """Put an adapter of a point on the model: a checkpoint of ours, or one that PEFT wrote.
+def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
+    """The adapter of a checkpoint of ours, or of one that PEFT wrote.
 
     Raises:
-        RuntimeError: its tensors are not those of the model's adapter.
+        RuntimeError: its tensors are not those of `names`.
     """
-    from safetensors.torch import load_file
-
-    if (folder / "state.safetensors").exists():
-        saved = load_file(folder / "state.safetensors")
-        tensors = {
-            name.removeprefix("adapter/"): tensor
-            for name, tensor in saved.items()
-            if name.startswith("adapter/")
-        }
+    ours, prefix = folder / "state.safetensors", "adapter/"
+    if ours.exists():
+        saved = load_file(ours)
+        found = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
     else:
         saved = load_file(folder / "adapter_model.safetensors")
-        tensors = {name.replace(".weight", ".default.weight"): t for name, t in saved.items()}
-    if set(tensors) != set(_lora(model)):
+        found = {n.replace(".weight", ".default.weight"): t for n, t in saved.items()}
+    if set(found) != names:
         raise RuntimeError(f"{folder} holds another adapter's tensors")
-    model.load_state_dict(tensors, strict=False)
+    return found
 
 
 # --- the base at its best -----------------------------------------------------------------------
@@ -277,18 +272,18 @@ def _best_prompt(config: EvidenceConfig, cell: Cell, examiner: Judge) -> dict[st
 
     The base did not learn our tags: it is asked in several ways and takes the best of them.
     """
-    file = config.folder(cell) / "prompts.json"
     candidates = {p.name: p for p in candidate_prompts(config, few=cell.arm == "base_few")}
-    if not file.exists():
+
+    def try_all() -> dict[str, Any]:
         validation = pools(config, cell.seed).validation[: config.prompt_problems]
         tried = {}
         for name, prompt in candidates.items():
-            examiner.prompt = prompt
-            scores = examiner(validation, 1).per_problem(strict=False)
+            scores = replace(examiner, prompt=prompt)(validation, 1).per_problem(strict=False)
             tried[name] = sum(scores) / len(scores)
         best = max(tried, key=tried.__getitem__)
-        write_atomically(file, {"prompts": tried, "prompt": best, "tried_on": len(validation)})
-    found = read_json(file)
+        return {"prompts": tried, "prompt": best, "tried_on": len(validation)}
+
+    found = made_once(config.folder(cell) / "prompts.json", try_all)
     examiner.prompt = candidates[found["prompt"]]
     return found
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -262,6 +262,13 @@ PRESETS = {"gsm8k": GSM8K}
 def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
     """The whole file or none: a file that is there is a mark that the work is done."""
     replace_file(file, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def made_once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What the file holds; if there is none, what `make` returns is written first."""
+    if not file.exists():
+        write_atomically(file, make())
+    return read_json(file)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -10,20 +10,13 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.evidence.plan import (
-    ARMS,
-    OURS,
-    START,
-    Cell,
-    EvidenceConfig,
-    read_json,
-    write_atomically,
-)
+from benchmarks.evidence.plan import ARMS, OURS, START, Cell, EvidenceConfig, made_once, read_json
 from benchmarks.evidence.pools import pools, without_golds
 from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.trainers import FORMAT
@@ -81,9 +74,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     """
     practice = pools(config, cell.seed).practice
     file = config.folder(cell) / "drawn.json"
-    if not file.exists():
-        write_atomically(file, _draw(config, cell, practice))
-    drawn = read_json(file)
+    drawn = made_once(file, partial(_draw, config, cell, practice))
     kept = {
         (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
         for problem, texts in zip(practice, drawn["texts"], strict=True)

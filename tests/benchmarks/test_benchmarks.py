@@ -15,8 +15,8 @@ from benchmarks import (
     grpo_step,
     harness,
     learning_curve,
-    peers,
     rollout,
+    samplers,
     scaling,
     serving,
     trainers,
@@ -134,15 +134,14 @@ def test_the_cost_of_a_model_counts_each_weight_once():
 
 
 def test_ours_draws_as_many_tokens_as_asked_for(tokenizer):
-    sampler = Sampler(tiny_model(), tokenizer)
-    assert rollout.ours_fixed(sampler, PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
-    lengths = [[1, 9, 2], [4, 1, 3]]
-    assert rollout.ours_lengths(sampler, 2, PROMPTS, lengths, SEEDS) == 20
+    arm = samplers.Ours(Sampler(tiny_model(), tokenizer), max_num_seqs=2)
+    assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
+    assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_generate_draws_as_many_tokens_as_asked_for(tokenizer, options):
-    arm = peers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
+    arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
     assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
     # Batches of 4 rows: it raises by itself unless each ends with its longest row.
     assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
@@ -186,7 +185,7 @@ def server():
 
 
 def connect(name, url):
-    return peers.Server(url, **peers.SERVERS[name])
+    return samplers.Server(url, **samplers.SERVERS[name])
 
 
 def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(server):

@@ -667,7 +667,6 @@ class Killed(Exception):
 
 def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
     """Killed in the second step, and again between two test sets."""
-    from benchmarks.evidence import judging
     from rlm.training import metrics as report
 
     config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
@@ -688,7 +687,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
         grid.run(config)
     assert "step 1 of 2" in grid.state(config, Cell("random_reward", 0))
 
-    judged, write = [], judging.write_atomically
+    judged, write = [], plan.write_atomically
 
     def killed_after_one_set(file, content):
         if judged and len(judged) == 1:
@@ -697,7 +696,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
         judged.append(file.name)
         write(file, content)
 
-    monkeypatch.setattr(judging, "write_atomically", killed_after_one_set)
+    monkeypatch.setattr(plan, "write_atomically", killed_after_one_set)
     with pytest.raises(Killed):
         grid.run(config)
     assert first_steps == [0, 1, 1]  # step 0 was not run again
