@@ -384,9 +384,9 @@ def test_rollouts_of_the_embedded_model(tmp_path):
     assert report["cells"][0]["floor"]["share"] > 0
 
 
-def test_a_script_run_by_its_path_says_how_it_is_run():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/scaling.py"], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("script", ["scaling", "evidence"])
+def test_a_script_run_by_its_path_says_how_it_is_run(script):
+    path = ROOT / "benchmarks" / (script if script == "evidence" else f"{script}.py")
+    done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: run it as python -m benchmarks.scaling\n"
+    assert done.stderr == f"error: run it as python -m benchmarks.{script}\n"

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
 from benchmarks.evidence import failures, grid, plan, pools, report, reward_hacking, training
-from benchmarks.evidence.equations import find_equations
 from benchmarks.evidence.intervals import Interval, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.results import Results, matrix
@@ -68,39 +67,29 @@ def test_cells_are_chosen_by_pattern():
         EvidenceConfig(cells=("gpro-*",)).chosen_cells()
 
 
-def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
-    EvidenceConfig(grid=tmp_path).fix()
-    EvidenceConfig(grid=tmp_path, seeds=(0, 7), minutes=1.0).fix()  # these may change
-    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
-        EvidenceConfig(grid=tmp_path, steps=13).fix()
-
-
 def test_the_base_is_one_cell_whatever_the_seeds():
-    from benchmarks.evidence.judging import command_of
-
-    config = EvidenceConfig(seeds=(9,))
-    bases = [cell for cell in config.all_cells() if ARMS[cell.arm].kind == "base"]
+    bases = [c for c in EvidenceConfig(seeds=(9,)).all_cells() if ARMS[c.arm].kind == "base"]
     assert bases == [Cell("base_zero", 0), Cell("base_few", 0)]
-    assert command_of(config, bases[0]) == "python -m benchmarks.evidence --cells base_zero-s0"
 
 
-def test_a_grid_keeps_the_test_sets_it_was_begun_with(tmp_path, monkeypatch):
-    def fix(grid: str, installed: bool) -> None:
-        monkeypatch.setattr(pools, "gym_installed", lambda: installed)
-        EvidenceConfig(grid=tmp_path / grid).fix()
+def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, monkeypatch):
+    def fix(grid: str, gym: bool = False, **options) -> None:
+        monkeypatch.setattr(pools, "gym_installed", lambda: gym)
+        EvidenceConfig(grid=tmp_path / grid, **options).fix()
 
-    fix("without", False)
-    fix("without", False)
+    fix("new")
+    fix("new", seeds=(0, 7), minutes=1.0)  # these may change
+    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
+        fix("new", steps=13)
     with pytest.raises(UsageError, match="with reasoning-gym installed False, not True"):
-        fix("without", True)
-    (tmp_path / "old").mkdir()
+        fix("new", gym=True)
     settings = EvidenceConfig().settings()
     assert pools.OTHER not in settings  # results are compared by these
     plan.write_atomically(tmp_path / "old" / "settings.json", settings)
-    fix("old", True)  # of a grid from before this was written down
+    fix("old", gym=True)  # of a grid from before this was written down
     assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
     with pytest.raises(UsageError, match="with reasoning-gym installed True, not False"):
-        fix("old", False)
+        fix("old")
 
 
 def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
@@ -159,9 +148,8 @@ def test_mistakes_are_refused(arguments, tmp_path, capsys):
 def test_only_grpo_meets_the_practised_families_and_nobody_their_solutions():
     config = EvidenceConfig()
     learned = pools.pools(config, seed=1)
-    families = {p.columns["family"] for p in learned.solved}
-    assert families == set(pools.TAUGHT)
-    assert families.isdisjoint(pools.PRACTISED)
+    assert {p.columns["family"] for p in learned.solved} == set(pools.TAUGHT)
+    assert not set(pools.TAUGHT) & set(pools.PRACTISED)
     practised = {p.columns["family"] for p in learned.practice}
     assert practised == {*pools.TAUGHT, *pools.PRACTISED}
     assert not any(p.solution for p in learned.practice)
@@ -173,10 +161,10 @@ def test_only_grpo_meets_the_practised_families_and_nobody_their_solutions():
 def test_no_problem_is_learned_and_judged():
     config = EvidenceConfig()
     learned = pools.pools(config, seed=0)
-    parts = [{p.question for p in part} for part in (learned.solved, learned.practice)]
-    parts += [{p.question for p in learned.validation}]
-    parts += [{p.question for p in one.problems} for one in pools.judged_sets(config)]
-    assert all(a.isdisjoint(b) for a, b in permutations(parts, 2))
+    parts = [learned.solved, learned.practice, learned.validation]
+    parts += [one.problems for one in pools.judged_sets(config)]
+    questions = [{p.question for p in part} for part in parts]
+    assert all(a.isdisjoint(b) for a, b in permutations(questions, 2))
 
 
 def test_each_operation_is_taught_and_practised():
@@ -205,10 +193,7 @@ def test_shuffled_golds_are_other_problems_golds():
 
 def test_the_base_samples_fewer():
     config = EvidenceConfig(base_sampled=3, sampled_problems=5)
-    sizes = [
-        {one.name: one.sampled for one in pools.judged_sets(config, base=base)}["taught"]
-        for base in (True, False)
-    ]
+    sizes = [pools.judged_sets(config, base=base)[0].sampled for base in (True, False)]
     assert sizes == [3, 5]
 
 
@@ -259,16 +244,18 @@ def test_gym_problems_have_numbers_for_golds():
 # --- statistics ---------------------------------------------------------------------------------
 
 
-def test_equal_scores_have_no_spread():
-    found = crossed_bootstrap(np.full((3, 7), 0.25))
-    assert (found.mean, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
-    assert (found.seeds, found.problems) == (3, 7)
-
-
-def test_two_problems_give_the_whole_range():
-    # One seed, scores 0 and 1: a resample is 0, ½ or 1 with chances ¼, ½, ¼.
-    found = crossed_bootstrap([[0.0, 1.0]])
-    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+@pytest.mark.parametrize(
+    ("scores", "interval", "shape"),
+    [
+        (np.full((3, 7), 0.25), (0.25, 0.25, 0.25), (3, 7)),  # equal scores have no spread
+        # One seed, scores 0 and 1: a resample is 0, ½ or 1 with chances ¼, ½, ¼.
+        ([[0.0, 1.0]], (0.5, 0.0, 1.0), (1, 2)),
+    ],
+)
+def test_intervals_by_hand(scores, interval, shape):
+    found = crossed_bootstrap(scores)
+    assert (found.mean, found.low, found.high) == pytest.approx(interval)
+    assert (found.seeds, found.problems) == shape
 
 
 def test_more_seeds_of_the_same_scores_do_not_make_the_problems_surer():
@@ -278,22 +265,16 @@ def test_more_seeds_of_the_same_scores_do_not_make_the_problems_surer():
     assert ten.high - ten.low == pytest.approx(one.high - one.low, rel=0.05)
     expected = 1.96 * math.sqrt(0.25 / 50)  # of a mean of 50 coins
     assert one.mean - one.low == pytest.approx(expected, rel=0.15)
-
-
-def test_seeds_that_differ_widen_the_interval():
-    row = np.arange(50) % 2
-    found = crossed_bootstrap([np.zeros(50), row, np.ones(50)])
-    assert found.low < 0.1
-    assert found.high > 0.9
+    differing = crossed_bootstrap([np.zeros(50), row, np.ones(50)])  # seeds that differ widen it
+    assert differing.low < 0.1
+    assert differing.high > 0.9
 
 
 def test_a_difference_is_paired():
-    rng = np.random.default_rng(0)
-    before = rng.integers(0, 2, (3, 40)) * 0.5
+    before = np.random.default_rng(0).integers(0, 2, (3, 40)) * 0.5
     found = difference(before, before + 0.25)
     assert (found.mean, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
-    alone = difference(before[:1], before + 0.25)  # an arm without seeds beside each
-    assert alone.seeds == 3
+    assert difference(before[:1], before + 0.25).seeds == 3  # an arm without seeds beside each
     with pytest.raises(ValueError, match="not paired"):
         difference(before[:2], before)
     with pytest.raises(ValueError, match="no scores"):
@@ -310,16 +291,21 @@ def a_test(greedy="01", sampled=("1100", "0000"), ids=("a", "b")):
     }
 
 
-def test_scores_of_a_test_set_by_hand():
-    test = a_test()
-    assert scores(test, "greedy", "strict") == [0.0, 1.0]
-    assert scores(test, "greedy", "lenient") == [1.0, 1.0]
-    assert scores(test, "sampled", "strict") == [0.5, 0.0]
-    assert scores(test, "majority", "strict") == [0.5, 0.0]
-    # 2 of 4 are right: two draws miss both with chance C(2,2) / C(4,2) = 1/6.
-    assert scores(test, "pass@2", "strict") == pytest.approx([5 / 6, 0.0])
-    assert scores(test, "pass@1", "strict") == scores(test, "sampled", "strict")
-    assert scores(test, "pass@4", "strict") == [1.0, 0.0]
+@pytest.mark.parametrize(
+    ("metric", "grading", "expected"),
+    [
+        ("greedy", "strict", [0.0, 1.0]),
+        ("greedy", "lenient", [1.0, 1.0]),
+        ("sampled", "strict", [0.5, 0.0]),
+        ("majority", "strict", [0.5, 0.0]),
+        ("pass@1", "strict", [0.5, 0.0]),
+        # 2 of 4 are right: two draws miss both with chance C(2,2) / C(4,2) = 1/6.
+        ("pass@2", "strict", [5 / 6, 0.0]),
+        ("pass@4", "strict", [1.0, 0.0]),
+    ],
+)
+def test_scores_of_a_test_set_by_hand(metric, grading, expected):
+    assert scores(a_test(), metric, grading) == pytest.approx(expected)
 
 
 def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
@@ -357,31 +343,6 @@ def test_maj_at_8_is_the_mean_over_groups_of_8():
 # --- reading by rule ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "holds"),
-    [
-        ("cost: 3 * 4 = 12", 12, True),
-        ("2 + 3 * 4 = 14.", 14, True),
-        ("2 + 3 × 4 = 20", 14, False),
-        ("10 - 3 - 2 = 5", 5, True),
-        ("8 -3 = 5", 5, True),
-        ("-8 + 3 = -5", -5, True),
-        ("7 / 2 = 3.5", 3.5, True),
-        ("7 / 0 = 3", None, False),
-        ("3 x $4", None, None),
-        ("1.5 * 4 = $6", 6, True),
-    ],
-)
-def test_equations_are_found_and_checked(text, value, holds):
-    found = find_equations(text)
-    if holds is None:
-        assert found == []
-        return
-    (equation,) = found
-    assert equation.value == value
-    assert equation.holds is holds
-
-
 ROW = {
     "question": "Ann, 9, buys 3 pens at 4 dollars.",
     "solution": "cost: 3 * 4 = 12",
@@ -390,41 +351,32 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "answer", "sort"),
+    ("reasoning", "answer", "sort", "row"),
     [
-        ("cost: 3 + 4 = 7", "7", "wrong operation"),
-        ("cost: 3 * 4 = 13", "13", "arithmetic"),
-        ("cost: 4 * 3 = 13", "13", "arithmetic"),  # the order of factors is no mistake
-        ("cost: 3 * 3 = 9", "9", "wrong numbers"),
-        ("cost: 3 * 9 = 27", "27", "distractor"),
-        ("cost: 3 * 8 = 24", "24", "invented number"),
-        ("cost: 3 * 4 = 12\nleft: 12 - 4 = 8", "8", "extra step"),
-        ("cost: 3 * 4 = 12", "13", "answer differs"),
-        ("twelve", "13", "no equation"),
+        ("cost: 3 + 4 = 7", "7", "wrong operation", {}),
+        ("cost: 3 * 4 = 13", "13", "arithmetic", {}),
+        ("cost: 4 * 3 = 13", "13", "arithmetic", {}),  # the order of factors is no mistake
+        ("cost: 3 * 3 = 9", "9", "wrong numbers", {}),
+        ("cost: 3 * 9 = 27", "27", "distractor", {}),
+        ("cost: 3 * 8 = 24", "24", "invented number", {}),
+        ("cost: 3 * 4 = 12\nleft: 12 - 4 = 8", "8", "extra step", {}),
+        ("cost: 3 * 4 = 12", "13", "answer differs", {}),
+        ("twelve", "13", "no equation", {}),
+        ("3 * 4 = 12", "12", "dropped step", {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}),
+        ("5 - 29 = 2", "2", "wrong order", {"question": "5, 29", "solution": "29 - 5 = 24"}),
     ],
 )
-def test_a_wrong_answer_is_sorted(reasoning, answer, sort):
+def test_a_wrong_answer_is_sorted(reasoning, answer, sort, row):
     text = f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>"
     completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert failures.sort_by_rule(ROW, completion) == sort
+    assert failures.sort_by_rule(ROW | row, completion) == sort
     assert sort in failures.SORTS
-
-
-def test_numbers_the_other_way_round_are_no_other_numbers():
-    row = {"question": "5 and 29", "solution": "difference: 29 - 5 = 24", "answer": "24"}
-    text = "<think>\ndifference: 5 - 29 = 2\n</think>\n<answer>2</answer>"
-    completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert failures.sort_by_rule(row, completion) == "wrong order"
 
 
 def test_sorts_that_come_before_reading():
     wrong = {"text": "<think>", "strict": "unclosed_reasoning", "truncated": True}
     assert failures.sort_by_rule(ROW, wrong) == "truncated"
     assert failures.sort_by_rule(ROW, wrong | {"truncated": False}) == "format"
-    two_steps = ROW | {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}
-    text = "<think>\na: 3 * 4 = 12\n</think>\n<answer>12</answer>"
-    one_step = {"text": text, "strict": "wrong", "truncated": False}
-    assert failures.sort_by_rule(two_steps, one_step) == "dropped step"
 
 
 def test_a_reward_without_reasoning_is_seen():
@@ -880,15 +832,11 @@ def test_a_report_of_some_cells_says_no_more_than_they_do(finished, tmp_path, ar
     assert "Not run: " in page
 
 
-def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
-    folder = tmp_path / "evidence"
-    folder.mkdir()
-    for name in ("sft-s0", "grpo-s0", "base_zero-s0"):
-        (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
-    other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
-    (folder / "sft-s1.json").write_text(json.dumps(other))
-    last = report.not_run(Results.load(folder))
-    assert last.startswith("base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
+def test_the_report_names_the_seeds_that_are_left(finished):
+    arms = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "sft", "grpo")}
+    arms["sft"].append(arms["sft"][0] | {"seed": 1})
+    left = "base, few-shot; GRPO (seed 1); SFT continued, same seconds; "
+    assert report.not_run(Results(arms)).startswith(left)
 
 
 def test_the_table_of_cells_has_both_commits(finished, tmp_path):
@@ -901,18 +849,13 @@ def test_the_table_of_cells_has_both_commits(finished, tmp_path):
     assert "| bbbbbbbb-dirty | cccccccc |" in page
 
 
-def test_the_seeds_are_those_of_training(finished):
-    trained = result_of(finished, "sft-s0") | {"seed": 3}
-    bases = {"base_zero": [result_of(finished, "base_zero-s0")]}
-    assert Results(bases | {"sft": [trained]}).seeds == [3]
-    assert Results(bases).seeds == []
-
-
-def test_means_over_other_seeds_are_not_read_side_by_side(finished, tmp_path):
-    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
-    assert not report.contents(Results(found), tmp_path)["other_starts"]
-    found["sft"].append(found["sft"][0] | {"seed": 3})
-    assert report.contents(Results(found), tmp_path)["other_starts"]
+def test_seeds_are_of_training_and_means_over_other_ones_are_marked(finished, tmp_path):
+    arms = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
+    assert Results({"base_zero": arms["base_zero"]}).seeds == []
+    assert not report.contents(Results(arms), tmp_path)["other_starts"]
+    arms["sft"].append(arms["sft"][0] | {"seed": 3})
+    assert Results(arms).seeds == [0, 3]
+    assert report.contents(Results(arms), tmp_path)["other_starts"]
 
 
 def test_only_test_sets_that_all_cells_share_are_compared(finished, tmp_path):
