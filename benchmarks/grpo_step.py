@@ -127,7 +127,7 @@ def tune(config: GRPOStepConfig, model: str) -> dict[str, Any]:
     A setting that needs more memory than is free fails, and is reported as that.
     """
     cuda = machine.pick_device().type == "cuda"  # whose driver maps far more than it uses
-    limit = None if cuda else machine.available_memory("cpu") / 2**30
+    limit = None if cuda else int(machine.available_memory("cpu"))
     run = partial(run_work, config.work(model, steps=2, reward=config.cells[0]))
     rows = []
     for settings in variants(config):

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import platform
-import resource
 import shlex
 import statistics
 import subprocess
@@ -82,7 +81,6 @@ def run_child(
     module: str,
     function: str,
     payload: Mapping[str, Any],
-    memory_limit_gb: float | None = None,
     log: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -90,8 +88,6 @@ def run_child(
 
     Args:
         log: where what it writes is added; none: only the end is shown, and only if it fails.
-        memory_limit_gb: beyond it allocations fail in the child, before the system has to choose
-            which process to kill.
         inherited: descriptors that stay open in it, such as a lock's.
 
     Raises:
@@ -101,8 +97,7 @@ def run_child(
         source, target = Path(folder) / "payload.json", Path(folder) / "result.json"
         log = log or Path(folder) / "log.txt"
         source.write_text(json.dumps(payload), encoding="utf-8")
-        limit = "" if memory_limit_gb is None else str(memory_limit_gb)
-        arguments = [module, function, str(source), str(target), limit]
+        arguments = [module, function, str(source), str(target)]
         with log.open("a", encoding="utf-8") as stream:
             code = subprocess.run(
                 [sys.executable, "-m", "benchmarks.harness", *arguments],
@@ -118,10 +113,7 @@ def run_child(
         return json.loads(target.read_text(encoding="utf-8"))
 
 
-def _child(module: str, function: str, source: str, target: str, limit: str) -> None:
-    if limit:
-        allowed = int(float(limit) * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+def _child(module: str, function: str, source: str, target: str) -> None:
     payload = json.loads(Path(source).read_text(encoding="utf-8"))
     result = getattr(importlib.import_module(module), function)(**payload)
     result["peak_memory_gb"] = peak_memory_gb()

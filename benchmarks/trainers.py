@@ -136,17 +136,19 @@ class Work:
 
 
 def run_work(
-    work: Work, trl: Mapping[str, Any] | None = None, memory_limit_gb: float | None = None
+    work: Work, trl: Mapping[str, Any] | None = None, memory_limit: int | None = None
 ) -> dict[str, Any]:
     """The work in a process of its own.
 
     Args:
         trl: settings of TRL's trainer; None: ours does it.
+        memory_limit: bytes beyond which allocations of TRL's process fail, before the system has
+            to choose which process to kill.
     """
     if trl is None:
         return harness.run_child("benchmarks.trainers", "run_ours", asdict(work))
-    payload = {"work": asdict(work), "settings": dict(trl)}
-    return harness.run_child("benchmarks.trl_arm", "run_trl", payload, memory_limit_gb)
+    payload = {"work": asdict(work), "settings": dict(trl), "memory_limit": memory_limit}
+    return harness.run_child("benchmarks.trl_arm", "run_trl", payload)
 
 
 def reward_function(kind: str, group_size: int) -> Reward:

@@ -6,6 +6,7 @@ user of TRL can choose without changing what is learned (`TRLFlags`, `grpo_step 
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -75,8 +76,12 @@ class Clock(TrainerCallback):
             control.should_training_stop = True
 
 
-def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def run_trl(
+    work: dict[str, Any], settings: dict[str, Any], memory_limit: int | None = None
+) -> dict[str, Any]:
     """Train as `work` says; seconds of every step (the first is the warm-up), snapshots."""
+    if memory_limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     work = Work(**work)
     if settings["malloc"]:
         machine.prepare_process()

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks import harness
+from benchmarks.evidence.base_prompts import AS_TRAINED, Prompt, candidate_prompts
 from benchmarks.evidence.plan import (
     ARMS,
     Cell,
@@ -36,16 +37,6 @@ from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8
 GRADINGS = {"strict": True, "lenient": False}
-PROMPT_SEED = 0
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """How a base model is asked. Trained models are asked as they were trained."""
-
-    name: str
-    system_prompt: str | None = None  # None: the format's own
-    examples: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -56,7 +47,7 @@ class Judge:
     tokenizer: Any
     max_new_tokens: int
     seed: int
-    prompt: Prompt = Prompt("as trained")
+    prompt: Prompt = AS_TRAINED
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
         """One greedy completion of each (k = 1), or k drawn at the training temperature."""
@@ -285,20 +276,4 @@ def _best_prompt(config: EvidenceConfig, cell: Cell, examiner: Judge) -> dict[st
 
     found = made_once(config.folder(cell) / "prompts.json", try_all)
     examiner.prompt = candidates[found["prompt"]]
-    return found
-
-
-def candidate_prompts(config: EvidenceConfig, *, few: bool) -> list[Prompt]:
-    """With and without our tags; few-shot with 2, 4 and 8 worked examples that SFT learns, too."""
-    steps = "Solve the problem step by step. End with: The answer is NUMBER."
-    if not few:
-        return [Prompt("our tags"), Prompt("no system prompt", ""), Prompt("step by step", steps)]
-    solved = pools(config, PROMPT_SEED).solved
-    found = []
-    for shots in (2, 4, 8):
-        shown = solved[:shots]
-        tagged = tuple((p.question, FORMAT.completion(p.solution, p.answer)) for p in shown)
-        plain = tuple((p.question, f"{p.solution}\nThe answer is {p.answer}.") for p in shown)
-        found.append(Prompt(f"our tags, {shots} examples", None, tagged))
-        found.append(Prompt(f"step by step, {shots} examples", steps, plain))
     return found
