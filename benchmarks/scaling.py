@@ -33,6 +33,7 @@ PARTS = ("total", "sample", "learn")
 @dataclass
 class ScalingConfig(StepConfig):
     batch_size: int = flag(4, "problems in a step", aliases=("--prompts",), min=1)
+    max_new_tokens: int = flag(128, "where the length does not vary", aliases=("--length",), min=1)
     groups: tuple[int, ...] | None = flag((4, 8, 16, 32), "group sizes, or none", min=2)
     new_tokens: tuple[int, ...] | None = flag(
         (64, 128, 256, 512), "completion lengths, or none", min=1
