@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import Interrupted, UsageError, check_values, flag, to_dict
+from rlm.cli.options import Interrupted, UsageError, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag
+from rlm.cli.options import UsageError
 from rlm.model.quantize import QUANTIZATIONS
 from rlm.runs.atomic_files import replace_file
 

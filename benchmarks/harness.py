@@ -1,4 +1,4 @@
-"""What the benchmarks share: arms in alternation, a process for each, one kind of report.
+"""What the benchmarks share: options, arms in alternation, a process for each, one kind of report.
 
 A report is a JSON file: `ratio` and `memory_ratio` of the headline cell, every repetition of every
 arm under `cells`, and what is needed to run it again (command, machine, commit, date).
@@ -11,22 +11,25 @@ import importlib
 import json
 import os
 import platform
-import resource
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
+from rlm.model import hardware as machine
 
 T = TypeVar("T")
 
@@ -35,6 +38,19 @@ ROOT = Path(__file__).parent.parent
 # What decides how fast a CPU multiplies matrices, and in which number type.
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("torch", "transformers", "trl", "peft")
+
+
+@dataclass
+class BenchmarkConfig:
+    """The options of every benchmark."""
+
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+    dataset: str = flag("word-problems:1", "where the prompts come from")
+    seed: int = flag(0, "of problems and sampling")
+    json: Path | None = flag(None, "file for the report")
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -65,7 +81,6 @@ def run_child(
     module: str,
     function: str,
     payload: Mapping[str, Any],
-    memory_limit_gb: float | None = None,
     log: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -73,8 +88,6 @@ def run_child(
 
     Args:
         log: where what it writes is added; none: only the end is shown, and only if it fails.
-        memory_limit_gb: beyond it allocations fail in the child, before the system has to choose
-            which process to kill.
         inherited: descriptors that stay open in it, such as a lock's.
 
     Raises:
@@ -84,8 +97,7 @@ def run_child(
         source, target = Path(folder) / "payload.json", Path(folder) / "result.json"
         log = log or Path(folder) / "log.txt"
         source.write_text(json.dumps(payload), encoding="utf-8")
-        limit = "" if memory_limit_gb is None else str(memory_limit_gb)
-        arguments = [module, function, str(source), str(target), limit]
+        arguments = [module, function, str(source), str(target)]
         with log.open("a", encoding="utf-8") as stream:
             code = subprocess.run(
                 [sys.executable, "-m", "benchmarks.harness", *arguments],
@@ -101,10 +113,7 @@ def run_child(
         return json.loads(target.read_text(encoding="utf-8"))
 
 
-def _child(module: str, function: str, source: str, target: str, limit: str) -> None:
-    if limit:
-        allowed = int(float(limit) * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+def _child(module: str, function: str, source: str, target: str) -> None:
     payload = json.loads(Path(source).read_text(encoding="utf-8"))
     result = getattr(importlib.import_module(module), function)(**payload)
     result["peak_memory_gb"] = peak_memory_gb()
@@ -117,8 +126,6 @@ def peak_memory_gb() -> float:
     Resident is Linux's VmHWM. getrusage would not do: its maximum includes what the parent held
     when it started this process.
     """
-    from rlm.model import hardware as machine
-
     status = Path("/proc/self/status")
     if machine.pick_device().type == "cpu" and status.exists():
         (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
@@ -135,12 +142,8 @@ def summary(runs: Sequence[float]) -> dict[str, Any]:
     >>> summary([3.0, 1.0, 2.0])
     {'runs': [3.0, 1.0, 2.0], 'median': 2.0, 'min': 1.0, 'max': 3.0}
     """
-    return {
-        "runs": list(runs),
-        "median": statistics.median(runs),
-        "min": min(runs),
-        "max": max(runs),
-    }
+    median = statistics.median(runs)
+    return {"runs": list(runs), "median": median, "min": min(runs), "max": max(runs)}
 
 
 def ahead(ours: float, peer: float, *, more_is_better: bool) -> float:
@@ -163,7 +166,7 @@ def cell(
     """
     arms = {arm: summary(values) for arm, values in runs.items()}
     ratio, ranges = {}, {}
-    for arm in arms.keys() - {OURS}:
+    for arm in [arm for arm in arms if arm != OURS]:
         pairs = [
             ahead(mine, theirs, more_is_better=more_is_better)
             for mine, theirs in zip(runs[OURS], runs[arm], strict=True)
@@ -187,13 +190,12 @@ def report(
         memory_gb: peak memory by arm, where it was measured.
         more: further entries, kept as they are.
     """
+    ours = memory_gb.get(OURS)
     return {
         "benchmark": benchmark,
         "headline": headline["name"],
         "ratio": headline["ratio"],
-        "memory_ratio": {
-            arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS
-        },
+        "memory_ratio": {arm: ours / peak for arm, peak in memory_gb.items() if arm != OURS},
         "memory_gb": dict(memory_gb),
         **more,
         "cells": list(cells),
@@ -225,16 +227,10 @@ def code_commit() -> str | None:
 
 def describe_machine() -> dict[str, Any]:
     """The hardware and the libraries, without a name of the host."""
-    import torch
-
-    from rlm.model import hardware as machine
-
     info = Path("/proc/cpuinfo")
-    rows = info.read_text().splitlines() if info.exists() else []
-    fields: dict[str, str] = {}
-    for row in rows:  # of the first core: the others are the same
-        key, _, value = row.partition(":")
-        fields.setdefault(key.strip(), value.strip())
+    core = info.read_text().partition("\n\n")[0] if info.exists() else ""  # the first of all alike
+    rows = (row.partition(":") for row in core.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in rows}
     flags = set(fields.get("flags", "").split())
     device = machine.pick_device()
     return {
@@ -255,14 +251,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
-    """A table: for each cell the median of each arm (smallest – largest), then the ratios."""
-    names = list(dict.fromkeys(arm for row in cells for arm in row["arms"]))
-    peers = [name for name in names if name != OURS]
+    """A table: for each cell the median of each arm (smallest – largest), then the ratios.
+
+    All cells have the same arms.
+    """
+    names, peers = list(cells[0]["arms"]), list(cells[0]["ratio"])
     headers = [title, *names, *(f"ahead of {peer}" for peer in peers), "note"]
     rows = []
     for row in cells:
-        figures = [_spread(row["arms"][name]) if name in row["arms"] else "" for name in names]
-        ratios = [_ratio(row, peer) if peer in row["ratio"] else "" for peer in peers]
+        figures = [_spread(row["arms"][name]) for name in names]
+        ratios = [_ratio(row, peer) for peer in peers]
         rows.append([f"{row['name']}, {row['unit']}", *figures, *ratios, row.get("note", "")])
     print_table(headers, rows)
 

@@ -21,64 +21,36 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import harness, shapes
-from benchmarks.arms import FORMAT, Work, snapshot_path
-from benchmarks.grpo_step import TimedTRLFlags, run_ours, run_trl
+from benchmarks.trainers import FORMAT, ComparedConfig, Work, run_work, snapshot_path
 from rlm.cli import terminal
+from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.cli.options import check_values, flag
 from rlm.data.loaders import load_problems
 from rlm.evaluation.evaluator import evaluate
-from rlm.evaluation.statistics import paired_bootstrap
+from rlm.evaluation.statistics import paired_bootstrap, wilson_interval
+from rlm.model import adapters
+from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.runs.directory import check_writable
 from rlm.runs.plots import BLUE, ORANGE
+from rlm.sampling import Sampler
 
 COLOURS = {harness.OURS: BLUE, "trl": ORANGE}
 Row = dict[str, Any]  # one evaluation: seconds, samples, correct, total, low, high, bits
 
 
 @dataclass
-class LearningCurveConfig(TimedTRLFlags):
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory")
+class LearningCurveConfig(ComparedConfig):
     adapter: Path | None = flag(Path("weights/sft_lora"), "adapter to start from, or none")
-    dataset: str = flag("word-problems:1", "what is learned")
-    minutes: float = flag(15.0, "training time of each arm", above=0)
-    max_steps: int = flag(300, "and at most this many steps", min=1)
-    batch_size: int = flag(20, "problems in a step", min=1)
-    group_size: int = flag(8, "completions of each", min=2)
+    batch_size: int = flag(20, "problems in a step", aliases=("--prompts",), min=1)
     max_new_tokens: int = flag(96, "longest completion, in training and evaluation", min=1)
     learning_rate: float = flag(1e-4, "of AdamW, constant", min=0)
-    lora_r: int = flag(16, "rank, where no adapter is given to start from", min=1)
+    minutes: float = flag(15.0, "training time of each arm", above=0)
+    max_steps: int = flag(300, "and at most this many steps", min=1)
     eval_every: int = flag(1, "steps between evaluations", min=1)
     eval_samples: int = flag(200, "validation problems", min=1)
-    seed: int = flag(0, "of problems and sampling")
     work_dir: Path = flag(Path("runs/learning_curve"), "the adapters on the way (gigabytes)")
-    json: Path | None = flag(None, "file for the report")
     plot: Path | None = flag(None, "file for the picture (PNG)")
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        if self.batch_size * self.group_size % self.trl_batch:
-            raise ValueError("--trl-batch must divide the completions of a step")
-
-
-def work_of(config: LearningCurveConfig, model: str, arm: str) -> Work:
-    return Work(
-        model=model,
-        adapter=str(config.adapter) if config.adapter else None,
-        dataset=config.dataset,
-        prompts=config.batch_size,
-        group_size=config.group_size,
-        max_new_tokens=config.max_new_tokens,
-        steps=config.max_steps,
-        minutes=config.minutes,
-        learning_rate=config.learning_rate,
-        lora_r=config.lora_r,
-        reward="strict",
-        snapshots=str((config.work_dir / arm).resolve()),
-        snapshot_every=config.eval_every,
-        seed=config.seed,
-    )
 
 
 # --- evaluation, in a process of its own --------------------------------------------------------
@@ -86,10 +58,6 @@ def work_of(config: LearningCurveConfig, model: str, arm: str) -> Work:
 
 def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> dict[str, Any]:
     """Strict greedy verdict (1 or 0) on each validation problem, for each snapshot."""
-    from rlm.model import adapters
-    from rlm.model import base as models
-    from rlm.sampling import Sampler
-
     machine.prepare_process()
     work = Work(**work)
     problems = load_problems(work.dataset, "validation", max_samples=samples)
@@ -107,8 +75,6 @@ def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> 
 
 def curve(work: Work, run: dict[str, Any], bits: Sequence[Sequence[int]]) -> list[Row]:
     """One row for each snapshot: how long training had taken, and how good it was."""
-    from rlm.evaluation.statistics import wilson_interval
-
     seconds = [0.0, *accumulate(step["total"] for step in run["steps"])]
     rows = []
     for done, verdicts in zip(run["snapshots"], bits, strict=True):
@@ -134,13 +100,11 @@ def curve(work: Work, run: dict[str, Any], bits: Sequence[Sequence[int]]) -> lis
 
 def difference(trl: Sequence[Row], ours: Sequence[Row]) -> dict[str, float]:
     """Ours minus TRL in points, with its interval over problems; means of the given rows."""
-
-    def scores(rows: Sequence[Row]) -> list[float]:
-        return [
-            sum(verdicts) / len(rows) for verdicts in zip(*(r["bits"] for r in rows), strict=True)
-        ]
-
-    return asdict(paired_bootstrap(scores(trl), scores(ours)))
+    means = [
+        [sum(bits) / len(rows) for bits in zip(*(row["bits"] for row in rows), strict=True)]
+        for rows in (trl, ours)
+    ]
+    return asdict(paired_bootstrap(*means))
 
 
 def compare(curves: dict[str, list[Row]]) -> dict[str, Any]:
@@ -187,34 +151,34 @@ def draw(curves: dict[str, list[Row]], path: Path) -> None:
 def measure(config: LearningCurveConfig, model: str) -> dict[str, Any]:
     """Train both, evaluate both, compare; the report."""
     settings = config.trl_settings()
-    trainers = {harness.OURS: run_ours, "trl": lambda work: run_trl(work, settings)}
-    works = {arm: work_of(config, model, arm) for arm in trainers}
-    runs = {}
-    for arm, train in trainers.items():
-        check_writable("--work-dir", Path(works[arm].snapshots))
-        runs[arm] = train(works[arm])
+    works, runs, curves = {}, {}, {}
+    for arm, trl in ((harness.OURS, None), ("trl", settings)):
+        folder = (config.work_dir / arm).resolve()
+        check_writable("--work-dir", folder)
+        works[arm] = config.work(
+            model,
+            steps=config.max_steps,
+            minutes=config.minutes,
+            reward="strict",
+            snapshots=str(folder),
+            snapshot_every=config.eval_every,
+        )
+        runs[arm] = run_work(works[arm], trl)
         terminal.line(f"{arm}: {len(runs[arm]['steps'])} steps")
-    curves = {}
     for arm, run in runs.items():
-        payload = {
-            "work": asdict(works[arm]),
-            "steps": run["snapshots"],
-            "samples": config.eval_samples,
-        }
+        payload = {"work": asdict(works[arm]), "steps": run["snapshots"]}
+        payload["samples"] = config.eval_samples
         child = harness.run_child("benchmarks.learning_curve", "evaluate_snapshots", payload)
         curves[arm] = curve(works[arm], run, child["bits"])
     compared = compare(curves)
     show(curves, compared)
     if config.plot:
         draw(curves, config.plot)
-    samples = config.batch_size * config.group_size
+    seconds = {arm: [step["total"] for step in run["steps"]] for arm, run in runs.items()}
     cell = harness.cell(
         "seconds for the samples of a step",
-        f"s/{samples} samples",
-        {
-            arm: [sum(step["total"] for step in run["steps"]) / len(run["steps"])]
-            for arm, run in runs.items()
-        },
+        f"s/{config.batch_size * config.group_size} samples",
+        {arm: [sum(steps) / len(steps)] for arm, steps in seconds.items()},
         more_is_better=False,
         curves=curves,
         steps={arm: run["steps"] for arm, run in runs.items()},
@@ -234,8 +198,7 @@ def show(curves: dict[str, list[Row]], compared: dict[str, Any]) -> None:
                 rows[-1]["step"],
                 rows[-1]["samples"],
                 f"{rows[-1]['seconds']:.0f}",
-                f"{100 * rows[0]['accuracy']:.1f}",
-                f"{100 * rows[-1]['accuracy']:.1f}",
+                *(f"{100 * row['accuracy']:.1f}" for row in (rows[0], rows[-1])),
             ]
             for arm, rows in curves.items()
         ],

@@ -12,7 +12,6 @@ headline is 64 rows of fixed length. Ours is also set against the floor of this 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,10 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor, harness, peers, shapes
+from benchmarks import floor, harness, lengths, samplers, shapes
+from benchmarks.lengths import GROUP
 from rlm.cli import terminal
+from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag
+from rlm.cli.options import to_dict
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_prompt
@@ -34,24 +35,18 @@ from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.quantize import QUANTIZATIONS
-from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
-from rlm.sampling.params import Request
+from rlm.sampling import Sampler, prompt_seed
 
-LENGTHS = Path(__file__).with_name("lengths.json")
-GROUP = 8  # completions of a prompt
 HEADLINE_ROWS = 64
-SEATS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
-RECORDED_ROWS, RECORDED_LIMIT = 256, 128
+MAX_NUM_SEQS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
 # A server's threads go on spinning for a second or two after its last token (vLLM's do), on the
 # cores that the next arm wants.
 SERVER_REST = 4.0
 
 
 @dataclass
-class RolloutConfig:
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+class RolloutConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter that ours and generate draw with")
-    dataset: str = flag("word-problems:1", "where the prompts come from")
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each", min=1)
     new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length", min=1)
@@ -61,62 +56,11 @@ class RolloutConfig:
     vllm_url: str | None = flag(None, "a running `vllm serve` with the same model")
     llama_url: str | None = flag(None, "a running llama-server with the same model")
     record_lengths: Path | None = flag(None, "sample with this adapter, write lengths.json, end")
-    seed: int = flag(0, "of prompts and sampling")
-    json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         if any(rows % GROUP for rows in self.rows) or not self.rows:
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
-
-
-# --- ours ---------------------------------------------------------------------------------------
-
-
-def ours_fixed(
-    sampler: Sampler, prompts: peers.Prompts, n: int, new_tokens: int, seeds: Sequence[int]
-) -> int:
-    """Every row draws new_tokens tokens, ends ignored; how many tokens that are."""
-    ends, sampler.stop_ids, sampler.max_num_seqs = sampler.stop_ids, frozenset(), len(prompts) * n
-    try:
-        return _tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
-    finally:
-        sampler.stop_ids = ends
-
-
-def ours_lengths(
-    sampler: Sampler,
-    max_num_seqs: int,
-    prompts: peers.Prompts,
-    lengths: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-) -> int:
-    """Row i of prompt p ends after lengths[p][i] tokens; how many tokens that are.
-
-    An end token is put where the recording had one, and another token where one is drawn early.
-    """
-    end, sampler.max_num_seqs = min(sampler.stop_ids), max_num_seqs
-
-    def steer(ends: Sequence[int], filler: int, row: int, ids: Sequence[int], token: int) -> Any:
-        if len(ids) + 1 == ends[row]:
-            return [end]
-        return [filler] if token in sampler.stop_ids else None
-
-    requests = [
-        Request(
-            prompt,
-            SamplingParams(max(group), 1.0),
-            seed,
-            len(group),
-            partial(steer, group, next(t for t in prompt if t not in sampler.stop_ids)),
-        )
-        for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
-    ]
-    return _tokens(sampler.complete(requests))
-
-
-def _tokens(groups: Sequence[Sequence[Completion]]) -> int:
-    return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
 # --- what all arms share ------------------------------------------------------------------------
@@ -130,13 +74,7 @@ class Bench:
     problems: Sequence[Problem]
     tokenizer: Any
     cost: floor.ModelCost
-    arms: dict[str, tuple[Callable[..., int], Callable[..., int]]]  # fixed, lengths
-    generate: peers.Generate | None
-
-    @property
-    def settle(self) -> float:
-        """Seconds of rest before a turn."""
-        return SERVER_REST if self.config.vllm_url or self.config.llama_url else 0
+    arms: dict[str, samplers.Ours | samplers.Generate | samplers.Server]
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
         """Prompts and seeds of a repetition: new ones each time, the same for every arm."""
@@ -144,6 +82,22 @@ class Bench:
         chosen = [self.problems[(start + i) % len(self.problems)] for i in range(prompts)]
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
         return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
+
+    def time(self, method: str, prompts: int, *args: Any, tokens: int) -> dict[str, list[float]]:
+        """Tokens per second of each arm, in turns.
+
+        Args:
+            method: "fixed" or "lengths"; `args` are what it takes between prompts and seeds.
+            tokens: how many it draws.
+        """
+        rest = SERVER_REST if self.config.vllm_url or self.config.llama_url else 0
+
+        def run(arm: Any, repetition: int) -> float:
+            texts, seeds = self.work(prompts, repetition)
+            return rate(partial(getattr(arm, method), texts, *args, seeds), tokens, rest)
+
+        arms = {name: partial(run, arm) for name, arm in self.arms.items()}
+        return harness.alternate(arms, self.config.repeats)
 
 
 def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Bench:
@@ -156,32 +110,23 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     tokenizer = models.load_tokenizer(model)
     base = models.load_base(model, device, quantize=config.quantize)
     cost = floor.ModelCost.of(base)
-    policy = (
-        adapters.load_adapter(base, config.adapter, trainable=False) if config.adapter else base
-    )
-    arms: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
-    generate = None
+    policy = base
+    if config.adapter:
+        policy = adapters.load_adapter(base, config.adapter, trainable=False)
+    arms: dict[str, Any] = {}
     if only in (None, harness.OURS):
-        sampler = Sampler(policy, tokenizer)
-        # Where lengths differ, `generate` has batches of as many rows.
-        arms[harness.OURS] = (partial(ours_fixed, sampler), partial(ours_lengths, sampler, SEATS))
+        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer), MAX_NUM_SEQS)
     if only in (None, "generate"):
-        generate = peers.Generate(policy, tokenizer.pad_token_id, batch_rows=SEATS)
-        arms["generate"] = (generate.fixed, generate.lengths)
-    servers = {
-        "vllm": (config.vllm_url, peers.vllm),
-        "llama.cpp": (config.llama_url, peers.llama_cpp),
-    }
-    for name, (url, connect) in servers.items():
+        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id, MAX_NUM_SEQS)
+    for name, url in {"vllm": config.vllm_url, "llama.cpp": config.llama_url}.items():
         if url and only is None:
-            server = connect(url)
-            arms[name] = (server.fixed, server.lengths)
-    return Bench(config, problems, tokenizer, cost, arms, generate)
+            arms[name] = samplers.Server(url, **samplers.SERVERS[name])
+    return Bench(config, problems, tokenizer, cost, arms)
 
 
-def rate(work: Callable[[], int], expected: int, settle: float = 0) -> float:
-    """Tokens per second, after `settle` seconds of rest; all of the tokens must have been drawn."""
-    time.sleep(settle)
+def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
+    """Tokens per second, after `rest` seconds of rest; all of the tokens must have been drawn."""
+    time.sleep(rest)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -199,50 +144,26 @@ def rate(work: Callable[[], int], expected: int, settle: float = 0) -> float:
 
 def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
-
-    def run(fixed: Callable[..., int], repetition: int) -> float:
-        texts, seeds = bench.work(prompts, repetition)
-        work = partial(fixed, texts, GROUP, new_tokens, seeds)
-        return rate(work, rows * new_tokens, bench.settle)
-
-    runs = harness.alternate(
-        {name: partial(run, fixed) for name, (fixed, _) in bench.arms.items()},
-        bench.config.repeats,
-    )
-    step = floor.decode_floor(
-        rates,
-        bench.cost,
-        prompts=prompts,
-        rows=rows,
-        prompt_tokens=mean(len(text) for text in bench.work(prompts, 1)[0]),
-        new=new_tokens / 2,
-    )
+    runs = bench.time("fixed", prompts, GROUP, new_tokens, tokens=rows * new_tokens)
+    length = mean(len(text) for text in bench.work(prompts, 1)[0])
+    sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
+    step = floor.decode_floor(rates, bench.cost, **sizes)
     least = rows / step.seconds
     cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
     share = cell["arms"][harness.OURS]["median"] / least
-    cell["floor"] = {**asdict(step), "bound": step.bound, "tokens_per_second": least}
-    cell["floor"]["share"] = share
+    cell["floor"] = asdict(step) | {"bound": step.bound, "tokens_per_second": least, "share": share}
     cell["note"] = f"ours at {share:.0%} of the floor ({step.bound})"
     return cell
 
 
 def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
-    useful = sum(map(sum, recorded))
-
-    def run(replay: Callable[..., int], repetition: int) -> float:
-        texts, seeds = bench.work(len(recorded), repetition)
-        return rate(partial(replay, texts, recorded, seeds), useful, bench.settle)
-
-    runs = harness.alternate(
-        {name: partial(run, replay) for name, (_, replay) in bench.arms.items()},
-        bench.config.repeats,
-    )
-    rows = sum(map(len, recorded))
+    useful, rows = sum(map(sum, recorded)), sum(map(len, recorded))
+    runs = bench.time("lengths", len(recorded), recorded, tokens=useful)
     average = useful / rows
     name = f"{rows} rows, real lengths"
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
-    cell |= {"max_num_seqs": SEATS, "length_mean": average, "length_limit": limit}
-    cell["note"] = f"mean length {average:.1f}, limit {limit}, {SEATS} at a time"
+    cell |= {"max_num_seqs": MAX_NUM_SEQS, "length_mean": average, "length_limit": limit}
+    cell["note"] = f"mean length {average:.1f}, limit {limit}, {MAX_NUM_SEQS} at a time"
     return cell
 
 
@@ -253,51 +174,8 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
     bench = load_bench(config, model, only=arm)
     rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
     texts, seeds = bench.work(rows // GROUP, 1)
-    bench.arms[arm][0](texts, GROUP, config.new_tokens, seeds)
+    bench.arms[arm].fixed(texts, GROUP, config.new_tokens, seeds)
     return {}
-
-
-def record_lengths(config: RolloutConfig, model: str) -> None:
-    """Sample with an adapter as training does, and keep how long the completions were."""
-    base = models.load_base(model, machine.pick_device())
-    tokenizer = models.load_tokenizer(model)
-    policy = adapters.load_adapter(base, config.record_lengths, trainable=False)
-    problems = load_problems(
-        config.dataset, "train", max_samples=RECORDED_ROWS // GROUP, seed=config.seed
-    )
-    groups = Sampler(policy, tokenizer).sample(
-        [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems],
-        GROUP,
-        SamplingParams(RECORDED_LIMIT, 1.0),
-        [prompt_seed(config.seed, p.id) for p in problems],
-    )
-    lengths = [[len(completion.token_ids) for completion in group] for group in groups]
-    content = {
-        "model": config.model,
-        "dataset": config.dataset,
-        "temperature": 1.0,
-        "limit": RECORDED_LIMIT,
-        "mean": _tokens(groups) / RECORDED_ROWS,
-        **harness.provenance("rollout"),
-        "lengths": lengths,
-    }
-    terminal.line(f"{RECORDED_ROWS} completions, mean length {content['mean']:.1f}")
-    harness.write_json(LENGTHS, content)
-
-
-def read_lengths() -> tuple[list[list[int]], int]:
-    """The recorded lengths, a group a prompt, and the limit they were drawn under.
-
-    Raises:
-        UsageError: none were recorded.
-    """
-    if not LENGTHS.exists():
-        raise UsageError(
-            f"no {LENGTHS.name} beside this script: make it with --record-lengths ADAPTER, "
-            "or leave its cell out with --no-lengths"
-        )
-    content = json.loads(LENGTHS.read_text(encoding="utf-8"))
-    return content["lengths"], content["limit"]
 
 
 # --- all ----------------------------------------------------------------------------------------
@@ -307,10 +185,10 @@ def main(config: RolloutConfig) -> int:
     machine.prepare_process()
     recorded = None
     if config.lengths and not config.record_lengths:
-        recorded = read_lengths()  # before minutes of work
+        recorded = lengths.read()  # before minutes of work
     with shapes.model_at(config.model) as model:
         if config.record_lengths:
-            record_lengths(config, model)
+            lengths.record(config, model)
             return 0
         harness.write_json(config.json, measure(config, model, recorded))
     return 0
@@ -322,10 +200,8 @@ def measure(
     """Load, choose the peer's options, run all cells; the report."""
     memory = {}
     if config.memory:  # first: these processes want the memory that the models below will hold
-        payload = {**asdict(config), "adapter": config.adapter and str(config.adapter)}
-        payload |= {"json": None, "record_lengths": None}
         for arm in (harness.OURS, "generate"):
-            arguments = {"arm": arm, "config": payload, "model": model}
+            arguments = {"arm": arm, "config": to_dict(config), "model": model}
             child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
             memory[arm] = child["peak_memory_gb"]
             terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
@@ -336,7 +212,10 @@ def measure(
         f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "
         f"multiplies {rates.flops_per_second / 1e9:.0f} GFLOP/s"
     )
-    tried = bench.generate.choose_options(*_probe(bench))
+    generate = bench.arms["generate"]
+    # 32 rows, or fewer if no cell has more.
+    texts, seeds = bench.work(min(32, max(config.rows)) // GROUP, 0)
+    tried = generate.choose_options(texts, GROUP, seeds)
     terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")
     cells = []
     for rows in config.rows:
@@ -353,15 +232,9 @@ def measure(
         cells,
         memory,
         generate_tried_seconds=tried,
-        generate_options=bench.generate.options,
+        generate_options=generate.options,
         measured_rates=asdict(rates),
     )
-
-
-def _probe(bench: Bench) -> tuple[list[list[int]], int, list[int]]:
-    """A batch to choose the options of `generate` with: 32 rows, or fewer if no cell has more."""
-    texts, seeds = bench.work(min(32, max(bench.config.rows)) // GROUP, 0)
-    return texts, GROUP, seeds
 
 
 if __name__ == "__main__":

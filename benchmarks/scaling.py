@@ -12,21 +12,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import linear_regression
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from benchmarks import harness, shapes
-from benchmarks.arms import Work
+from benchmarks.trainers import StepConfig, Work, run_work
 from rlm.cli import terminal
+from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.cli.options import check_values, flag
 from rlm.model import hardware as machine
+from rlm.model.base import model_directory
+
+PARTS = ("total", "sample", "learn")
 
 
 @dataclass
-class ScalingConfig:
+class ScalingConfig(StepConfig):
+    batch_size: int = flag(4, "problems in a step", aliases=("--prompts",), min=1)
+    max_new_tokens: int = flag(128, "where the length does not vary", aliases=("--length",), min=1)
     groups: tuple[int, ...] | None = flag((4, 8, 16, 32), "group sizes, or none", min=2)
     new_tokens: tuple[int, ...] | None = flag(
         (64, 128, 256, 512), "completion lengths, or none", min=1
@@ -35,32 +42,19 @@ class ScalingConfig:
         (machine.EMBEDDED_MODEL, "random:smollm2-360m", "random:qwen2.5-0.5b"),
         "models of growing size, or none",
     )
-    prompts: int = flag(4, "problems in a step", min=1)
-    group_size: int = flag(8, "where the group size does not vary", min=2)
-    length: int = flag(128, "where the length does not vary", min=1)
-    dataset: str = flag("word-problems:1", "where the prompts come from")
     steps: int = flag(2, "measured steps of a cell, after one to warm up", min=1)
-    seed: int = flag(0, "of problems and sampling")
-    json: Path | None = flag(None, "file for the report")
-
-    def __post_init__(self) -> None:
-        check_values(self)
 
 
 def run_cell(work: Work) -> dict[str, Any]:
     """One cell in a process of its own."""
     with shapes.model_at(work.model) as model:
-        payload = asdict(replace(work, model=model))
-        result = harness.run_child("benchmarks.arms", "run_ours", payload)
+        result = run_work(replace(work, model=model))
     steps = result["steps"][1:]
     short = {int(work.max_new_tokens - step["length_mean"]) for step in steps} - {0}
     if short:
         raise RuntimeError(f"completions ended early although ends were to be ignored: {short}")
     return {
-        "parts": {
-            part: harness.summary([step[part] for step in steps])
-            for part in ("sample", "learn", "total")
-        },
+        "parts": {part: harness.summary([step[part] for step in steps]) for part in PARTS},
         "peak_memory_gb": result["peak_memory_gb"],
         "planned_memory_gb": result["planned_memory_gb"],
     }
@@ -68,14 +62,8 @@ def run_cell(work: Work) -> dict[str, Any]:
 
 def parameters(model: str) -> int:
     """How many weights a model has, without loading them."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from rlm.model.base import model_directory
-
     if model.startswith(shapes.PREFIX):
-        config_class, values = shapes.SHAPES[model.removeprefix(shapes.PREFIX)]
-        config = config_class(**values)
+        config = shapes.config_of(model.removeprefix(shapes.PREFIX))
     else:
         config = AutoConfig.from_pretrained(model_directory(model))
     with torch.device("meta"):
@@ -93,22 +81,13 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 def axes_of(config: ScalingConfig) -> dict[str, list[tuple[float, str, Work]]]:
     """For each thing that varies: size, name and work of its cells."""
-    base = Work(
-        model=machine.EMBEDDED_MODEL,
-        adapter=None,
-        dataset=config.dataset,
-        prompts=config.prompts,
-        group_size=config.group_size,
-        max_new_tokens=config.length,
-        steps=1 + config.steps,
-        reward="all",
-        ignore_ends=True,
-        seed=config.seed,
-    )
+    base = config.work(config.model, steps=1 + config.steps, reward="all", ignore_ends=True)
     return {
         "group size": [(n, str(n), replace(base, group_size=n)) for n in config.groups or ()],
         "length": [(n, str(n), replace(base, max_new_tokens=n)) for n in config.new_tokens or ()],
-        "model size": [(parameters(m), m, replace(base, model=m)) for m in config.models or ()],
+        "model size": [
+            (parameters(m), m, replace(base, model=m, adapter=None)) for m in config.models or ()
+        ],
     }
 
 
@@ -120,40 +99,26 @@ def measure(config: ScalingConfig) -> dict[str, Any]:
             found.append({"axis": axis, "name": name, "size": size, **run_cell(work)})
             terminal.line(f"{axis} {name}: {found[-1]['parts']['total']['median']:.2f} s")
         if len(found) > 1:
+            sizes = [cell["size"] for cell in found]
             exponents[axis] = {
-                part: exponent(
-                    [c["size"] for c in found], [c["parts"][part]["median"] for c in found]
-                )
-                for part in ("sample", "learn", "total")
+                part: exponent(sizes, [cell["parts"][part]["median"] for cell in found])
+                for part in PARTS
             }
         cells += found
     show(cells, exponents)
-    return {
-        "benchmark": "scaling",
-        "exponents": exponents,
-        "cells": cells,
-        **harness.provenance("scaling"),
-    }
+    report = {"benchmark": "scaling", "exponents": exponents, "cells": cells}
+    return report | harness.provenance("scaling")
 
 
 def show(cells: Sequence[dict[str, Any]], exponents: dict[str, dict[str, float]]) -> None:
-    def planned(cell: dict[str, Any]) -> str:
-        plan = cell["planned_memory_gb"]
-        return "" if plan is None else f"{plan:.2f} ({cell['peak_memory_gb'] / plan:.0%} used)"
-
-    harness.print_table(
-        ["grows", "to", "s/step", "sampling", "learning", "peak memory, GB", "planned"],
-        [
-            [
-                cell["axis"],
-                cell["name"],
-                *(f"{cell['parts'][p]['median']:.2f}" for p in ("total", "sample", "learn")),
-                f"{cell['peak_memory_gb']:.2f}",
-                planned(cell),
-            ]
-            for cell in cells
-        ],
-    )
+    rows = []
+    for cell in cells:
+        plan, peak = cell["planned_memory_gb"], cell["peak_memory_gb"]
+        seconds = [f"{cell['parts'][part]['median']:.2f}" for part in PARTS]
+        used = "" if plan is None else f"{plan:.2f} ({peak / plan:.0%} used)"
+        rows.append([cell["axis"], cell["name"], *seconds, f"{peak:.2f}", used])
+    heads = ["grows", "to", "s/step", "sampling", "learning", "peak memory, GB", "planned"]
+    harness.print_table(heads, rows)
     for axis, slopes in exponents.items():
         parts = ", ".join(f"{part} {slope:.2f}" for part, slope in slopes.items())
         terminal.line(f"exponent in {axis}: {parts}")

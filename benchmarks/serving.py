@@ -17,41 +17,35 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
 import httpx2
 
-from benchmarks import harness
+from benchmarks import harness, shapes
 from rlm.cli import terminal
+from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag
+from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.prompts import FORMATS
 from rlm.model import base as models
-from rlm.model import hardware as machine
 
 PEER = "transformers serve"
 START_SECONDS = 180
 
 
 @dataclass
-class ServingConfig:
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory")
-    dataset: str = flag("word-problems:1", "where the questions come from")
+class ServingConfig(harness.BenchmarkConfig):
     requests: int = flag(8, "requests in a row, then at once", min=1)
     max_tokens: int = flag(64, "longest completion", min=1)
     repeats: int = flag(3, "measured repetitions, after a warm-up", min=1)
     peer: bool = flag(True, "also run transformers serve")
     continuous: bool = flag(True, "its continuous batching (without, it takes one at a time)")
-    json: Path | None = flag(None, "file for the report")
-
-    def __post_init__(self) -> None:
-        check_values(self)
 
 
 @dataclass(frozen=True)
@@ -143,62 +137,62 @@ def running(command: list[str], model: str, ready: str) -> Iterator[Server]:
         process.wait(30)
 
 
-def cells(config: ServingConfig, servers: dict[str, Server]) -> list[dict[str, Any]]:
-    problems = load_problems(config.dataset, "train", max_samples=200, seed=0)
-    results: dict[bool, dict[str, list[Timed]]] = {}
-    for at_once in (False, True):
+def time_servers(
+    config: ServingConfig, servers: dict[str, Server], *, at_once: bool
+) -> dict[str, list[Timed]]:
+    """The repetitions of each server, in turns, each on other problems."""
+    problems = load_problems(config.dataset, "train", max_samples=200, seed=config.seed)
 
-        def arm(server: Server, at_once: bool = at_once):
-            def run(repetition: int) -> Timed:
-                start = repetition * config.requests
-                numbers = (i % len(problems) for i in range(start, start + config.requests))
-                chosen = [problems[number].question for number in numbers]
-                return server.work(chosen, config.max_tokens, at_once=at_once)
+    def run(server: Server, repetition: int) -> Timed:
+        first = repetition * config.requests
+        numbers = (i % len(problems) for i in range(first, first + config.requests))
+        questions = [problems[number].question for number in numbers]
+        return server.work(questions, config.max_tokens, at_once=at_once)
 
-            return run
+    arms = {name: partial(run, server) for name, server in servers.items()}
+    return harness.alternate(arms, config.repeats)
 
-        arms = {name: arm(server) for name, server in servers.items()}
-        results[at_once] = harness.alternate(arms, config.repeats)
 
-    def figures(unit: str, at_once: bool, more_is_better: bool, value: Any) -> dict[str, Any]:
-        how = "at once" if at_once else "in a row"
-        runs = {name: [value(run) for run in runs] for name, runs in results[at_once].items()}
-        name = f"{config.requests} requests {how}"
-        return harness.cell(name, unit, runs, more_is_better=more_is_better)
-
-    return [
-        figures("tokens/s", True, True, lambda run: run.tokens / run.seconds),
-        figures("tokens/s", False, True, lambda run: run.tokens / run.seconds),
-        figures("s to the first token, median", True, False, lambda run: median(run.first)),
-        figures("s to the first token, median", False, False, lambda run: median(run.first)),
-        figures("s", True, False, lambda run: run.seconds),
-        figures("s", False, False, lambda run: run.seconds),
+def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]:
+    """Throughput, first tokens and seconds, at once and in a row; the report."""
+    runs = {at_once: time_servers(config, servers, at_once=at_once) for at_once in (False, True)}
+    figures: dict[str, tuple[bool, Callable[[Timed], float]]] = {  # unit → more is better, value
+        "tokens/s": (True, lambda run: run.tokens / run.seconds),
+        "s to the first token, median": (False, lambda run: median(run.first)),
+        "s": (False, lambda run: run.seconds),
+    }
+    cells = [
+        harness.cell(
+            f"{config.requests} requests {'at once' if at_once else 'in a row'}",
+            unit,
+            {name: [value(run) for run in found] for name, found in runs[at_once].items()},
+            more_is_better=more_is_better,
+        )
+        for unit, (more_is_better, value) in figures.items()
+        for at_once in (True, False)
     ]
-
-
-def main(config: ServingConfig) -> int:
-    directory = models.model_directory(config.model)
-    ours = ["server.py", "--base", "--model", config.model, "--max-num-seqs", str(config.requests)]
-    cb = ["--continuous-batching"] if config.continuous else []
-    peer = ["-m", "transformers.cli.transformers", "serve", "--device", "cpu", "--dtype", "float32"]
-    with running(ours, "base", "/ready") as own:
-        if config.peer:
-            with running([*peer, *cb, directory], directory, "/health") as other:
-                rows = cells(config, {harness.OURS: own, PEER: other})
-        else:
-            rows = cells(config, {harness.OURS: own})
-    in_a_row, at_once = (
-        {name: arm["median"] for name, arm in rows[i]["arms"].items()} for i in (5, 4)
-    )
-    speedup = {name: in_a_row[name] / at_once[name] for name in in_a_row}
-    harness.show("server", rows)
+    harness.show("server", cells)
+    at_once, in_a_row = cells[-2]["arms"], cells[-1]["arms"]
+    speedup = {name: in_a_row[name]["median"] / at_once[name]["median"] for name in servers}
     for name, factor in speedup.items():
         terminal.line(
             f"{name}: {config.requests} at once are {factor:.1f} times as fast as in a row"
         )
-    harness.write_json(
-        config.json, harness.report("serving", rows[0], rows, {}, speedup_at_once=speedup)
-    )
+    return harness.report("serving", cells[0], cells, {}, speedup_at_once=speedup)
+
+
+def main(config: ServingConfig) -> int:
+    with ExitStack() as stack, shapes.model_at(config.model) as model:
+        ours = ["server.py", "--base", "--model", model, "--max-num-seqs", str(config.requests)]
+        servers = {harness.OURS: stack.enter_context(running(ours, "base", "/ready"))}
+        if config.peer:
+            directory = models.model_directory(model)
+            peer = ["-m", "transformers.cli.transformers", "serve"]
+            peer += ["--device", "cpu", "--dtype", "float32"]
+            peer += ["--continuous-batching"] if config.continuous else []
+            peer += [directory]
+            servers[PEER] = stack.enter_context(running(peer, directory, "/health"))
+        harness.write_json(config.json, measure(config, servers))
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rlm.cli.options import UsageError
 from rlm.model import base as models
@@ -20,40 +20,21 @@ from rlm.model import hardware as machine
 PREFIX = "random:"
 
 # From the published config.json of each model.
-SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
-    "smollm2-135m": (
-        LlamaConfig,
-        {
-            "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-            "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "smollm2-360m": (
-        LlamaConfig,
-        {
-            "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
-            "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49152,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2.5-0.5b": (
-        Qwen2Config,
-        {
-            "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-            "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2.5-7b": (
-        Qwen2Config,
-        {
-            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
-    ),
-}  # fmt: skip
+COLUMNS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+SHAPES = {
+    "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49152, True),
+    "smollm2-360m": ("llama", 960, 2560, 32, 15, 5, 49152, True),
+    "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
+    "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def config_of(shape: str, **more: object) -> PretrainedConfig:
+    """The transformers config of a shape."""
+    return AutoConfig.for_model(**dict(zip(COLUMNS, SHAPES[shape], strict=True)), **more)
 
 
 @contextmanager
@@ -76,11 +57,10 @@ def model_at(name: str) -> Iterator[str]:
 
 def save_random_model(shape: str, folder: str) -> None:
     """Weights of the machine's number type and the embedded tokenizer, as from_pretrained reads."""
-    config_class, values = SHAPES[shape]
     device = machine.pick_device()
     tokenizer = models.load_tokenizer(machine.EMBEDDED_MODEL)
-    config = config_class(
-        **values,
+    config = config_of(
+        shape,
         max_position_embeddings=8192,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,40 +1,30 @@
-"""TRL's GRPOTrainer as an arm of a benchmark: the same work as `arms.run_ours`.
+"""TRL's GRPOTrainer as an arm of a benchmark: the same work as `trainers.run_ours`.
 
-Imported only in the arm's own process: TRL takes seconds and memory to load.
+Imported only in the arm's own process: TRL takes seconds and memory to load. `settings` are what a
+user of TRL can choose without changing what is learned (`TRLFlags`, `grpo_step --tune`).
 """
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from benchmarks.arms import FORMAT, Recorder, Work, reward_function
+from benchmarks.trainers import FORMAT, Recorder, Work, reward_function
 from rlm.data.problem import Problem
 from rlm.data.prompts import render_prompt, stop_token_ids
 from rlm.model import adapters, export
 from rlm.model import base as models
 from rlm.model import hardware as machine
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user of TRL can choose without changing what is learned (`grpo_step --tune`)."""
-
-    batch: int  # rows in a forward pass; a step accumulates over all of its rows
-    checkpointing: bool
-    continuous: bool  # transformers' continuous batching instead of `generate`
-    autocast: bool  # its bf16 option; off, the model computes in the number type it was loaded in
-    malloc: bool  # our allocator settings (`machine.prepare_process`)
-    attn: str = "sdpa"  # of transformers
 
 
 class TimedTrainer(trl.GRPOTrainer):
@@ -86,21 +76,16 @@ class Clock(TrainerCallback):
             control.should_training_stop = True
 
 
-def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def run_trl(
+    work: dict[str, Any], settings: dict[str, Any], memory_limit: int | None = None
+) -> dict[str, Any]:
     """Train as `work` says; seconds of every step (the first is the warm-up), snapshots."""
-    work, settings = Work(**work), Settings(**settings)
-    if settings.malloc:
+    if memory_limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+    work = Work(**work)
+    if settings["malloc"]:
         machine.prepare_process()
-    device = machine.pick_device()
-    tokenizer = models.load_tokenizer(work.model)
-    base = models.load_base(work.model, device, attn=settings.attn)
-    # TRL stops at the ends that the model's config names: all of those that ours stops at.
-    base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
-    if work.adapter:
-        policy = adapters.load_adapter(base, Path(work.adapter), trainable=True)
-    else:
-        torch.manual_seed(work.seed)
-        policy = adapters.new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r)
+    policy, tokenizer = load_policy(work, settings["attn"])
     base_hash = models.base_hash(work.model)
     recorder = Recorder(
         work,
@@ -111,8 +96,8 @@ def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         clock.trainer = TimedTrainer(
             model=policy,
             reward_funcs=recorder.around(reward_function(work.reward, work.group_size)),
-            args=config_for(work, settings, folder, device.type == "cpu"),
-            train_dataset=dataset(work, tokenizer),
+            args=config_for(work, settings, folder),
+            train_dataset=dataset(work.problems(work.pool()), tokenizer),
             processing_class=tokenizer,
             callbacks=[clock],
         )
@@ -121,22 +106,33 @@ def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return recorder.result(clock.steps)
 
 
-def config_for(
-    work: Work, settings: Settings, folder: str, use_cpu: bool, **more: Any
-) -> trl.GRPOConfig:
+def load_policy(work: Work, attn: str = "sdpa") -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """The model with the adapter that the work starts from, as both trainers have it."""
+    tokenizer = models.load_tokenizer(work.model)
+    base = models.load_base(work.model, machine.pick_device(), attn=attn)
+    # TRL stops at the ends that the model's config names: all of those that ours stops at.
+    base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
+    if work.adapter:
+        return adapters.load_adapter(base, Path(work.adapter), trainable=True), tokenizer
+    torch.manual_seed(work.seed)
+    return adapters.new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r), tokenizer
+
+
+def config_for(work: Work, settings: Mapping[str, Any], folder: str, **more: Any) -> trl.GRPOConfig:
     """The algorithm as ours has it, one update over all rows of a step, and nothing logged.
 
     Args:
         more: other options of TRL's, which win.
     """
     rows = work.prompts * work.group_size
-    if rows % settings.batch:
-        raise ValueError(f"a batch of {settings.batch} does not divide the {rows} rows of a step")
+    if rows % settings["batch"]:
+        raise ValueError(f"a batch of {settings['batch']} does not divide the {rows} rows")
+    use_cpu = machine.pick_device().type == "cpu"
     options = {
         "output_dir": folder,
         "max_steps": work.steps,
-        "per_device_train_batch_size": settings.batch,
-        "gradient_accumulation_steps": rows // settings.batch,
+        "per_device_train_batch_size": settings["batch"],
+        "gradient_accumulation_steps": rows // settings["batch"],
         "num_generations": work.group_size,
         "max_completion_length": work.max_new_tokens,
         "temperature": 1.0,
@@ -153,9 +149,9 @@ def config_for(
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "disable_dropout": True,
-        "gradient_checkpointing": settings.checkpointing,
-        "use_transformers_continuous_batching": settings.continuous,
-        "bf16": settings.autocast,
+        "gradient_checkpointing": settings["checkpointing"],
+        "use_transformers_continuous_batching": settings["continuous"],
+        "bf16": settings["autocast"],
         "use_cpu": use_cpu,
         "dataloader_pin_memory": not use_cpu,
         "shuffle_dataset": False,
@@ -168,12 +164,7 @@ def config_for(
     return trl.GRPOConfig(**options | more)
 
 
-def dataset(work: Work, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The problems of the work in our order, as TRL takes them."""
-    return prompt_rows([problem for step in work.problems() for problem in step], tokenizer)
-
-
-def prompt_rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Problems as text that TRL turns into the very token ids that ours gets.
 
     Raises:

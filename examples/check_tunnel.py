@@ -27,8 +27,9 @@ from fastapi.responses import StreamingResponse
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when it is not installed
 
 from rlm.cli import terminal
+from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, flag
+from rlm.cli.options import UsageError
 from rlm.serving.access import AllowedHosts, Keys, new_key
 from rlm.serving.http_guard import UVICORN
 from rlm.serving.middleware import SecuritySettings, secure

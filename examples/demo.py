@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import check_values, flag, parse, resolve_config
+from rlm.cli.options import parse, resolve_config
 
 if TYPE_CHECKING:
     from rlm.evaluation.evaluator import Evaluation

@@ -27,10 +27,10 @@ def compute_prompts(tokenizer) -> dict:
     from rlm.data.experiences import with_experiences
     from rlm.data.problem import Problem
     from rlm.data.prompts import FORMATS, render_problem, render_prompt
-    from rlm.data.word_problems import generate
+    from rlm.data.word_problems import generate_word_problems
     from rlm.training.sft_examples import to_example
 
-    problems = generate("train", 4)
+    problems = generate_word_problems("train", 4)
     asked = [problem.question for problem in problems[:2]] + HOSTILE
     kinds = [Problem(k, HOSTILE[0], "B", answer_type=k) for k in ("number", "choice", "text")]
     shown = [(HOSTILE[0], HOSTILE[2]), (problems[0].question, "<think>\n1\n</think>")]
@@ -129,7 +129,7 @@ def test_options(monkeypatch):
 
 
 def compute_word_problems() -> dict:
-    from rlm.data.word_problems import generate
+    from rlm.data.word_problems import generate_word_problems
 
     found = {}
     for split in ("train", "validation", "test", "test_families"):
@@ -139,7 +139,7 @@ def compute_word_problems() -> dict:
             rows = [
                 {"id": p.id, "question": p.question, "answer": p.answer, "solution": p.solution}
                 | dict(p.columns)
-                for p in generate(split, 300, seed, levels)
+                for p in generate_word_problems(split, 300, seed, levels)
             ]
             text = json.dumps(rows, sort_keys=True, ensure_ascii=False)
             sha256 = hashlib.sha256(text.encode())

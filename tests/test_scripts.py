@@ -520,7 +520,7 @@ CONFIGS = [
     "recipes.orchestrator.ask.AskConfig",
     "recipes.experience.train.TrainConfig",
     "recipes.experience.evaluate.EvaluateConfig",
-    "benchmarks.graphs.GraphsConfig",
+    "recipes.orchestrator.benchmark.BenchmarkConfig",
     "benchmarks.grpo_step.GRPOStepConfig",
     "benchmarks.learning_curve.LearningCurveConfig",
     "benchmarks.rollout.RolloutConfig",

@@ -1,5 +1,11 @@
 """The command line: run the grid, show it, report it, read its failures, ship an adapter."""
 
+import sys
+
+if not __package__:  # python benchmarks/evidence
+    sys.stderr.write("error: run it as python -m benchmarks.evidence\n")
+    sys.exit(2)
+
 from benchmarks import evidence
 from benchmarks.evidence import grid
 from benchmarks.evidence.plan import PRESETS, EvidenceConfig

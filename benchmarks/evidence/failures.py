@@ -1,8 +1,8 @@
-"""Fifty wrong answers of a cell and of its start, in files to read and correct.
+"""Wrong answers of a cell and of its start, fifty each, in files to read and correct.
 
     docs/results/failures/grpo-s0.yaml, sft-s0.yaml
 
-Each entry has an automatic `sort`; a person who reads it and disagrees writes another one of SORTS
+Each entry has a `sort` by rule; a person who reads it and disagrees writes another one of SORTS
 behind `by_hand`. Running it again keeps what was written by hand. `doubtful` lists right answers
 whose reasoning holds a false equation, or none that leads to the answer.
 """
@@ -10,22 +10,98 @@ whose reasoning holds a false equation, or none that leads to the answer.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.evidence.equations import NUMBER, Equation, find_equations  # rlm.grading.equations
 from benchmarks.evidence.plan import START, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER
-from benchmarks.evidence.reading import SORTS, first_sort, with_false_step, without_reasoning
+from benchmarks.evidence.reward_hacking import with_false_step, without_reasoning
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
+from rlm.grading.answers import split_completion
+from rlm.grading.numbers import parse_number
 from rlm.runs.atomic_files import replace_file
 
 WRONG, DOUBTFUL = 50, 20
+SORTS = {
+    "truncated": "cut off before it ended",
+    "format": "no single answer where it belongs",
+    "no equation": "nothing was calculated",
+    "dropped step": "fewer steps than the solution",
+    "extra step": "more steps than the solution",
+    "distractor": "used a number that the solution does not need",
+    "invented number": "used a number that is neither given nor calculated",
+    "wrong operation": "the first step that is not right has another operation",
+    "wrong order": "the right operation on the right numbers, the other way round",
+    "wrong numbers": "the right operation, on others of the right numbers",
+    "arithmetic": "the right operation on the right numbers, a false result",
+    "answer differs": "the answer is not what was calculated",
+    "other": "none of these rules",
+}
 Entry = dict[str, Any]
+
+
+# --- sorting by rule ------------------------------------------------------------------------------
+
+
+def sort_by_rule(row: Mapping[str, Any], completion: Mapping[str, Any]) -> str:
+    """Which of SORTS a wrong completion looks like.
+
+    Args:
+        row: question and solution ("" where the data have none).
+        completion: text, strict (the reason), truncated.
+    """
+    if completion["truncated"]:
+        return "truncated"
+    if completion["strict"] not in ("correct", "wrong"):
+        return "format"
+    reasoning, answer = split_completion(completion["text"])
+    did, should = find_equations(reasoning or ""), find_equations(row["solution"])
+    if not did:
+        return "no equation"
+    if should and len(did) != len(should):
+        return "dropped step" if len(did) < len(should) else "extra step"
+    if should:
+        sort = _first_difference(row["question"], did, should)
+    else:
+        sort = None if all(e.holds for e in did) else "arithmetic"
+    if sort:
+        return sort
+    said = parse_number(re.sub(r"</?\w+>", " ", answer).strip())
+    return "answer differs" if said is not None and said != did[-1].result else "other"
+
+
+def _first_difference(
+    question: str, did: Sequence[Equation], should: Sequence[Equation]
+) -> str | None:
+    """How the steps of a completion differ from as many of the solution; None if they do not."""
+    given = {Fraction(n) for n in re.findall(NUMBER, question)}
+    known = given | {e.result for e in did} | {n for e in should for n in e.numbers}
+    needed = {n for e in should for n in (*e.numbers, e.result)} | {e.result for e in did}
+    used = {abs(number) for e in did for number in e.numbers}
+    if used - known:
+        return "invented number"
+    if used - needed:
+        return "distractor"
+    for mine, right in zip(did, should, strict=True):
+        if mine.signs != right.signs:
+            return "wrong operation"
+        if mine.operation != right.operation:
+            same = sorted(mine.numbers) == sorted(right.numbers)
+            return "wrong order" if same else "wrong numbers"
+        if not mine.holds:
+            return "arithmetic"
+    return None
+
+
+# --- the files ------------------------------------------------------------------------------------
 
 
 def write_failures(config: EvidenceConfig) -> None:
@@ -41,21 +117,16 @@ def write_failures(config: EvidenceConfig) -> None:
         if not (folder / "result.json").exists():
             raise UsageError(f"{one.name} is not done: python -m benchmarks.evidence")
         file = config.docs / "failures" / f"{one.name}.yaml"
-        content = chosen_failures(one.name, judged(folder), corrections(file))
+        content = chosen_failures(one.name, _greedy_answers(folder), corrections(file))
         replace_file(file, as_yaml(content))  # it holds what a person wrote
         terminal.line(f"{file}: {len(content['wrong'])} of {content['wrong_of'][0]} wrong answers")
 
 
-def judged(folder: Path) -> list[Entry]:
+def _greedy_answers(folder: Path) -> list[Entry]:
     """Greedy completions of a cell, on all test sets but those by other hands."""
     files = sorted((folder / "judged").glob("*.json"))
-    skipped = {OTHER, "end", *(f.stem for f in files if f.stem.startswith("step_"))}
-    return [
-        {"set": file.stem, **row}
-        for file in files
-        if file.stem not in skipped
-        for row in read_json(file)["greedy"]
-    ]
+    tests = [f for f in files if f.stem not in (OTHER, "end") and not f.stem.startswith("step_")]
+    return [{"set": file.stem, **row} for file in tests for row in read_json(file)["greedy"]]
 
 
 def chosen_failures(
@@ -66,16 +137,10 @@ def chosen_failures(
     for row in rows:
         (completion,) = row["completions"]
         text = completion["text"]
-        entry = {
-            "id": row["id"],
-            "set": row["set"],
-            "question": row["question"],
-            "gold": row["answer"],
-            "solution": row["solution"],
-            "completion": text,
-        }
+        entry = {name: row[name] for name in ("id", "set", "question")}
+        entry |= {"gold": row["answer"], "solution": row["solution"], "completion": text}
         if completion["strict"] != "correct":
-            sort = first_sort(row, completion)
+            sort = sort_by_rule(row, completion)
             wrong.append(entry | {"sort": sort, "by_hand": by_hand.get((row["id"], text))})
         elif with_false_step(text):
             doubtful.append(entry | {"why": "an equation does not hold"})

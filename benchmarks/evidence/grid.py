@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -108,7 +109,7 @@ def locked(folder: Path) -> Iterator[int | None]:
 def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
     from benchmarks.evidence.training import train
 
-    settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
+    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     if not is_trained(settings, cell):
         write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
     return {}
@@ -117,7 +118,7 @@ def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]
 def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
     from benchmarks.evidence.judging import judge
 
-    settings, cell = EvidenceConfig.from_payload(config), Cell(arm, seed)
+    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     judge(settings, cell)
     # Hundreds of megabytes that only a resume or the curve needed.
     for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):
@@ -126,11 +127,6 @@ def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]
 
 
 # --- what is done and what is left --------------------------------------------------------------
-
-
-def seconds_of(result: Mapping[str, Any]) -> float:
-    """What a finished cell took, training and judging."""
-    return result["training"].get("wall", 0.0) + result["judging_seconds"]
 
 
 def state(config: EvidenceConfig, cell: Cell) -> str:
@@ -151,23 +147,17 @@ def state(config: EvidenceConfig, cell: Cell) -> str:
 def show(config: EvidenceConfig) -> None:
     """A table of the chosen cells, and how long the rest will take, from the finished ones."""
     chosen = config.chosen_cells()
-    done = {
-        cell: seconds_of(read_json(config.folder(cell) / "result.json"))
-        for cell in chosen
-        if is_done(config, cell)
-    }
-    by_arm: dict[str, list[float]] = {}
-    for cell, seconds in done.items():
-        by_arm.setdefault(cell.arm, []).append(seconds)
-    rows, total, unknown = [], 0.0, 0
-    for cell in chosen:
-        expected = mean(by_arm[cell.arm]) if cell.arm in by_arm else None
-        shown = "?" if expected is None else terminal.duration(expected)
-        rows.append([cell.name, state(config, cell), shown])
-        if cell not in done:
-            total += expected or 0.0
-            unknown += expected is None
+    took: dict[str, list[float]] = {}
+    for cell in filter(partial(is_done, config), chosen):
+        result = read_json(config.folder(cell) / "result.json")
+        seconds = result["training"].get("wall", 0.0) + result["judging_seconds"]
+        took.setdefault(cell.arm, []).append(seconds)
+    left = [cell for cell in chosen if not is_done(config, cell)]
+    expected = {arm: terminal.duration(mean(seconds)) for arm, seconds in took.items()}
+    rows = [[cell.name, state(config, cell), expected.get(cell.arm, "?")] for cell in chosen]
     harness.print_table(["cell", "state", "time"], rows)
-    left = terminal.duration(total)
+    known = [mean(took[cell.arm]) for cell in left if cell.arm in took]
+    unknown = len(left) - len(known)
     more = f", and {unknown} cells of arms that none is done of" if unknown else ""
-    terminal.line(f"{len(done)} of {len(chosen)} done; about {left} left{more}")
+    done = f"{len(chosen) - len(left)} of {len(chosen)} done"
+    terminal.line(f"{done}; about {terminal.duration(sum(known))} left{more}")

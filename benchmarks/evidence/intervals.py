@@ -1,4 +1,4 @@
-"""Accuracy over seeds and problems, and how sure one can be of it.
+"""Intervals over seeds and problems: a bootstrap in which both are resampled.
 
 Every seed is judged on the same problems, so seeds and problems are crossed, not nested: a
 resample draws seeds and, once for all of them, problems. Drawing other problems for each seed
@@ -7,17 +7,17 @@ would divide the spread of the problems by the number of seeds, which no further
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.plan import ARMS
 from rlm.evaluation.statistics import pass_at_k
 
 RESAMPLES = 10_000
+FEW_SEEDS = 10  # fewer, and an interval is too narrow as to seeds (see `Interval.verdict`)
 Scores = np.ndarray  # (seeds, problems), in 0…1
 
 
@@ -30,6 +30,44 @@ class Interval:
     high: float
     seeds: int
     problems: int
+
+    @property
+    def percent(self) -> str:
+        """
+        >>> Interval(0.465, 0.421, 0.509, 3, 100).percent
+        '46.5 (42.1–50.9)'
+        """
+        return f"{100 * self.mean:.1f} ({100 * self.low:.1f}–{100 * self.high:.1f})"
+
+    @property
+    def points(self) -> str:
+        """
+        >>> Interval(0.038, -0.005, 0.08, 3, 100).points
+        '+3.8 (−0.5 to +8.0)'
+        """
+        shown = [f"{100 * v:+.1f}" for v in (self.mean, self.low, self.high)]
+        return "{} ({} to {})".format(*shown).replace("-", "−").replace("+0.0", "0.0")
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether zero lies inside, as the bounds are printed: a bound of 0.0 decides nothing."""
+        return round(self.low, 3) <= 0 <= round(self.high, 3)
+
+    @property
+    def verdict(self) -> str:
+        """What the interval says, in words. With few seeds it says it of these seeds alone.
+
+        The bootstrap resamples n seeds with (n − 1) / n of their variance, and knows no t: with few
+        seeds the interval is too narrow. Where nothing but the seed varies, and that normally, one
+        of 95 % holds the truth in 74 % of the cases with 3 seeds, in 83 with 5, in 89 with 10
+        (simulated). One that holds zero would hold it if it were wider, too.
+        """
+        if self.holds_zero:
+            return "zero lies inside"
+        side = "above zero" if self.low > 0 else "below zero"
+        if self.seeds == 1:
+            return f"{side}, for one seed"
+        return side if self.seeds >= FEW_SEEDS else f"{side}, for these {self.seeds} seeds"
 
 
 def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -72,13 +110,8 @@ def difference(a: Scores, b: Scores) -> Interval:
     return crossed_bootstrap(b - a)
 
 
-# --- scores of one cell -------------------------------------------------------------------------
-
-METRICS = ("greedy", "sampled", "majority")
-
-
 def scores(test: Mapping[str, Any], metric: str, grading: str) -> list[float]:
-    """Of each problem of one test set of one result.
+    """The score of each problem of one test set of one cell.
 
     Args:
         metric: "greedy"; "sampled" (share of its samples that is right); "majority" (maj@8, mean
@@ -94,47 +127,3 @@ def scores(test: Mapping[str, Any], metric: str, grading: str) -> list[float]:
         return [group.count("1") / len(group) for group in groups]
     k = int(metric.removeprefix("pass@"))
     return [pass_at_k(len(group), group.count("1"), k) for group in groups]
-
-
-def matrix(
-    results: Sequence[Mapping[str, Any]], sets: Sequence[str], metric: str, grading: str
-) -> Scores:
-    """(seeds, problems) of an arm's results over several test sets.
-
-    Raises:
-        ValueError: the cells were judged on different problems.
-    """
-    names = [[result["tests"][name]["problems"] for name in sets] for result in results]
-    if any(other != names[0] for other in names):
-        raise ValueError("cells of one arm were judged on different problems")
-    return np.array(
-        [[s for name in sets for s in scores(r["tests"][name], metric, grading)] for r in results]
-    )
-
-
-def common(
-    a: Sequence[Mapping[str, Any]],
-    b: Sequence[Mapping[str, Any]],
-    sets: Sequence[str],
-    metric: str,
-    grading: str,
-) -> tuple[Scores, Scores]:
-    """Both arms' scores where both have them: same seeds, same problems (prefixes of each set).
-
-    The base samples fewer problems than the others, and has no seeds: it stands beside each.
-
-    Raises:
-        ValueError: no seed is done for both.
-    """
-    if not any(ARMS[rows[0]["arm"]].kind == "base" for rows in (a, b)):
-        seeds = {r["seed"] for r in a} & {r["seed"] for r in b}
-        a, b = ([r for r in rows if r["seed"] in seeds] for rows in (a, b))
-        if not seeds:
-            raise ValueError("no seed is done for both arms")
-    left, right = [], []
-    for name in sets:
-        mine, theirs = (matrix(rows, [name], metric, grading) for rows in (a, b))
-        count = min(mine.shape[1], theirs.shape[1])
-        left.append(mine[:, :count])
-        right.append(theirs[:, :count])
-    return np.concatenate(left, axis=1), np.concatenate(right, axis=1)

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from benchmarks import harness
-from benchmarks.arms import FORMAT
+from benchmarks.evidence.base_prompts import AS_TRAINED, Prompt, candidate_prompts
 from benchmarks.evidence.plan import (
     ARMS,
     Cell,
     EvidenceConfig,
+    made_once,
     read_json,
     write_atomically,
 )
-from benchmarks.evidence.pools import judged_sets, pools
-from benchmarks.evidence.reading import watch
+from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
+from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.evidence.training import points
+from benchmarks.trainers import FORMAT
 from rlm.data.problem import Problem
 from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
 from rlm.grading.voting import majority_score
@@ -33,16 +38,6 @@ from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8
 GRADINGS = {"strict": True, "lenient": False}
-PROMPT_SEED = 0
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """How a base model is asked. Trained models are asked as they were trained."""
-
-    name: str
-    system_prompt: str | None = None  # None: the format's own
-    examples: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Judge:
     tokenizer: Any
     max_new_tokens: int
     seed: int
-    prompt: Prompt = Prompt("as trained")
+    prompt: Prompt = AS_TRAINED
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
         """One greedy completion of each (k = 1), or k drawn at the training temperature."""
@@ -89,11 +84,7 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
     tests = {}
     for test in judged_sets(config, base=is_base):
         file = folder / "judged" / f"{test.name}.json"
-        if not file.exists():
-            greedy = examiner(test.problems, 1)
-            sampled = examiner(test.problems[: test.sampled], config.samples)
-            write_atomically(file, {"greedy": as_rows(greedy), "sampled": as_rows(sampled)})
-        tests[test.name] = summed_up(read_json(file))
+        tests[test.name] = summed_up(made_once(file, partial(_judged, config, examiner, test)))
     validation = pools(config, cell.seed).validation
     curve = [] if is_base else _curve(config, cell, examiner, model, validation, training)
     result = {
@@ -109,6 +100,12 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
     }
     made_by = harness.provenance("evidence") | {"command": command_of(config, cell)}
     write_atomically(folder / "result.json", result | made_by)
+
+
+def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
+    greedy = examiner(test.problems, 1)
+    sampled = examiner(test.problems[: test.sampled], config.samples)
+    return {"greedy": as_rows(greedy), "sampled": as_rows(sampled)}
 
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
@@ -188,12 +185,13 @@ def _bits(row: dict[str, Any], grading: str) -> str:
 
 def _rates(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     drawn = [(row, c) for row in rows for c in row["completions"]]
+    read = [(c["text"], row["answer"], c["lenient"] == "correct") for row, c in drawn]
     count = len(drawn)
     return {
         "format": sum(c["strict"] in ("correct", "wrong") for _, c in drawn) / count,
         "truncated": sum(c["truncated"] for _, c in drawn) / count,
         "tokens": sum(c["tokens"] for _, c in drawn) / count,
-        "watch": watch([(c["text"], r["answer"], c["lenient"] == "correct") for r, c in drawn]),
+        "watch": reward_hacking(read),
     }
 
 
@@ -209,25 +207,19 @@ def _curve(
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Validation after some of the steps and at the end, against seconds and samples."""
-    rows = []
+    rows, judged = [], config.folder(cell) / "judged"
     final = {name: tensor.clone() for name, tensor in _lora(model).items()}
+    validate = partial(_validate, config, examiner, validation)
     on_the_way = {}  # SFT's checkpoints are by the clock, and of no curve
     if not ARMS[cell.arm].role and "seconds_until" in training:
         on_the_way = points(config, cell)
     for step, folder in on_the_way.items():
-        file = config.folder(cell) / "judged" / f"step_{step}.json"
-        if not file.exists():
-            _take(model, folder)
-            write_atomically(file, _validate(config, examiner, validation))
+        model.load_state_dict(_adapter_of(folder, set(final)), strict=False)
         cost = {name: training[f"{name}_until"][step - 1] for name in ("seconds", "samples")}
-        rows.append(cost | read_json(file))
-    if rows:
-        model.load_state_dict(final, strict=False)
-    file = config.folder(cell) / "judged" / "end.json"
-    if not file.exists():
-        write_atomically(file, _validate(config, examiner, validation))
+        rows.append(cost | made_once(judged / f"step_{step}.json", validate))
+    model.load_state_dict(final, strict=False)
     end = {"seconds": training["seconds"], "samples": training.get("samples", 0)}
-    return [*rows, end | read_json(file)]
+    return [*rows, end | made_once(judged / "end.json", validate)]
 
 
 def _validate(
@@ -246,27 +238,22 @@ def _lora(model: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
 
 
-def _take(model: Any, folder: Path) -> None:
-    """Put an adapter of a point on the model: a checkpoint of ours, or one that PEFT wrote.
+def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
+    """The adapter of a checkpoint of ours, or of one that PEFT wrote.
 
     Raises:
-        RuntimeError: its tensors are not those of the model's adapter.
+        RuntimeError: its tensors are not those of `names`.
     """
-    from safetensors.torch import load_file
-
-    if (folder / "state.safetensors").exists():
-        saved = load_file(folder / "state.safetensors")
-        tensors = {
-            name.removeprefix("adapter/"): tensor
-            for name, tensor in saved.items()
-            if name.startswith("adapter/")
-        }
+    ours, prefix = folder / "state.safetensors", "adapter/"
+    if ours.exists():
+        saved = load_file(ours)
+        found = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
     else:
         saved = load_file(folder / "adapter_model.safetensors")
-        tensors = {name.replace(".weight", ".default.weight"): t for name, t in saved.items()}
-    if set(tensors) != set(_lora(model)):
+        found = {n.replace(".weight", ".default.weight"): t for n, t in saved.items()}
+    if set(found) != names:
         raise RuntimeError(f"{folder} holds another adapter's tensors")
-    model.load_state_dict(tensors, strict=False)
+    return found
 
 
 # --- the base at its best -----------------------------------------------------------------------
@@ -277,33 +264,17 @@ def _best_prompt(config: EvidenceConfig, cell: Cell, examiner: Judge) -> dict[st
 
     The base did not learn our tags: it is asked in several ways and takes the best of them.
     """
-    file = config.folder(cell) / "prompts.json"
     candidates = {p.name: p for p in candidate_prompts(config, few=cell.arm == "base_few")}
-    if not file.exists():
+
+    def try_all() -> dict[str, Any]:
         validation = pools(config, cell.seed).validation[: config.prompt_problems]
         tried = {}
         for name, prompt in candidates.items():
-            examiner.prompt = prompt
-            scores = examiner(validation, 1).per_problem(strict=False)
+            scores = replace(examiner, prompt=prompt)(validation, 1).per_problem(strict=False)
             tried[name] = sum(scores) / len(scores)
         best = max(tried, key=tried.__getitem__)
-        write_atomically(file, {"prompts": tried, "prompt": best, "tried_on": len(validation)})
-    found = read_json(file)
+        return {"prompts": tried, "prompt": best, "tried_on": len(validation)}
+
+    found = made_once(config.folder(cell) / "prompts.json", try_all)
     examiner.prompt = candidates[found["prompt"]]
-    return found
-
-
-def candidate_prompts(config: EvidenceConfig, *, few: bool) -> list[Prompt]:
-    """With and without our tags; few-shot with 2, 4 and 8 worked examples that SFT learns, too."""
-    steps = "Solve the problem step by step. End with: The answer is NUMBER."
-    if not few:
-        return [Prompt("our tags"), Prompt("no system prompt", ""), Prompt("step by step", steps)]
-    solved = pools(config, PROMPT_SEED).solved
-    found = []
-    for shots in (2, 4, 8):
-        shown = solved[:shots]
-        tagged = tuple((p.question, FORMAT.completion(p.solution, p.answer)) for p in shown)
-        plain = tuple((p.question, f"{p.solution}\nThe answer is {p.answer}.") for p in shown)
-        found.append(Prompt(f"our tags, {shots} examples", None, tagged))
-        found.append(Prompt(f"step by step, {shots} examples", steps, plain))
     return found

@@ -32,14 +32,15 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.grpo_step import TRLFlags
-from rlm.cli.options import UsageError, check_values, flag, to_dict
+from benchmarks.trainers import TRLFlags
+from rlm.cli.flags import check_values, flag
+from rlm.cli.options import UsageError, to_dict
 from rlm.model import hardware as machine
 from rlm.runs.atomic_files import replace_file
 from rlm.training.config import GRPOConfig
@@ -97,10 +98,19 @@ class Cell(NamedTuple):
 COMMANDS = ("run", "report", "failures", "ship")
 
 
+def setting(default: Any, help: str, **bounds: Any) -> Any:
+    """A flag that a grid keeps: it decides what a cell measures."""
+    return flag(default, help, group="settings", **bounds)
+
+
+def count(default: int, help: str, at_least: int = 1) -> Any:
+    return setting(default, help, min=at_least)
+
+
 @dataclass
 class EvidenceConfig(TRLFlags):
     command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
-    cell: str | None = flag(None, "failures, ship: which (or a demo run)", positional=True)
+    cell: str | None = flag(None, "failures: a cell; ship: a demo run", positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
     minutes: float | None = flag(None, "start no cell after this many minutes", min=0)
@@ -109,40 +119,34 @@ class EvidenceConfig(TRLFlags):
     docs: Path = flag(Path("docs/results"), "where the report goes")
     weights: Path = flag(Path("weights/final_rlm_lora"), "ship: where the adapter goes")
 
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory", group="settings")
-    dataset: str = flag("word-problems", "or gsm8k:DIRECTORY (hash checked)", group="settings")
-    solved: int = flag(200, "worked solutions", group="settings")
-    sft_passes: int = flag(2, "of SFT over them", group="settings")
-    sft_rate: float = flag(1e-3, "learning rate of SFT", group="settings", above=0)
-    more_rate: float = flag(5e-4, "of SFT that goes on from SFT", group="settings", above=0)
-    sft_batch: int = flag(16, "examples per update", group="settings")
-    lora_r: int = flag(16, "rank of the adapter", group="settings")
-    steps: int = flag(6, "of GRPO", group="settings")
-    batch_size: int = flag(16, "problems a step", group="settings")
-    group_size: int = flag(8, "completions of each", group="settings")
-    learning_rate: float = flag(2e-4, "of GRPO, falling linearly", group="settings", min=0)
-    max_new_tokens: int = flag(96, "longest completion", group="settings")
-    base_new_tokens: int = flag(192, "of the base, which rambles", group="settings")
-    greedy_problems: int = flag(80, "of each test set, decoded greedily", group="settings")
-    sampled_problems: int = flag(16, "the first of them, sampled", group="settings")
-    base_sampled: int = flag(8, "the first of them, where the base samples", group="settings")
-    samples: int = flag(16, "completions of each", group="settings")
-    other_problems: int = flag(24, "reasoning-gym's, greedily", group="settings")
-    other_sampled: int = flag(4, "the first of them, sampled", group="settings")
-    curve_problems: int = flag(40, "to validate on along the way", group="settings")
-    curve_samples: int = flag(2, "completions of each, besides the greedy one", group="settings")
-    curve_every: int = flag(3, "steps of GRPO from point to point", group="settings")
-    prompt_problems: int = flag(24, "to choose the base's prompts on", group="settings")
+    model: str = setting(machine.EMBEDDED_MODEL, "hub id or directory")
+    dataset: str = setting("word-problems", "or gsm8k:DIRECTORY (hash checked)")
+    solved: int = count(200, "worked solutions")
+    sft_passes: int = count(2, "of SFT over them")
+    sft_rate: float = setting(1e-3, "learning rate of SFT", above=0)
+    more_rate: float = setting(5e-4, "of SFT that goes on from SFT", above=0)
+    sft_batch: int = count(16, "examples per update")
+    lora_r: int = count(16, "rank of the adapter")
+    steps: int = count(6, "of GRPO")
+    batch_size: int = count(16, "problems a step")
+    group_size: int = count(8, "completions of each", at_least=2)
+    learning_rate: float = setting(2e-4, "of GRPO, falling linearly", min=0)
+    max_new_tokens: int = count(96, "longest completion")
+    base_new_tokens: int = count(192, "of the base, which rambles")
+    greedy_problems: int = count(80, "of each test set, decoded greedily")
+    sampled_problems: int = count(16, "the first of them, sampled")
+    base_sampled: int = count(8, "the first of them, where the base samples")
+    samples: int = count(16, "completions of each", at_least=2)
+    other_problems: int = count(24, "reasoning-gym's, greedily")
+    other_sampled: int = count(4, "the first of them, sampled")
+    curve_problems: int = count(40, "to validate on along the way")
+    curve_samples: int = count(2, "completions of each, besides the greedy one")
+    curve_every: int = count(3, "steps of GRPO from point to point")
+    prompt_problems: int = count(24, "to choose the base's prompts on")
 
     def __post_init__(self) -> None:
         check_values(self)
-        for field in fields(self):
-            if type(field.default) is int and getattr(self, field.name) < 1:
-                raise ValueError(f"--{field.name.replace('_', '-')} must be at least 1")
-        if self.samples < 2 or self.group_size < 2:
-            raise ValueError("--samples and --group-size must be at least 2")
-        if self.batch_size * self.group_size % self.trl_batch:
-            raise ValueError("--trl-batch must divide the completions of a step")
+        self.check_trl_batch(self.batch_size * self.group_size)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("--seeds needs different numbers, at least one")
 
@@ -204,40 +208,22 @@ class EvidenceConfig(TRLFlags):
     def _fix(self, file: Path) -> None:
         from benchmarks.evidence.pools import OTHER, gym_installed  # they import this file
 
-        # No setting: results name all settings, and those of older grids do not have it.
-        gym = {OTHER: gym_installed()}
-        if not file.exists():
-            write_atomically(file, self.settings() | gym)
-            return
-        begun = read_json(file)
-        for name, value in self.settings().items():
-            if begun.get(name) != value:
+        # No flag: results name all settings, and those of older grids do not have it.
+        settings = self.settings() | {OTHER: gym_installed()}
+        begun = read_json(file) if file.exists() else {}
+        for name, value in settings.items() if begun else ():
+            if begun.get(name, value) != value:
+                what = "reasoning-gym installed" if name == OTHER else f"--{name.replace('_', '-')}"
                 raise UsageError(
-                    f"{self.grid} was begun with --{name.replace('_', '-')} {begun.get(name)}, "
-                    f"not {value}: name another --grid"
+                    f"{self.grid} was begun with {what} {begun[name]}, not {value}: "
+                    "name another --grid"
                 )
         if OTHER not in begun:
-            write_atomically(file, begun | gym)
-        elif begun[OTHER] and not gym[OTHER]:
-            raise UsageError(
-                f"{self.grid} was begun with reasoning-gym, which is not installed: "
-                "pip install -e '.[evidence]', or name another --grid"
-            )
-        elif gym[OTHER] and not begun[OTHER]:
-            raise UsageError(
-                f"{self.grid} was begun without reasoning-gym, which is installed now: "
-                "pip uninstall reasoning-gym, or name another --grid"
-            )
+            write_atomically(file, settings)
 
     def payload(self) -> dict[str, Any]:
-        """As JSON, for a cell's own process; `from_payload` reads it there."""
+        """Its fields as JSON, for a cell's own process."""
         return to_dict(self) | {"grid": str(self.grid.resolve())}
-
-    @classmethod
-    def from_payload(cls, payload: Mapping[str, Any]) -> EvidenceConfig:
-        paths = {name: Path(payload[name]) for name in ("grid", "docs", "weights")}
-        lists = {name: tuple(payload[name]) for name in ("cells", "seeds")}
-        return cls(**{**payload, **paths, **lists})
 
     def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
         """The options of our trainer for a cell; TRL's schedule is read off it, too."""
@@ -268,20 +254,22 @@ class EvidenceConfig(TRLFlags):
 
 # What changes for GSM8K: its solutions have about 110 tokens, and all of its test set is judged.
 GSM8K = {
-    "solved": 800,
-    "sft_passes": 1,
-    "max_new_tokens": 256,
-    "base_new_tokens": 256,
-    "greedy_problems": 1319,
-    "sampled_problems": 50,
-    "base_sampled": 16,
-}
+    "solved": 800, "sft_passes": 1, "max_new_tokens": 256, "base_new_tokens": 256,
+    "greedy_problems": 1319, "sampled_problems": 50, "base_sampled": 16,
+}  # fmt: skip
 PRESETS = {"gsm8k": GSM8K}
 
 
 def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
     """The whole file or none: a file that is there is a mark that the work is done."""
     replace_file(file, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def made_once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What the file holds; if there is none, what `make` returns is written first."""
+    if not file.exists():
+        write_atomically(file, make())
+    return read_json(file)
 
 
 def read_json(file: Path) -> dict[str, Any]:

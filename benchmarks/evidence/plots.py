@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from benchmarks.evidence.intervals import Interval
+from benchmarks.evidence.intervals import Interval, crossed_bootstrap
 from benchmarks.evidence.plan import ARMS, OURS, START
+from benchmarks.evidence.results import Results
 from rlm.runs.plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
@@ -33,93 +35,96 @@ COLOURS = {
 Point = tuple[float, Interval]
 
 
-def curves(panels: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> None:
-    """Accuracy of each arm against what each panel names: seconds, samples.
-
-    Args:
-        panels: "x label | title" → arm → points.
-    """
-    figure = Figure(figsize=(10, 4.0 * -(-len(panels) // 2)), layout="constrained")
-    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False)
-    for axes, (label, arms) in zip(grid.flat, panels.items(), strict=False):
-        x_label, _, title = label.partition(" | ")
-        for arm, points in arms.items():
-            _line(axes, arm, points)
-        axes.set(xlabel=x_label)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlim(left=0)
-        _tidy(axes)
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
+def curves(results: Results, arms: Sequence[str], path: Path) -> None:
+    """Accuracy on validation problems against seconds and samples, from where SFT ended."""
+    last = {arm: results.arms[arm][0]["curve"][-1] for arm in [START, *arms]}
+    kinds = [kind for kind in ("sampled", "greedy") if kind in last[START]]
+    figure = Figure(figsize=(10, 4.0 * len(kinds)), layout="constrained")
+    grid = figure.subplots(len(kinds), 2, squeeze=False)
+    for row, kind in zip(grid, kinds, strict=True):
+        for axes, axis in zip(row, ("seconds", "samples"), strict=True):
+            for arm in arms:
+                if axis == "seconds" or last[arm]["samples"]:
+                    _line(axes, arm, _curve_points(results, arm, axis, kind))
+            axes.set(xlabel="training seconds" if axis == "seconds" else axis)
+            axes.set_title(f"{kind}, strict, %", fontsize=10, loc="left")
+            axes.set_xlim(left=0)
+            _tidy(axes)
     grid.flat[0].legend(frameon=False, fontsize=9)
     _save(figure, path)
 
 
-def pass_at_k(arms: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
+def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Point]:
+    starts = {cell["seed"]: cell["curve"][-1] for cell in results.arms[START]}
+    cells = [cell for cell in results.arms[arm] if cell["seed"] in starts]
+    rows = [[starts[c["seed"]] | {"seconds": 0, "samples": 0}, *c["curve"]] for c in cells]
+    return [
+        (
+            mean(point[axis] for point in place),
+            crossed_bootstrap([point[kind]["strict"] for point in place]),
+        )
+        for place in zip(*rows, strict=False)
+    ]
+
+
+def pass_at_k(results: Results, arms: Sequence[str], ks: Sequence[int], path: Path) -> None:
     """pass@k of each arm against k, on a scale on which k doubles."""
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for arm, points in arms.items():
-        _line(axes, arm, points)
-        ks = [k for k, _ in points]
+    for arm in arms:
+        _line(axes, arm, [(k, results.accuracy(arm, f"pass@{k}", "lenient")) for k in ks])
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, [str(k) for k in ks])
     axes.set(xlabel="k", ylabel="pass@k, %", ylim=(0, None))
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title("pass@k, lenient, pooled test sets", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     _tidy(axes)
     _save(figure, path)
 
 
-def leads(
-    panels: Mapping[str, Mapping[str, Sequence[Point]]], ticks: Sequence[str], path: Path
-) -> None:
-    """GRPO's lead over each arm, with its interval, grid beside grid.
-
-    Args:
-        panels: metric → arm → (index of a grid, lead), where the grid has the arm.
-        ticks: what stands below each grid.
-    """
+def leads(grids: Sequence[Results], over: Sequence[str], path: Path) -> None:
+    """GRPO's lead over each arm, with its interval, grid beside grid."""
+    ticks = [
+        f"{grid.completions:,.0f} completions\nrate {grid.settings['learning_rate']:g}"
+        for grid in grids
+    ]
     figure = Figure(figsize=(10, 4.4), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (metric, arms) in zip(grid, panels.items(), strict=True):
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, metric in zip(panels, ("greedy", "sampled"), strict=True):
         axes.axhline(0, color="black", lw=0.8)
-        for which, (arm, points) in enumerate(arms.items()):
-            x = [place + 0.16 * (which - (len(arms) - 1) / 2) for place, _ in points]
-            mean = [100 * i.mean for _, i in points]
+        for which, arm in enumerate(over):
+            found = {
+                place + 0.16 * (which - (len(over) - 1) / 2): grid.lead(OURS, arm, metric)
+                for place, grid in enumerate(grids)
+                if grid.share_a_seed(OURS, arm)
+            }
+            middle = [100 * i.mean for i in found.values()]
             axes.errorbar(
-                x, mean, _reach([i for _, i in points]), fmt="o", ms=5, capsize=3, lw=1.6,
+                list(found), middle, _reach(found.values()), fmt="o", ms=5, capsize=3, lw=1.6,
                 color=COLOURS[arm], label=f"over {ARMS[arm].title}",
             )  # fmt: skip
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.5, len(ticks) - 0.5)
         axes.set_title(f"{metric}, strict: GRPO's lead, points", fontsize=10, loc="left")
         _tidy(axes)
-    grid[0].legend(frameon=False, fontsize=9, loc="upper left")
+    panels[0].legend(frameon=False, fontsize=9, loc="upper left")
     _save(figure, path)
 
 
-def families(
-    changed: Mapping[str, Mapping[tuple[str, str], Sequence[Interval]]],
-    names: Sequence[str],
-    path: Path,
-) -> None:
-    """Bars of each family before and after, with their intervals; a panel for each metric.
-
-    Args:
-        changed: metric → (family, …) → before, after, …, or nothing where it was not measured.
-    """
-    most = max(len(rows) for rows in changed.values())
+def families(results: Results, path: Path) -> None:
+    """Bars of each family before and after GRPO, with their intervals, sampled and greedy."""
+    found = {metric: results.families(metric) for metric in ("sampled", "greedy")}
+    most = max(len(rows) for rows in found.values())
     figure = Figure(figsize=(10, 0.8 + 0.36 * most), layout="constrained")
-    panels = figure.subplots(1, len(changed), sharey=True, squeeze=False)[0]
-    for axes, (metric, rows) in zip(panels, changed.items(), strict=True):
-        for which, (colour, shift) in enumerate((("black", -0.2), (BLUE, 0.2))):
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (metric, rows) in zip(panels, found.items(), strict=True):
+        for which, (arm, colour, shift) in enumerate(((START, "black", -0.2), (OURS, BLUE, 0.2))):
             there = {place: row[which] for place, row in enumerate(rows.values()) if row}
             intervals = there.values()
             means = [100 * i.mean for i in intervals]
             axes.barh(
                 [place + shift for place in there], means, 0.38, color=colour,
-                alpha=0.75, label=names[which], xerr=_reach(intervals),
+                alpha=0.75, label=ARMS[arm].title, xerr=_reach(intervals),
                 error_kw={"ecolor": GREY, "capsize": 2, "elinewidth": 1},
             )  # fmt: skip
         axes.set_yticks(range(len(rows)), [family for family, *_ in rows], fontsize=9)
@@ -128,9 +133,7 @@ def families(
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
     # Above the bars: some of them reach every corner.
-    panels[-1].legend(
-        frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names)
-    )
+    panels[-1].legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     _save(figure, path)
 
 
@@ -146,8 +149,8 @@ def _line(axes: Axes, arm: str, points: Sequence[Point]) -> None:
     if arm in (START, OURS):
         low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
         axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
-    mean = [100 * i.mean for _, i in points]
-    axes.plot(x, mean, color=COLOURS[arm], lw=1.6, marker="o", ms=4, label=ARMS[arm].title)
+    middle = [100 * i.mean for _, i in points]
+    axes.plot(x, middle, color=COLOURS[arm], lw=1.6, marker="o", ms=4, label=ARMS[arm].title)
 
 
 def _tidy(axes: Axes) -> None:

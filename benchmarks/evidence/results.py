@@ -1,52 +1,205 @@
-"""The finished cells as the report reads them, and how it writes their numbers."""
+"""Results of the finished cells: loads them, compares arms, and has their machines' names."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.intervals import (
-    Interval,
-    Scores,
-    common,
-    crossed_bootstrap,
-    difference,
-    matrix,
-)
-from benchmarks.evidence.plan import ARMS, EvidenceConfig, read_json
-from benchmarks.evidence.pools import OTHER, WORDS
+from benchmarks.evidence.intervals import Interval, Scores, crossed_bootstrap, difference, scores
+from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig, read_json
+from benchmarks.evidence.pools import OTHER, TITLES, WORDS
 from rlm.cli.options import UsageError
 
-Result = dict[str, Any]
-Results = dict[str, list[Result]]  # by arm, in the order of ARMS; seeds in order
-GRADINGS = ("strict", "lenient")
-FEW_SEEDS = 10  # fewer, and an interval is too narrow as to seeds (see `verdict`)
-NAMES = {"greedy": "greedy", "sampled": "sampled", "majority": "maj@8"}
+Result = dict[str, Any]  # a cell's result.json
+Sets = Sequence[str] | None  # test sets; None: the pooled ones
 
 
-def collect(config: EvidenceConfig) -> None:
+@dataclass(frozen=True)
+class Results:
+    """The finished cells of a grid, by arm in the order of ARMS, seeds in order."""
+
+    arms: dict[str, list[Result]]
+
+    @classmethod
+    def load(cls, folder: Path) -> Results:
+        """
+        Raises:
+            UsageError: cells of different settings lie side by side.
+        """
+        found = [read_json(file) for file in sorted(folder.glob("*.json"))]
+        for one in found[1:]:
+            if one["settings"] != found[0]["settings"]:
+                names = f"{one['cell']} and {found[0]['cell']}"
+                raise UsageError(f"{folder}: {names} have other settings")
+        by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
+        return cls({a: sorted(rows, key=lambda r: r["seed"]) for a, rows in by_arm.items() if rows})
+
+    @property
+    def cells(self) -> list[Result]:
+        return [cell for cells in self.arms.values() for cell in cells]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.cells[0]["settings"]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of training; the base has none."""
+        return sorted({c["seed"] for c in self.cells if ARMS[c["arm"]].kind != "base"})
+
+    @property
+    def sets(self) -> list[str]:
+        """The test sets that every cell was judged on."""
+        return [n for n in self._all_sets if all(n in cell["tests"] for cell in self.cells)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The other test sets, which compare with nothing."""
+        return [name for name in self._all_sets if name not in self.sets]
+
+    @property
+    def pooled(self) -> list[str]:
+        """The test sets whose problems make up the headline."""
+        shared = self.sets
+        return [name for name in WORDS if name in shared] or [n for n in shared if n != OTHER]
+
+    @property
+    def _all_sets(self) -> list[str]:
+        return list(dict.fromkeys(name for cell in self.cells for name in cell["tests"]))
+
+    def accuracy(
+        self, arm: str, metric: str, grading: str = "strict", sets: Sets = None
+    ) -> Interval:
+        """Share of right answers of an arm."""
+        return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
+
+    def lead(
+        self, arm: str, over: str, metric: str, grading: str = "strict", sets: Sets = None
+    ) -> Interval:
+        """By how much `arm` is ahead of `over`, on the seeds and problems that both have."""
+        return difference(*self.paired(over, arm, metric, grading, sets))
+
+    def lead_where_sampled(self, arm: str, over: str, grading: str = "strict") -> Interval:
+        """The greedy lead on those problems alone that are sampled, too: the first of each set."""
+        tests = self.arms[arm][0]["tests"]
+        counts = {name: len(tests[name]["sampled"][grading]) for name in self.pooled}
+        pairs = [self.paired(over, arm, "greedy", grading, [name]) for name in counts]
+        first = [
+            [scores[:, :count] for scores in pair]
+            for pair, count in zip(pairs, counts.values(), strict=True)
+        ]
+        return difference(*(np.concatenate(side, axis=1) for side in zip(*first, strict=True)))
+
+    def share_a_seed(self, one: str, other: str) -> bool:
+        """Whether both arms are there and have a seed in common; the base stands beside each."""
+        if one not in self.arms or other not in self.arms:
+            return False
+        if "base" in (ARMS[one].kind, ARMS[other].kind):
+            return True
+        seeds = [{cell["seed"] for cell in self.arms[arm]} for arm in (one, other)]
+        return bool(seeds[0] & seeds[1])
+
+    def paired(
+        self, a: str, b: str, metric: str, grading: str = "strict", sets: Sets = None
+    ) -> tuple[Scores, Scores]:
+        """Both arms' scores where both have them: same seeds, same problems (prefixes of each set).
+
+        The base samples fewer problems than the others, and has no seeds: it stands beside each.
+
+        Raises:
+            ValueError: no seed is done for both.
+        """
+        if not self.share_a_seed(a, b):
+            raise ValueError("no seed is done for both arms")
+        rows = [self.arms[a], self.arms[b]]
+        if "base" not in (ARMS[a].kind, ARMS[b].kind):
+            seeds = {r["seed"] for r in rows[0]} & {r["seed"] for r in rows[1]}
+            rows = [[r for r in side if r["seed"] in seeds] for side in rows]
+        left, right = [], []
+        for name in sets or self.pooled:
+            mine, theirs = (matrix(side, [name], metric, grading) for side in rows)
+            count = min(mine.shape[1], theirs.shape[1])
+            left.append(mine[:, :count])
+            right.append(theirs[:, :count])
+        return np.concatenate(left, axis=1), np.concatenate(right, axis=1)
+
+    def lead_if_any(self, arm: str, over: str, metric: str) -> str:
+        """The lead in points, or a dash where the arms share no seed."""
+        return self.lead(arm, over, metric).points if self.share_a_seed(arm, over) else "–"
+
+    def best_rival(self, rivals: Sequence[str], metric: str, grading: str) -> str:
+        """The one over which GRPO leads least, each on the seeds that it shares with GRPO.
+
+        A mean over other seeds would compare seeds.
+        """
+        return min(rivals, key=lambda arm: self.lead(OURS, arm, metric, grading).mean)
+
+    def families(self, metric: str) -> dict[tuple[str, str], list[Interval]]:
+        """(family, title of its test set) → before GRPO, after it, change; [] if not measured."""
+        found: dict[tuple[str, str], list[Interval]] = {}
+        for name in self.sets:
+            old, new = self.paired(START, OURS, metric, sets=[name])
+            of = self.arms[OURS][0]["tests"][name]["families"]
+            for family in sorted(set(of)):
+                columns = [i for i in range(old.shape[1]) if of[i] == family]
+                before, after = old[:, columns], new[:, columns]
+                row = found[family or name, TITLES.get(name, name)] = []
+                if columns:
+                    row += [crossed_bootstrap(before), crossed_bootstrap(after)]
+                    row.append(difference(before, after))
+        return found
+
+    # --- what the samples look like -----------------------------------------------------------
+
+    def sampled_mean(self, arm: str, key: str) -> float:
+        """Mean of a rate of the samples over an arm's cells and the pooled test sets."""
+        return mean(test[key] for test in self._sampled(arm))
+
+    def watched(self, arm: str, key: str, weight: str = "completions") -> float:
+        """Mean of a sign of reward hacking over an arm's samples.
+
+        Args:
+            weight: of what it is a share: "completions" or the "right" ones among them.
+        """
+        tests = [test["watch"] for test in self._sampled(arm)]
+        total = sum(test[key] * test[weight] for test in tests)
+        return total / max(1, sum(test[weight] for test in tests))
+
+    def _sampled(self, arm: str) -> list[dict[str, Any]]:
+        return [c["tests"][name]["sampled"] for c in self.arms[arm] for name in self.pooled]
+
+    @property
+    def completions(self) -> float:
+        """How many completions GRPO learned from, in the mean over its seeds."""
+        return mean(cell["training"]["samples"] for cell in self.arms[OURS])
+
+
+def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
+    """(seeds, problems) of an arm's cells over several test sets.
+
+    Raises:
+        ValueError: the cells were judged on different problems.
+    """
+    names = [[cell["tests"][name]["problems"] for name in sets] for cell in cells]
+    if any(other != names[0] for other in names):
+        raise ValueError("cells of one arm were judged on different problems")
+    return np.array(
+        [[s for name in sets for s in scores(c["tests"][name], metric, grading)] for c in cells]
+    )
+
+
+def copy_results(config: EvidenceConfig) -> None:
     """Copy the results of the grid's finished cells to where they are committed."""
     target = config.docs / "evidence"
     target.mkdir(parents=True, exist_ok=True)
     for file in (config.grid / "cells").glob("*/result.json"):  # whatever seeds are asked for now
         shutil.copy(file, target / f"{file.parent.name}.json")
-
-
-def load_results(folder: Path) -> Results:
-    """
-    Raises:
-        UsageError: cells of different settings lie side by side.
-    """
-    found = [read_json(file) for file in sorted(folder.glob("*.json"))]
-    for one in found[1:]:
-        if one["settings"] != found[0]["settings"]:
-            raise UsageError(f"{folder}: {one['cell']} and {found[0]['cell']} have other settings")
-    by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
-    return {arm: sorted(rows, key=lambda r: r["seed"]) for arm, rows in by_arm.items() if rows}
 
 
 def machine_name(cell: Result) -> str:
@@ -62,98 +215,3 @@ def machine_name(cell: Result) -> str:
         *([found["gpu"]] if found["gpu"] else []),
     ]
     return ", ".join(parts)
-
-
-def shared_sets(results: Results) -> tuple[list[str], list[str]]:
-    """Those that every cell was judged on, and the others, which compare with nothing."""
-    judged = [cell["tests"] for cells in results.values() for cell in cells]
-    names = list(dict.fromkeys(name for tests in judged for name in tests))
-    shared = [name for name in names if all(name in tests for tests in judged)]
-    return shared, [name for name in names if name not in shared]
-
-
-def pooled_sets(results: Results) -> list[str]:
-    """The test sets whose problems make up the headline."""
-    tests, _ = shared_sets(results)
-    return [name for name in WORDS if name in tests] or [n for n in tests if n != OTHER]
-
-
-def accuracy(
-    results: Results, arm: str, sets: Sequence[str], metric: str, grading: str
-) -> Interval:
-    return crossed_bootstrap(matrix(results[arm], sets, metric, grading))
-
-
-def lead(
-    results: Results, arm: str, over: str, sets: Sequence[str], metric: str, grading: str
-) -> Interval:
-    """By how much `arm` is ahead of `over`, on the seeds and problems that both have."""
-    return difference(*common(results[over], results[arm], sets, metric, grading))
-
-
-def lead_where_sampled(
-    results: Results, arm: str, over: str, sets: Sequence[str], grading: str
-) -> Interval:
-    """The greedy lead on those problems alone that are sampled, too: the first of each set."""
-    sides: tuple[list[Scores], list[Scores]] = ([], [])
-    for name in sets:
-        count = len(results[arm][0]["tests"][name]["sampled"][grading])
-        pair = common(results[over], results[arm], [name], "greedy", grading)
-        for side, scores in zip(sides, pair, strict=True):
-            side.append(scores[:, :count])
-    return difference(*(np.concatenate(side, axis=1) for side in sides))
-
-
-def pairs_up(results: Results, one: str, other: str) -> bool:
-    """Whether both arms are there and share a seed (the base has none, and stands beside each)."""
-    if one not in results or other not in results:
-        return False
-    if "base" in (ARMS[one].kind, ARMS[other].kind):
-        return True
-    return bool({r["seed"] for r in results[one]} & {r["seed"] for r in results[other]})
-
-
-# --- writing numbers ----------------------------------------------------------------------------
-
-
-def per_cent(interval: Interval) -> str:
-    """
-    >>> per_cent(Interval(0.465, 0.421, 0.509, 3, 100))
-    '46.5 (42.1–50.9)'
-    """
-    return f"{100 * interval.mean:.1f} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
-
-
-def points(interval: Interval) -> str:
-    """
-    >>> points(Interval(0.038, -0.005, 0.08, 3, 100))
-    '+3.8 (−0.5 to +8.0)'
-    """
-    shown = [f"{100 * v:+.1f}" for v in (interval.mean, interval.low, interval.high)]
-    return "{} ({} to {})".format(*shown).replace("-", "−").replace("+0.0", "0.0")
-
-
-def undecided(interval: Interval) -> bool:
-    """Whether zero lies inside, as the bounds are printed: a bound of 0.0 decides nothing."""
-    return round(interval.low, 3) <= 0 <= round(interval.high, 3)
-
-
-def verdict(interval: Interval) -> str:
-    """What the interval says, in words. With few seeds it says it of these seeds alone.
-
-    The bootstrap resamples n seeds with (n − 1) / n of their variance, and knows no t: with few
-    seeds the interval is too narrow. Where nothing but the seed varies, and that normally, one of
-    95 % holds the truth in 74 % of the cases with 3 seeds, in 83 with 5, in 89 with 10 (simulated).
-    One that holds zero would hold it if it were wider, too.
-    """
-    if undecided(interval):
-        return "zero lies inside"
-    side = "above zero" if interval.low > 0 else "below zero"
-    if interval.seeds == 1:
-        return f"{side}, for one seed"
-    return side if interval.seeds >= FEW_SEEDS else f"{side}, for these {interval.seeds} seeds"
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return ["| " + " | ".join(str(entry) for entry in line) + " |" for line in lines]

@@ -1,8 +1,9 @@
-"""The adapter that comes with the project: one cell's, rounded to bf16, with a model card.
+"""Ships the adapter of a demo run: rounded to bf16, judged again, with a model card.
 
-The rounded adapter is judged again, greedily, before it is copied: the card says what it scores,
-not what its fp32 original did. Without a cell the GRPO cell is taken that was best on the
-*validation* problems; no test score decides.
+    python -m benchmarks.evidence ship runs/demo     # -> weights/final_rlm_lora
+
+The card's first table is of these very weights, judged greedily after rounding; the second is what
+the run itself wrote.
 """
 
 from __future__ import annotations
@@ -18,52 +19,58 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.evidence.judging import GRADINGS, Judge
-from benchmarks.evidence.model_card import card
-from benchmarks.evidence.plan import ARMS, OURS, Cell, EvidenceConfig, read_json
-from benchmarks.evidence.pools import JudgedSet, judged_sets
-from benchmarks.evidence.results import collect, load_results, pooled_sets
-from benchmarks.evidence.sections import summary_rows
+from benchmarks.evidence.intervals import crossed_bootstrap
+from benchmarks.evidence.judging import GRADINGS, Judge, as_rows
+from benchmarks.evidence.plan import EvidenceConfig, read_json
+from benchmarks.evidence.pools import OTHER, TITLES, gym_installed, gym_problems, made
+from benchmarks.evidence.report import template
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
+from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
 from rlm.evaluation.evaluator import Evaluation
+from rlm.evaluation.statistics import wilson_interval
 from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12
+EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+KEPT = (
+    *("stage", "base_model", "base_hash", "dataset", "step", "commit"),
+    *("start_accuracy", "accuracy", "validated_on"),
+)
+LEARNED, UNSEEN = "families it learned, other numbers", "families nobody saw"
 
 
 def ship(config: EvidenceConfig) -> None:
     """Write the adapter, its run.json and its card under `config.weights`.
 
     Raises:
-        UsageError: the cell is not done, or trains no adapter, or the adapter is too large.
+        UsageError: the directory does not hold a finished run, or the adapter is too large.
     """
     machine.prepare_process()
-    if config.cell and Path(config.cell).is_dir():
-        from benchmarks.evidence.ship_demo import ship_demo
-
-        return ship_demo(config, Path(config.cell))
-    cell = config.named_cell() if config.cell else best_on_validation(config)
-    if ARMS[cell.arm].kind == "base":
-        raise UsageError(f"{cell.name} trains no adapter")
-    source = config.folder(cell)
-    if not (source / "result.json").exists():
-        raise UsageError(f"{cell.name} is not done: python -m benchmarks.evidence")
-    result = read_json(source / "result.json")
-    with made_in(config.weights) as made:
-        write_rounded(source / "adapter", made, config.model)
-        judged = judge_rounded(config, made, judged_sets(config))
-        write_json(made / "run.json", run_json(config, cell, result, judged))
-        collect(config)
-        (made / "README.md").write_text(cell_card(config, cell, result, judged), encoding="utf-8")
-    terminal.line(f"{config.weights}: {cell.name} in bf16")
+    run = Path(config.cell or "runs/demo")
+    adapter, summary_file = run / "final_rlm_lora", run / "summary.json"
+    if not (adapter / "run.json").exists() or not summary_file.exists():
+        raise UsageError(f"{run} holds no finished run: make demo")
+    history, summary = adapters.read_run(adapter), read_json(summary_file)
+    if history["base_model"] != config.model:
+        raise UsageError(f"{run} trained {history['base_model']}, not --model {config.model}")
+    if "command" not in summary:
+        raise UsageError(f"{run} was made by an earlier version of the demo: run it again")
+    with replacing(config.weights) as folder:
+        write_rounded(adapter, folder, config.model)
+        judged = judge(config, folder, problem_sets(config, history, summary))
+        write_json(folder / "run.json", run_json(history, summary, judged))
+        card = model_card(history, adapters.read_run(run / "sft_lora"), summary, judged)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    terminal.line(f"{config.weights}: the adapter of {run} in bf16")
 
 
 @contextmanager
-def made_in(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """An empty directory that takes the target's place when all is written in it.
 
     Raises:
@@ -71,111 +78,135 @@ def made_in(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / "adapter"
-        made.mkdir()
-        yield made
-        size = sum(file.stat().st_size for file in made.iterdir()) / 1e6
+        written = Path(scratch) / "adapter"
+        written.mkdir()
+        yield written
+        size = sum(file.stat().st_size for file in written.iterdir()) / 1e6
         if size > LARGEST_MB:
             raise UsageError(f"{target}: {size:.1f} MB are too many to commit ({LARGEST_MB})")
         previous = target.with_name(target.name + ".prev")
         if target.exists():
             shutil.rmtree(previous, ignore_errors=True)
             target.rename(previous)
-        made.chmod(0o755)
-        made.rename(target)
+        written.chmod(0o755)
+        written.rename(target)
 
 
-def write_rounded(adapter: Path, made: Path, model: str) -> None:
+def write_rounded(adapter: Path, folder: Path, model: str) -> None:
     """The adapter's weights in bf16, and its config with the model's name instead of a place."""
     peft_config = read_json(adapter / "adapter_config.json")
     peft_config["base_model_name_or_path"] = model
-    write_json(made / "adapter_config.json", peft_config)
+    write_json(folder / "adapter_config.json", peft_config)
     weights = load_file(adapter / "adapter_model.safetensors")
     rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    save_file(rounded, made / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(rounded, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def best_on_validation(config: EvidenceConfig) -> Cell:
-    """The finished GRPO cell with the most right greedy answers on validation problems.
-
-    Raises:
-        UsageError: none is finished.
-    """
-    scores = {}
-    for seed in config.seeds:
-        file = config.folder(Cell(OURS, seed)) / "result.json"
-        if file.exists():
-            greedy = read_json(file)["curve"][-1]["greedy"]["strict"]
-            scores[Cell(OURS, seed)] = sum(greedy) / len(greedy)
-    if not scores:
-        raise UsageError("no GRPO cell is done: python -m benchmarks.evidence")
-    return max(scores, key=scores.__getitem__)
+def problem_sets(
+    config: EvidenceConfig, history: Mapping[str, Any], summary: Mapping[str, Any]
+) -> dict[str, list[Problem]]:
+    """As many problems of the run's own test split as it was judged on itself, and others."""
+    total = summary["accuracy"]["grpo"]["strict"]["total"]
+    sets = {
+        LEARNED: load_problems(history["dataset"], "test", max_samples=total),
+        UNSEEN: made("test_families", config.greedy_problems, 0, None),
+    }
+    return sets | ({OTHER: gym_problems(config.other_problems)} if gym_installed() else {})
 
 
-def judge_rounded(
-    config: EvidenceConfig, adapter: Path, tests: Sequence[JudgedSet]
+def judge(
+    config: EvidenceConfig, adapter: Path, sets: Mapping[str, Sequence[Problem]]
 ) -> dict[str, Evaluation]:
-    """One greedy completion of each test problem."""
+    """One greedy completion of each test problem, from the rounded weights."""
     tokenizer = models.load_tokenizer(config.model)
     base = models.load_base(config.model, machine.pick_device())
     policy = adapters.load_adapter(base, adapter, trainable=False)
-    judge = Judge(Sampler(policy, tokenizer), tokenizer, config.max_new_tokens, seed=0)
-    return {test.name: judge(test.problems, 1) for test in tests}
+    examiner = Judge(Sampler(policy, tokenizer), tokenizer, config.max_new_tokens, seed=0)
+    return {name: examiner(problems, 1) for name, problems in sets.items()}
 
 
 def run_json(
-    config: EvidenceConfig, cell: Cell, result: dict[str, Any], judged: Mapping[str, Evaluation]
+    history: Mapping[str, Any], summary: Mapping[str, Any], judged: Mapping[str, Evaluation]
 ) -> dict[str, Any]:
-    """The adapter's own, without this machine's paths, and where the cell came from."""
-    run = adapters.read_run(config.folder(cell) / "adapter")
-    kept = {k: run[k] for k in ("stage", "base_model", "base_hash", "quantize", "step") if k in run}
-    word_problems = config.dataset == "word-problems"
+    """The run's own run.json, without this machine's paths."""
+    kept = {key: history[key] for key in KEPT if key in history}
+    names = ("reasoning_format", "steps", "batch_size", "group_size")
+    right = {
+        name: {grading: int(sum(found.per_problem(strict))) for grading, strict in GRADINGS.items()}
+        | {"total": len(found.problems)}
+        for name, found in judged.items()
+    }
     return kept | {
-        "dataset": "word-problems:1" if word_problems else config.dataset.partition(":")[0],
-        "cell": cell.name,
-        "command": result["command"],
-        "commit": result["commit"],
-        "date": result["date"],
+        "command": summary["command"],
         "numbers": "bfloat16",
-        "greedy_after_rounding": {name: counts(found) for name, found in judged.items()},
-        "config": {"reasoning_format": "deepseek"},
+        "greedy_after_rounding": right,
+        "config": {name: history["config"][name] for name in names},
     }
 
 
-def counts(found: Evaluation) -> dict[str, int]:
-    """How many of a test set's problems are right."""
-    right = {name: int(sum(found.per_problem(strict))) for name, strict in GRADINGS.items()}
-    return right | {"total": len(found.problems)}
-
-
-def cell_card(
-    config: EvidenceConfig, cell: Cell, result: dict[str, Any], judged: Mapping[str, Evaluation]
+def model_card(
+    history: Mapping[str, Any],
+    sft: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    judged: Mapping[str, Evaluation],
 ) -> str:
-    """What the card says of a cell of the grid."""
-    settings, results = result["settings"], load_results(config.docs / "evidence")
-    chosen = "It was chosen by validation problems; the test problems decided nothing."
-    return card(
-        title=f"{ARMS[cell.arm].title}, seed {cell.seed}",
-        base=settings["model"],
-        dataset=settings["dataset"],
-        origin=f"`{result['command']}`, then `python -m benchmarks.evidence ship {cell.name}`; "
-        f"commit {result['commit']}, {result['date']}. SFT on {settings['solved']} worked "
-        f"solutions ({settings['sft_passes']} passes), then {settings['steps']} steps of "
-        f"{settings['batch_size']} × {settings['group_size']} completions "
-        f"({result['training']['seconds'] / 60:.1f} minutes on {result['machine']['cpu']}, "
-        f"{result['machine']['cores']} cores).",
-        judged=judged,
-        before_rounding=[
-            "All arms of the grid it is one of, before rounding, over seeds and problems:",
-            "",
-            *summary_rows(results, pooled_sets(results)),
-        ],
-        limits=[
-            "The cell was named by hand." if config.cell else chosen,
-            "Its seed is one of several: the table above has their spread.",
-        ],
+    embedded = history["base_model"] == machine.EMBEDDED_MODEL
+    words = history["dataset"].startswith("word-problems")
+    before, after = history.get("start_accuracy"), history["accuracy"]
+    measured = before is not None and after is not None
+    return template("model_card.md.jinja").render(
+        {
+            "history": history,
+            "sft": sft,
+            "summary": summary,
+            "embedded": embedded,
+            "hub_id": EMBEDDED_HUB_ID if embedded else history["base_model"],
+            "data": "word problems from this project's own generator (Apache-2.0)"
+            if words
+            else "GSM8K's train file (MIT)",
+            "scores": [_score_row(name, found) for name, found in judged.items()],
+            "total": summary["accuracy"]["grpo"]["strict"]["total"],
+            "measured": _measured_rows(summary),
+            "validation": f"GRPO went from {100 * before:.0f} to {100 * after:.0f} %"
+            if measured
+            else "nothing was measured",
+            "examples": _examples(as_rows(next(iter(judged.values())))),
+        },
     )
+
+
+def _score_row(name: str, found: Evaluation) -> list[str]:
+    """A test set, with intervals over problems."""
+    intervals = [crossed_bootstrap([found.per_problem(strict)]) for strict in GRADINGS.values()]
+    return [TITLES.get(name, name), str(len(found.problems)), *(i.percent for i in intervals)]
+
+
+def _measured_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, title in (("base", "base model"), ("sft", "after SFT"), ("grpo", "after GRPO")):
+        found, drawn = summary["accuracy"][name], summary["sampled_accuracy"].get(name)
+        greedy = [_share(found[grading]) for grading in GRADINGS]
+        rows.append([title, *greedy, "–" if drawn is None else _percent(drawn["strict"])])
+    return rows
+
+
+def _share(found: Mapping[str, Any]) -> str:
+    low, high = wilson_interval(found["correct"], found["total"])
+    return _percent({"mean": found["correct"] / found["total"], "low": low, "high": high})
+
+
+def _percent(found: Mapping[str, float]) -> str:
+    return "{:.1f} ({:.1f}–{:.1f})".format(*(100 * found[key] for key in ("mean", "low", "high")))
+
+
+def _examples(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The first right and the first wrong greedy answer, as they came."""
+    found = []
+    for title, right in (("Right", True), ("Wrong", False)):
+        matching = [r for r in rows if (r["completions"][0]["strict"] == "correct") is right]
+        found += [(title, row) for row in matching[:1]]
+    return found

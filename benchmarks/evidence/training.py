@@ -11,23 +11,16 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.arms import FORMAT
-from benchmarks.evidence.plan import (
-    ARMS,
-    OURS,
-    START,
-    Cell,
-    EvidenceConfig,
-    read_json,
-    write_atomically,
-)
+from benchmarks.evidence.plan import ARMS, OURS, START, Cell, EvidenceConfig, made_once, read_json
 from benchmarks.evidence.pools import pools, without_golds
-from benchmarks.evidence.reading import watch
+from benchmarks.evidence.reward_hacking import reward_hacking
+from benchmarks.trainers import FORMAT
 from rlm.data.problem import Problem
 from rlm.grading.answers import grade, split_completion
 from rlm.model import hardware as machine
@@ -82,9 +75,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     """
     practice = pools(config, cell.seed).practice
     file = config.folder(cell) / "drawn.json"
-    if not file.exists():
-        write_atomically(file, _draw(config, cell, practice))
-    drawn = read_json(file)
+    drawn = made_once(file, partial(_draw, config, cell, practice))
     kept = {
         (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
         for problem, texts in zip(practice, drawn["texts"], strict=True)
@@ -203,7 +194,7 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
             "length": row["completion/length_mean"],
             "truncated": row["completion/truncated_rate"],
             "entropy": row.get("policy/entropy"),
-            "watch": watch(drawn[row["step"]]),
+            "watch": reward_hacking(drawn[row["step"]]),
         }
         for row in rows
     ]

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from benchmarks.arms import Work, reward_function
 from benchmarks.evidence.plan import Cell, EvidenceConfig
 from benchmarks.evidence.pools import pools
 from benchmarks.evidence.training import is_whole
-from benchmarks.trl_arm import Clock, Settings, TimedTrainer, config_for, prompt_rows
-from rlm.data.prompts import stop_token_ids
+from benchmarks.trainers import Work, reward_function
+from benchmarks.trl_arm import Clock, TimedTrainer, config_for, dataset, load_policy
 from rlm.model import adapters, export
 from rlm.model import base as models
-from rlm.model import hardware as machine
-from rlm.training.batches import problems_for_step
 
 SPLIT_SECONDS = "steps.jsonl"
 
@@ -45,11 +42,6 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     folder = config.folder(cell) / "train"
     folder.mkdir(parents=True, exist_ok=True)
     begun, steps_file = _last_whole_checkpoint(folder), folder / SPLIT_SECONDS
-    device = machine.pick_device()
-    tokenizer = models.load_tokenizer(config.model)
-    base = models.load_base(config.model, device)
-    base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
-    policy = adapters.load_adapter(base, start, trainable=True)
     ours = config.grpo_config(cell, start)
     work = Work(
         model=config.model,
@@ -61,31 +53,20 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
         learning_rate=config.learning_rate,
         seed=cell.seed,
     )
-    practice = pools(config, cell.seed).practice
-    order = [
-        problem
-        for step in range(config.steps)
-        for problem in problems_for_step(practice, step, config.batch_size, cell.seed)
-    ]
+    policy, tokenizer = load_policy(work)
     optimizer = torch.optim.AdamW(
         adapters.adapter_tensors(policy).values(), lr=config.learning_rate, weight_decay=0.0
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: ours.learning_rate_at(step) / ours.learning_rate
     )
+    saving = {"save_strategy": "steps", "save_steps": config.curve_every}
     clock = KeptClock(steps_file)
     clock.trainer = TimedTrainer(
         model=policy,
         reward_funcs=reward_function("strict", config.group_size),
-        args=config_for(
-            work,
-            Settings(**config.trl_settings()),
-            str(folder),
-            device.type == "cpu",
-            save_strategy="steps",
-            save_steps=config.curve_every,
-        ),
-        train_dataset=prompt_rows(order, tokenizer),
+        args=config_for(work, config.trl_settings(), str(folder), **saving),
+        train_dataset=dataset(work.problems(pools(config, cell.seed).practice), tokenizer),
         processing_class=tokenizer,
         callbacks=[clock],
         optimizers=(optimizer, schedule),

@@ -37,8 +37,9 @@ from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.cli.options import UsageError, to_dict
 from rlm.data.experiences import load_experiences, with_experiences
 from rlm.data.problem import Problem
 from rlm.evaluation.statistics import bootstrap_interval, mean_at_k, paired_bootstrap

@@ -11,8 +11,9 @@ from pathlib import Path
 from recipes.orchestrator.graph import Invalid
 from recipes.orchestrator.orchestrator import OpenRun
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag
+from rlm.cli.options import UsageError
 from rlm.grading.answers import grade
 from rlm.model import hardware as machine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.orchestrator.graph import AGENTS, MOST_AGENTS
 from rlm.cli import terminal
-from rlm.cli.options import flag
+from rlm.cli.flags import flag
 from rlm.training.config import GRPOConfig
 
 ADAPTER = "adapters_lora"  # in the run directory, unless --output names another place

@@ -25,8 +25,9 @@ from recipes.orchestrator.reward import Outcome, summary, try_graphs
 from recipes.orchestrator.runner import Runner
 from rlm.api_client import Price
 from rlm.cli import terminal
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.cli.options import UsageError, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
 from rlm.evaluation.statistics import bootstrap_interval, paired_bootstrap, wilson_interval

@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.flags import merge_switches
-from rlm.cli.options import check_values, flag
+from rlm.cli.flags import check_values, flag, merge_switches
 from rlm.data.prompts import FORMATS
 from rlm.model.quantize import QUANTIZATIONS
 from rlm.runs.trackers import TRACKER_NAMES

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.options import check_values, flag
+from rlm.cli.flags import check_values, flag
 from rlm.data.prompts import FORMATS
 from rlm.model.quantize import QUANTIZATIONS
 from rlm.runs.trackers import TRACKER_NAMES

@@ -5,24 +5,22 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import chain
 from pathlib import Path
 
 import pytest
 from conftest import tiny_model
 
 from benchmarks import (
-    arms,
     floor,
-    graphs,
     grpo_step,
     harness,
     learning_curve,
-    peers,
     rollout,
+    samplers,
     scaling,
+    serving,
+    trainers,
 )
-from recipes.orchestrator.runner import Reply
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.sampling import Sampler
@@ -33,7 +31,7 @@ SCRIPTS = {
     grpo_step: grpo_step.GRPOStepConfig,
     learning_curve: learning_curve.LearningCurveConfig,
     scaling: scaling.ScalingConfig,
-    graphs: graphs.GraphsConfig,
+    serving: serving.ServingConfig,
 }
 PROMPTS, SEEDS = [[10, 11, 12, 13, 14], [10, 11, 20]], [1, 100]
 
@@ -136,15 +134,14 @@ def test_the_cost_of_a_model_counts_each_weight_once():
 
 
 def test_ours_draws_as_many_tokens_as_asked_for(tokenizer):
-    sampler = Sampler(tiny_model(), tokenizer)
-    assert rollout.ours_fixed(sampler, PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
-    lengths = [[1, 9, 2], [4, 1, 3]]
-    assert rollout.ours_lengths(sampler, 2, PROMPTS, lengths, SEEDS) == 20
+    arm = samplers.Ours(Sampler(tiny_model(), tokenizer), max_num_seqs=2)
+    assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
+    assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_generate_draws_as_many_tokens_as_asked_for(tokenizer, options):
-    arm = peers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
+    arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
     assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
     # Batches of 4 rows: it raises by itself unless each ends with its longest row.
     assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
@@ -187,8 +184,12 @@ def server():
         http.shutdown()
 
 
+def connect(name, url):
+    return samplers.Server(url, **samplers.SERVERS[name])
+
+
 def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(server):
-    arm = peers.vllm(server)
+    arm = connect("vllm", server)
     assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 42
     assert sorted(body["prompt"] for body in _Completions.asked) == sorted(PROMPTS)
     body = _Completions.asked[0]
@@ -198,7 +199,7 @@ def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(server):
 
 
 def test_rows_of_their_own_length_are_requests_of_their_own(server):
-    arm = peers.llama_cpp(server)
+    arm = connect("llama.cpp", server)
     assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
     assert sorted(body["max_tokens"] for body in _Completions.asked) == [1, 1, 2, 3, 4, 9]
     assert len({body["seed"] for body in _Completions.asked}) == 6
@@ -206,12 +207,12 @@ def test_rows_of_their_own_length_are_requests_of_their_own(server):
 
 def test_a_server_that_stops_early_is_refused(server):
     with pytest.raises(RuntimeError, match="drew 6 tokens instead of 7"):
-        peers.vllm(server).fixed([[0]], 1, 7, [1])
+        connect("vllm", server).fixed([[0]], 1, 7, [1])
 
 
 def test_a_server_that_is_not_there_is_a_usage_error():
     with pytest.raises(UsageError, match="refused"):
-        peers.vllm("http://127.0.0.1:9")
+        connect("vllm", "http://127.0.0.1:9")
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -219,25 +220,27 @@ def test_a_server_that_is_not_there_is_a_usage_error():
 
 @pytest.mark.parametrize(("kind", "share"), [("half", 0.5), ("all", 1.0)])
 def test_scripted_rewards_give_a_known_share_of_signal(kind, share):
-    work = arms.Work(model="", adapter=None, prompts=4, group_size=2)
-    recorder = arms.Recorder(work, save=lambda path: None)
-    reward = recorder.around(arms.reward_function(kind, 2))
+    work = trainers.Work(model="", adapter=None, prompts=4, group_size=2)
+    recorder = trainers.Recorder(work, save=lambda path: None)
+    reward = recorder.around(trainers.reward_function(kind, 2))
     rewards = reward(completions=["x"] * 8, answer=["1"] * 8)
     assert rewards[:2] == [1.0, 0.0]
     assert recorder.signal == [share]
 
 
 def test_the_strict_reward_is_the_one_of_training():
-    reward = arms.reward_function("strict", 2)
+    reward = trainers.reward_function("strict", 2)
     right = "<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>"
     assert reward(completions=[right, "2"], answer=["2", "2"], prompts=[]) == [1.0, 0.0]
 
 
 def test_snapshots_carry_the_steps_done_and_take_no_time_from_a_step(tmp_path):
-    work = arms.Work("", None, prompts=1, group_size=2, snapshots=str(tmp_path), snapshot_every=2)
+    work = trainers.Work(
+        "", None, prompts=1, group_size=2, snapshots=str(tmp_path), snapshot_every=2
+    )
     saved = []
-    recorder = arms.Recorder(work, save=lambda path: saved.append(path.name))
-    reward = recorder.around(arms.reward_function("all", 2))
+    recorder = trainers.Recorder(work, save=lambda path: saved.append(path.name))
+    reward = recorder.around(trainers.reward_function("all", 2))
     for _ in range(3):
         reward(completions=["x"] * 2)
     recorder.snapshot(3)
@@ -251,11 +254,11 @@ def test_snapshots_carry_the_steps_done_and_take_no_time_from_a_step(tmp_path):
 
 
 def test_our_arm_trains_and_accounts_for_every_step(model_dir, tmp_path):
-    work = arms.Work(
+    work = trainers.Work(
         str(model_dir), None, prompts=2, group_size=2, max_new_tokens=4, steps=2,
         ignore_ends=True, snapshots=str(tmp_path),
     )  # fmt: skip
-    result = arms.run_ours(**vars(work))
+    result = trainers.run_ours(**vars(work))
     assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
     assert [step["signal"] for step in result["steps"]] == [0.5, 0.5]
     assert all(step["learn"] > 0 for step in result["steps"])
@@ -283,11 +286,14 @@ def test_the_first_step_of_a_process_is_not_measured():
 def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, model_dir, tmp_path):
     from benchmarks import trl_arm  # loads TRL
 
-    work = arms.Work(str(model_dir), None, prompts=2, group_size=4, max_new_tokens=8, steps=3)
-    rows = trl_arm.dataset(work, tokenizer)
-    assert [row["answer"] for row in rows] == [p.answer for step in work.problems() for p in step]
-    settings = trl_arm.Settings(2, False, False, False, False)
-    config = trl_arm.config_for(work, settings, str(tmp_path), use_cpu=True)
+    work = trainers.Work(str(model_dir), None, prompts=2, group_size=4, max_new_tokens=8, steps=3)
+    problems = work.problems(work.pool())
+    assert len(problems) == 2 * 3
+    assert [row["answer"] for row in trl_arm.dataset(problems, tokenizer)] == [
+        problem.answer for problem in problems
+    ]
+    settings = trainers.TRLFlags(trl_batch=2).trl_settings()
+    config = trl_arm.config_for(work, settings, str(tmp_path))
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 8
     assert config.generation_batch_size == 8
     assert (config.top_k, config.temperature, config.beta) == (0, 1.0, 0.0)
@@ -310,7 +316,7 @@ def test_curves_are_compared_where_both_have_as_many_samples():
 
 
 def test_a_curve_counts_training_seconds_up_to_each_snapshot():
-    work = arms.Work("", None, prompts=2, group_size=5)
+    work = trainers.Work("", None, prompts=2, group_size=5)
     run = {"steps": [{"total": 1.0}, {"total": 2.0}], "snapshots": [0, 2]}
     rows = learning_curve.curve(work, run, [[0, 1], [1, 1]])
     assert [(r["seconds"], r["samples"], r["correct"]) for r in rows] == [(0.0, 0, 1), (3.0, 20, 2)]
@@ -318,7 +324,7 @@ def test_a_curve_counts_training_seconds_up_to_each_snapshot():
 
 
 def test_the_picture_is_drawn(tmp_path, capsys):
-    work = arms.Work("", None)
+    work = trainers.Work("", None)
     run = {"steps": [{"total": 1.0}], "snapshots": [0, 1]}
     rows = learning_curve.curve(work, run, [[0, 1], [1, 1]])
     learning_curve.draw({"ours": rows, "trl": rows}, tmp_path / "curve.png")
@@ -333,29 +339,6 @@ def test_growth_in_proportion_has_exponent_one():
 def test_sizes_of_models_are_those_of_their_shapes():
     assert scaling.parameters("random:smollm2-135m") == 134_515_008
     assert scaling.parameters("random:qwen2.5-0.5b") == 494_032_768
-
-
-# --- graphs of agents ----------------------------------------------------------------------------
-
-
-def test_both_arms_run_the_same_graphs_in_other_batches(capsys):
-    class Counting:
-        def __init__(self):
-            self.batches = []
-
-        def reply(self, calls):
-            self.batches.append([(call.system_prompt, call.text) for call in calls])
-            return [Reply("4")] * len(calls)
-
-        def release(self):
-            pass
-
-    agents = Counting()
-    report = graphs.measure(graphs.GraphsConfig(graphs=3, repeats=1), agents)
-    assert [len(batch) for batch in agents.batches] == [3, 3, 1, 1, 1, 1, 1, 1] * 2
-    together, alone = agents.batches[8:10], agents.batches[10:]  # after the warm-up
-    assert sorted(chain(*alone)) == sorted(chain(*together))
-    assert set(report["ratio"]) == {"one at a time"}
 
 
 # --- the scripts --------------------------------------------------------------------------------
@@ -376,7 +359,7 @@ def test_help_works(script, capsys):
         (grpo_step, ["--trl-batch", "7"]),
         (learning_curve, ["--minutes", "0"]),
         (scaling, ["--group-size", "1"]),
-        (graphs, ["--graphs", "0"]),
+        (serving, ["--requests", "0"]),
     ],
 )
 def test_contradictions_are_refused(script, arguments, capsys):
@@ -399,3 +382,11 @@ def test_rollouts_of_the_embedded_model(tmp_path):
     assert report["ratio"]["generate"] > 0
     assert report["memory_ratio"]["generate"] > 0  # measured in processes of their own
     assert report["cells"][0]["floor"]["share"] > 0
+
+
+@pytest.mark.parametrize("script", ["scaling", "evidence"])
+def test_a_script_run_by_its_path_says_how_it_is_run(script):
+    path = ROOT / "benchmarks" / (script if script == "evidence" else f"{script}.py")
+    done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: run it as python -m benchmarks.{script}\n"

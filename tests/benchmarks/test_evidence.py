@@ -22,22 +22,10 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
-from benchmarks.evidence import (
-    by_family,
-    failures,
-    grid,
-    intervals,
-    plan,
-    pools,
-    reading,
-    report,
-    results,
-    scrutiny,
-    sections,
-    training,
-)
-from benchmarks.evidence.intervals import crossed_bootstrap, difference, scores
+from benchmarks.evidence import failures, grid, plan, pools, report, reward_hacking, training
+from benchmarks.evidence.intervals import Interval, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
+from benchmarks.evidence.results import Results, matrix
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.runs import atomic_files as records
@@ -79,39 +67,29 @@ def test_cells_are_chosen_by_pattern():
         EvidenceConfig(cells=("gpro-*",)).chosen_cells()
 
 
-def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
-    EvidenceConfig(grid=tmp_path).fix()
-    EvidenceConfig(grid=tmp_path, seeds=(0, 7), minutes=1.0).fix()  # these may change
-    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
-        EvidenceConfig(grid=tmp_path, steps=13).fix()
-
-
 def test_the_base_is_one_cell_whatever_the_seeds():
-    from benchmarks.evidence.judging import command_of
-
-    config = EvidenceConfig(seeds=(9,))
-    bases = [cell for cell in config.all_cells() if ARMS[cell.arm].kind == "base"]
+    bases = [c for c in EvidenceConfig(seeds=(9,)).all_cells() if ARMS[c.arm].kind == "base"]
     assert bases == [Cell("base_zero", 0), Cell("base_few", 0)]
-    assert command_of(config, bases[0]) == "python -m benchmarks.evidence --cells base_zero-s0"
 
 
-def test_a_grid_keeps_the_test_sets_it_was_begun_with(tmp_path, monkeypatch):
-    def fix(grid: str, installed: bool) -> None:
-        monkeypatch.setattr(pools, "gym_installed", lambda: installed)
-        EvidenceConfig(grid=tmp_path / grid).fix()
+def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, monkeypatch):
+    def fix(grid: str, gym: bool = False, **options) -> None:
+        monkeypatch.setattr(pools, "gym_installed", lambda: gym)
+        EvidenceConfig(grid=tmp_path / grid, **options).fix()
 
-    fix("without", False)
-    fix("without", False)
-    with pytest.raises(UsageError, match="without reasoning-gym, which is installed now: pip unin"):
-        fix("without", True)
-    (tmp_path / "old").mkdir()
+    fix("new")
+    fix("new", seeds=(0, 7), minutes=1.0)  # these may change
+    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
+        fix("new", steps=13)
+    with pytest.raises(UsageError, match="with reasoning-gym installed False, not True"):
+        fix("new", gym=True)
     settings = EvidenceConfig().settings()
     assert pools.OTHER not in settings  # results are compared by these
     plan.write_atomically(tmp_path / "old" / "settings.json", settings)
-    fix("old", True)  # of a grid from before this was written down
+    fix("old", gym=True)  # of a grid from before this was written down
     assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
-    with pytest.raises(UsageError, match="with reasoning-gym, which is not installed: pip install"):
-        fix("old", False)
+    with pytest.raises(UsageError, match="with reasoning-gym installed True, not False"):
+        fix("old")
 
 
 def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
@@ -143,8 +121,8 @@ def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
 
 def test_a_config_travels_to_a_cells_process():
     config = EvidenceConfig(seeds=(3, 4), cells=("x",), minutes=2.5)
-    back = EvidenceConfig.from_payload(json.loads(json.dumps(config.payload())))
-    assert replace(back, grid=config.grid) == config
+    back = EvidenceConfig(**json.loads(json.dumps(config.payload())))
+    assert replace(back, grid=config.grid, seeds=(3, 4), cells=("x",)) == config
     assert back.grid.is_absolute()
 
 
@@ -170,9 +148,8 @@ def test_mistakes_are_refused(arguments, tmp_path, capsys):
 def test_only_grpo_meets_the_practised_families_and_nobody_their_solutions():
     config = EvidenceConfig()
     learned = pools.pools(config, seed=1)
-    families = {p.columns["family"] for p in learned.solved}
-    assert families == set(pools.TAUGHT)
-    assert families.isdisjoint(pools.PRACTISED)
+    assert {p.columns["family"] for p in learned.solved} == set(pools.TAUGHT)
+    assert not set(pools.TAUGHT) & set(pools.PRACTISED)
     practised = {p.columns["family"] for p in learned.practice}
     assert practised == {*pools.TAUGHT, *pools.PRACTISED}
     assert not any(p.solution for p in learned.practice)
@@ -184,10 +161,10 @@ def test_only_grpo_meets_the_practised_families_and_nobody_their_solutions():
 def test_no_problem_is_learned_and_judged():
     config = EvidenceConfig()
     learned = pools.pools(config, seed=0)
-    parts = [{p.question for p in part} for part in (learned.solved, learned.practice)]
-    parts += [{p.question for p in learned.validation}]
-    parts += [{p.question for p in one.problems} for one in pools.judged_sets(config)]
-    assert all(a.isdisjoint(b) for a, b in permutations(parts, 2))
+    parts = [learned.solved, learned.practice, learned.validation]
+    parts += [one.problems for one in pools.judged_sets(config)]
+    questions = [{p.question for p in part} for part in parts]
+    assert all(a.isdisjoint(b) for a, b in permutations(questions, 2))
 
 
 def test_each_operation_is_taught_and_practised():
@@ -216,10 +193,7 @@ def test_shuffled_golds_are_other_problems_golds():
 
 def test_the_base_samples_fewer():
     config = EvidenceConfig(base_sampled=3, sampled_problems=5)
-    sizes = [
-        {one.name: one.sampled for one in pools.judged_sets(config, base=base)}["taught"]
-        for base in (True, False)
-    ]
+    sizes = [pools.judged_sets(config, base=base)[0].sampled for base in (True, False)]
     assert sizes == [3, 5]
 
 
@@ -270,16 +244,18 @@ def test_gym_problems_have_numbers_for_golds():
 # --- statistics ---------------------------------------------------------------------------------
 
 
-def test_equal_scores_have_no_spread():
-    found = crossed_bootstrap(np.full((3, 7), 0.25))
-    assert (found.mean, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
-    assert (found.seeds, found.problems) == (3, 7)
-
-
-def test_two_problems_give_the_whole_range():
-    # One seed, scores 0 and 1: a resample is 0, ½ or 1 with chances ¼, ½, ¼.
-    found = crossed_bootstrap([[0.0, 1.0]])
-    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+@pytest.mark.parametrize(
+    ("scores", "interval", "shape"),
+    [
+        (np.full((3, 7), 0.25), (0.25, 0.25, 0.25), (3, 7)),  # equal scores have no spread
+        # One seed, scores 0 and 1: a resample is 0, ½ or 1 with chances ¼, ½, ¼.
+        ([[0.0, 1.0]], (0.5, 0.0, 1.0), (1, 2)),
+    ],
+)
+def test_intervals_by_hand(scores, interval, shape):
+    found = crossed_bootstrap(scores)
+    assert (found.mean, found.low, found.high) == pytest.approx(interval)
+    assert (found.seeds, found.problems) == shape
 
 
 def test_more_seeds_of_the_same_scores_do_not_make_the_problems_surer():
@@ -289,22 +265,16 @@ def test_more_seeds_of_the_same_scores_do_not_make_the_problems_surer():
     assert ten.high - ten.low == pytest.approx(one.high - one.low, rel=0.05)
     expected = 1.96 * math.sqrt(0.25 / 50)  # of a mean of 50 coins
     assert one.mean - one.low == pytest.approx(expected, rel=0.15)
-
-
-def test_seeds_that_differ_widen_the_interval():
-    row = np.arange(50) % 2
-    found = crossed_bootstrap([np.zeros(50), row, np.ones(50)])
-    assert found.low < 0.1
-    assert found.high > 0.9
+    differing = crossed_bootstrap([np.zeros(50), row, np.ones(50)])  # seeds that differ widen it
+    assert differing.low < 0.1
+    assert differing.high > 0.9
 
 
 def test_a_difference_is_paired():
-    rng = np.random.default_rng(0)
-    before = rng.integers(0, 2, (3, 40)) * 0.5
+    before = np.random.default_rng(0).integers(0, 2, (3, 40)) * 0.5
     found = difference(before, before + 0.25)
     assert (found.mean, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
-    alone = difference(before[:1], before + 0.25)  # an arm without seeds beside each
-    assert alone.seeds == 3
+    assert difference(before[:1], before + 0.25).seeds == 3  # an arm without seeds beside each
     with pytest.raises(ValueError, match="not paired"):
         difference(before[:2], before)
     with pytest.raises(ValueError, match="no scores"):
@@ -321,16 +291,21 @@ def a_test(greedy="01", sampled=("1100", "0000"), ids=("a", "b")):
     }
 
 
-def test_scores_of_a_test_set_by_hand():
-    test = a_test()
-    assert scores(test, "greedy", "strict") == [0.0, 1.0]
-    assert scores(test, "greedy", "lenient") == [1.0, 1.0]
-    assert scores(test, "sampled", "strict") == [0.5, 0.0]
-    assert scores(test, "majority", "strict") == [0.5, 0.0]
-    # 2 of 4 are right: two draws miss both with chance C(2,2) / C(4,2) = 1/6.
-    assert scores(test, "pass@2", "strict") == pytest.approx([5 / 6, 0.0])
-    assert scores(test, "pass@1", "strict") == scores(test, "sampled", "strict")
-    assert scores(test, "pass@4", "strict") == [1.0, 0.0]
+@pytest.mark.parametrize(
+    ("metric", "grading", "expected"),
+    [
+        ("greedy", "strict", [0.0, 1.0]),
+        ("greedy", "lenient", [1.0, 1.0]),
+        ("sampled", "strict", [0.5, 0.0]),
+        ("majority", "strict", [0.5, 0.0]),
+        ("pass@1", "strict", [0.5, 0.0]),
+        # 2 of 4 are right: two draws miss both with chance C(2,2) / C(4,2) = 1/6.
+        ("pass@2", "strict", [5 / 6, 0.0]),
+        ("pass@4", "strict", [1.0, 0.0]),
+    ],
+)
+def test_scores_of_a_test_set_by_hand(metric, grading, expected):
+    assert scores(a_test(), metric, grading) == pytest.approx(expected)
 
 
 def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
@@ -339,16 +314,17 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
 
     ours = [result("grpo", 0, ("1111", "0000")), result("grpo", 1, ("0000", "1111"))]
     start = [result("sft", 1, ("1111", "1111")), result("sft", 2, ("1111", "1111"))]
-    a, b = intervals.common(start, ours, ["t"], "sampled", "strict")
-    assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
     base = [result("base_few", 0, ("1111",))]  # sampled the first problem only
-    a, b = intervals.common(base, ours, ["t"], "sampled", "strict")
+    found = Results({"grpo": ours, "sft": start, "base_few": base})
+    a, b = found.paired("sft", "grpo", "sampled", sets=["t"])
+    assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
+    a, b = found.paired("base_few", "grpo", "sampled", sets=["t"])
     assert (a.tolist(), b.tolist()) == ([[1]], [[1], [0]])
     with pytest.raises(ValueError, match="no seed"):
-        intervals.common(start[1:], ours, ["t"], "sampled", "strict")
+        Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled", sets=["t"])
     other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
     with pytest.raises(ValueError, match="different problems"):
-        intervals.matrix(other, ["t"], "greedy", "strict")
+        matrix(other, ["t"], "greedy", "strict")
 
 
 def test_maj_at_8_is_the_mean_over_groups_of_8():
@@ -367,31 +343,6 @@ def test_maj_at_8_is_the_mean_over_groups_of_8():
 # --- reading by rule ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "holds"),
-    [
-        ("cost: 3 * 4 = 12", 12, True),
-        ("2 + 3 * 4 = 14.", 14, True),
-        ("2 + 3 × 4 = 20", 14, False),
-        ("10 - 3 - 2 = 5", 5, True),
-        ("8 -3 = 5", 5, True),
-        ("-8 + 3 = -5", -5, True),
-        ("7 / 2 = 3.5", 3.5, True),
-        ("7 / 0 = 3", None, False),
-        ("3 x $4", None, None),
-        ("1.5 * 4 = $6", 6, True),
-    ],
-)
-def test_equations_are_found_and_checked(text, value, holds):
-    found = reading.equations(text)
-    if holds is None:
-        assert found == []
-        return
-    (equation,) = found
-    assert equation.value == value
-    assert equation.holds is holds
-
-
 ROW = {
     "question": "Ann, 9, buys 3 pens at 4 dollars.",
     "solution": "cost: 3 * 4 = 12",
@@ -400,41 +351,32 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "answer", "sort"),
+    ("reasoning", "answer", "sort", "row"),
     [
-        ("cost: 3 + 4 = 7", "7", "wrong operation"),
-        ("cost: 3 * 4 = 13", "13", "arithmetic"),
-        ("cost: 4 * 3 = 13", "13", "arithmetic"),  # the order of factors is no mistake
-        ("cost: 3 * 3 = 9", "9", "wrong numbers"),
-        ("cost: 3 * 9 = 27", "27", "distractor"),
-        ("cost: 3 * 8 = 24", "24", "invented number"),
-        ("cost: 3 * 4 = 12\nleft: 12 - 4 = 8", "8", "extra step"),
-        ("cost: 3 * 4 = 12", "13", "answer differs"),
-        ("twelve", "13", "no equation"),
+        ("cost: 3 + 4 = 7", "7", "wrong operation", {}),
+        ("cost: 3 * 4 = 13", "13", "arithmetic", {}),
+        ("cost: 4 * 3 = 13", "13", "arithmetic", {}),  # the order of factors is no mistake
+        ("cost: 3 * 3 = 9", "9", "wrong numbers", {}),
+        ("cost: 3 * 9 = 27", "27", "distractor", {}),
+        ("cost: 3 * 8 = 24", "24", "invented number", {}),
+        ("cost: 3 * 4 = 12\nleft: 12 - 4 = 8", "8", "extra step", {}),
+        ("cost: 3 * 4 = 12", "13", "answer differs", {}),
+        ("twelve", "13", "no equation", {}),
+        ("3 * 4 = 12", "12", "dropped step", {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}),
+        ("5 - 29 = 2", "2", "wrong order", {"question": "5, 29", "solution": "29 - 5 = 24"}),
     ],
 )
-def test_a_wrong_answer_is_sorted(reasoning, answer, sort):
+def test_a_wrong_answer_is_sorted(reasoning, answer, sort, row):
     text = f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>"
     completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert reading.first_sort(ROW, completion) == sort
-    assert sort in reading.SORTS
-
-
-def test_numbers_the_other_way_round_are_no_other_numbers():
-    row = {"question": "5 and 29", "solution": "difference: 29 - 5 = 24", "answer": "24"}
-    text = "<think>\ndifference: 5 - 29 = 2\n</think>\n<answer>2</answer>"
-    completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert reading.first_sort(row, completion) == "wrong order"
+    assert failures.sort_by_rule(ROW | row, completion) == sort
+    assert sort in failures.SORTS
 
 
 def test_sorts_that_come_before_reading():
     wrong = {"text": "<think>", "strict": "unclosed_reasoning", "truncated": True}
-    assert reading.first_sort(ROW, wrong) == "truncated"
-    assert reading.first_sort(ROW, wrong | {"truncated": False}) == "format"
-    two_steps = ROW | {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}
-    text = "<think>\na: 3 * 4 = 12\n</think>\n<answer>12</answer>"
-    one_step = {"text": text, "strict": "wrong", "truncated": False}
-    assert reading.first_sort(two_steps, one_step) == "dropped step"
+    assert failures.sort_by_rule(ROW, wrong) == "truncated"
+    assert failures.sort_by_rule(ROW, wrong | {"truncated": False}) == "format"
 
 
 def test_a_reward_without_reasoning_is_seen():
@@ -447,14 +389,14 @@ def test_a_reward_without_reasoning_is_seen():
         (says("3 * 4 = 12 so 1 + 1 = 3"), "12", True),  # a false step
         (says("a b c d " * 3), "13", False),  # repeats
     ]
-    found = reading.watch(rows)
+    found = reward_hacking.reward_hacking(rows)
     assert (found["completions"], found["right"]) == (4, 3)
     assert found["right_without_reasoning"] == pytest.approx(1 / 3)
     assert found["right_with_false_step"] == pytest.approx(1 / 3)
     assert found["repeated"] == 0.25
     assert found["reasoning_words"] == (5 + 3 + 11 + 12) / 4
-    assert not reading.repeats("a b c d " * 2)
-    assert reading.watch([])["right_without_reasoning"] == 0
+    assert not reward_hacking.repeats("a b c d " * 2)
+    assert reward_hacking.reward_hacking([])["right_without_reasoning"] == 0
 
 
 # --- every arm on a tiny model ------------------------------------------------------------------
@@ -677,7 +619,6 @@ class Killed(Exception):
 
 def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
     """Killed in the second step, and again between two test sets."""
-    from benchmarks.evidence import judging
     from rlm.training import metrics as report
 
     config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
@@ -698,7 +639,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
         grid.run(config)
     assert "step 1 of 2" in grid.state(config, Cell("random_reward", 0))
 
-    judged, write = [], judging.write_atomically
+    judged, write = [], plan.write_atomically
 
     def killed_after_one_set(file, content):
         if judged and len(judged) == 1:
@@ -707,7 +648,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
         judged.append(file.name)
         write(file, content)
 
-    monkeypatch.setattr(judging, "write_atomically", killed_after_one_set)
+    monkeypatch.setattr(plan, "write_atomically", killed_after_one_set)
     with pytest.raises(Killed):
         grid.run(config)
     assert first_steps == [0, 1, 1]  # step 0 was not run again
@@ -789,6 +730,15 @@ def test_a_coin_falls_the_same_again():
 def page(finished) -> str:
     report.write_report(finished)
     return (finished.docs / "README.md").read_text()
+
+
+def text_of(arms, docs: Path) -> str:
+    found = Results(arms)
+    return report.render(found, report.contents(found, docs))
+
+
+def section(page: str, title: str) -> str:
+    return page.partition(f"## {title}")[2].partition("\n## ")[0]
 
 
 def test_the_report_renders_every_section(finished, page):
@@ -882,50 +832,41 @@ def test_a_report_of_some_cells_says_no_more_than_they_do(finished, tmp_path, ar
     assert "Not run: " in page
 
 
-def test_the_report_names_the_seeds_that_are_left(finished, tmp_path):
-    folder = tmp_path / "evidence"
-    folder.mkdir()
-    for name in ("sft-s0", "grpo-s0", "base_zero-s0"):
-        (folder / f"{name}.json").write_text(json.dumps(result_of(finished, name)))
-    other = result_of(finished, "sft-s0") | {"cell": "sft-s1", "seed": 1}
-    (folder / "sft-s1.json").write_text(json.dumps(other))
-    last = scrutiny.cells(results.load_results(folder))[-1]
-    assert last.startswith("Not run: base, few-shot; GRPO (seed 1); SFT continued, same seconds; ")
+def test_the_report_names_the_seeds_that_are_left(finished):
+    arms = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "sft", "grpo")}
+    arms["sft"].append(arms["sft"][0] | {"seed": 1})
+    left = "base, few-shot; GRPO (seed 1); SFT continued, same seconds; "
+    assert report.not_run(Results(arms)).startswith(left)
 
 
-def test_the_table_of_cells_has_both_commits(finished):
+def test_the_table_of_cells_has_both_commits(finished, tmp_path):
     cell = result_of(finished, "sft-s0") | {"commit": 40 * "c"}
     assert cell["training"].pop("commit", "") != ""  # every trained cell has one, or None
-    assert "| – | cccccccc |" in "\n".join(scrutiny.cells({"sft": [cell]}))  # from before
+    assert "| – | cccccccc |" in text_of({"sft": [cell]}, tmp_path)  # from before
     cell["training"]["commit"] = 40 * "b" + "-dirty"
-    page = "\n".join(scrutiny.cells({"sft": [cell]}))
+    page = text_of({"sft": [cell]}, tmp_path)
     assert "| trained at | judged at |" in page
     assert "| bbbbbbbb-dirty | cccccccc |" in page
 
 
-def test_the_seeds_are_those_of_training(finished):
-    trained = result_of(finished, "sft-s0") | {"seed": 3}
-    bases = {"base_zero": [result_of(finished, "base_zero-s0")]}
-    assert "Training seeds: 3." in "\n".join(sections.head(bases | {"sft": [trained]}))
-    assert "Training seeds: none." in "\n".join(sections.head(bases))
+def test_seeds_are_of_training_and_means_over_other_ones_are_marked(finished, tmp_path):
+    arms = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
+    assert Results({"base_zero": arms["base_zero"]}).seeds == []
+    assert not report.contents(Results(arms), tmp_path)["other_starts"]
+    arms["sft"].append(arms["sft"][0] | {"seed": 3})
+    assert Results(arms).seeds == [0, 3]
+    assert report.contents(Results(arms), tmp_path)["other_starts"]
 
 
-def test_means_over_other_seeds_are_not_read_side_by_side(finished):
-    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("base_zero", "grpo", "sft")}
-    assert "other seeds" not in "\n".join(sections.summary(found, pools.WORDS))
-    found["sft"].append(found["sft"][0] | {"seed": 3})
-    assert "other seeds had other starts" in "\n".join(sections.summary(found, pools.WORDS))
-
-
-def test_only_test_sets_that_all_cells_share_are_compared(finished):
-    found = {arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")}
-    assert "Left out" not in "\n".join(sections.head(found))
-    tests = found["grpo"][0]["tests"]
+def test_only_test_sets_that_all_cells_share_are_compared(finished, tmp_path):
+    found = Results({arm: [result_of(finished, f"{arm}-s0")] for arm in ("grpo", "sft")})
+    assert found.left_out == []
+    tests = found.arms["grpo"][0]["tests"]
     tests[pools.OTHER] = tests["taught"]
-    assert results.pooled_sets(found) == list(pools.WORDS)
-    assert "Left out, as not every cell was judged on it: reasoning-gym." in sections.head(found)
-    for page in (sections.by_set(found, pools.WORDS), by_family.families(found, finished.docs)):
-        assert "reasoning-gym" not in "\n".join(page)
+    assert found.pooled == list(pools.WORDS)
+    page = text_of(found.arms, tmp_path)
+    assert "Left out, as not every cell was judged on it: reasoning-gym." in page
+    assert page.count("reasoning-gym") == 1  # in no table
 
 
 def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
@@ -939,9 +880,12 @@ def test_the_best_arm_of_equal_cost_is_chosen_on_what_it_shares_with_grpo():
         "sft_continued": [result("sft_continued", 0, "000"), result("sft_continued", 1, "111")],
         "rejection": [result("rejection", 0, "001")],
     }
-    line = next(line for line in sections.leads(found, ["t"]) if line.startswith("- greedy, str"))
-    assert "(rejection sampling, same samples) **+33.3" in line
-    assert "On the 2 problems that are sampled too: +50.0 (" in line
+    found = Results(found)
+    best = found.best_rival(["sft_continued", "rejection"], "greedy", "strict")
+    assert best == "rejection"
+    assert found.lead("grpo", best, "greedy").points.startswith("+33.3")
+    few = found.lead_where_sampled("grpo", best)
+    assert (few.problems, few.points[:6]) == (2, "+50.0 ")
 
 
 def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
@@ -952,30 +896,28 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     found["settings"]["steps"] = 99
     (folder / "sft-s1.json").write_text(json.dumps(found | {"cell": "sft-s1", "seed": 1}))
     with pytest.raises(UsageError, match="other settings"):
-        results.load_results(folder)
+        Results.load(folder)
 
 
-def test_a_control_that_gains_is_named(finished, page):
-    found = results.load_results(finished.docs / "evidence")
+def test_a_control_that_gains_is_named(finished, page, tmp_path):
+    found = Results.load(finished.docs / "evidence").arms
     control = json.loads(json.dumps(found["random_reward"]))
     for test in control[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    page = "\n".join(sections.controls(found | {"random_reward": control}, pools.WORDS))
+    page = section(text_of(found | {"random_reward": control}, tmp_path), "Controls")
     assert "the cause is to be found" in page
     assert "+100.0 (+100.0 to +100.0)" in page
 
 
-def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
-
-    found = results.load_results(finished.docs / "evidence")
+def test_algorithms_that_do_not_differ_are_a_tie(finished, page, tmp_path):
+    found = Results.load(finished.docs / "evidence").arms
     better = json.loads(json.dumps(found["grpo"]))
     for test in better[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    lines = scrutiny.algorithms(found | {"cispo": better}, pools.WORDS)
-    (middle,) = [i for i, line in enumerate(lines) if line.startswith("Their leads")]
+    found = section(text_of(found | {"cispo": better}, tmp_path), "The algorithms")
     beside_ours, over_others = (
-        {line.split(" | ")[0].strip("| "): line for line in part}
-        for part in (lines[:middle], lines[middle:])
+        {line.split(" | ")[0].strip("| "): line for line in part.splitlines()}
+        for part in found.split("Their leads")
     )
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
@@ -987,17 +929,23 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page):
 
 
 def test_numbers_are_written_with_their_intervals():
-    assert results.points(intervals.Interval(-0.021, -0.05, 0.01, 3, 9)) == "−2.1 (−5.0 to +1.0)"
-    assert results.verdict(intervals.Interval(0.1, 0.05, 0.2, 10, 9)) == "above zero"
-    assert results.verdict(intervals.Interval(-0.1, -0.2, -0.05, 10, 9)) == "below zero"
-    few = intervals.Interval(0.1, 0.05, 0.2, 4, 9)
-    assert results.verdict(few) == "above zero, for these 4 seeds"
-    few = intervals.Interval(-0.1, -0.2, -0.05, 2, 9)
-    assert results.verdict(few) == "below zero, for these 2 seeds"
-    assert results.verdict(intervals.Interval(0.1, -0.05, 0.2, 3, 9)) == "zero lies inside"
-    assert results.verdict(intervals.Interval(0.1, 0.0004, 0.2, 3, 9)) == "zero lies inside"  # 0.0
-    one_seed = intervals.Interval(0.1, 0.05, 0.2, 1, 9)
-    assert results.verdict(one_seed) == "above zero, for one seed"
+    assert Interval(-0.021, -0.05, 0.01, 3, 9).points == "−2.1 (−5.0 to +1.0)"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "seeds", "verdict"),
+    [
+        (0.05, 0.2, 10, "above zero"),
+        (-0.2, -0.05, 10, "below zero"),
+        (0.05, 0.2, 4, "above zero, for these 4 seeds"),
+        (-0.2, -0.05, 2, "below zero, for these 2 seeds"),
+        (-0.05, 0.2, 3, "zero lies inside"),
+        (0.0004, 0.2, 3, "zero lies inside"),  # printed as 0.0
+        (0.05, 0.2, 1, "above zero, for one seed"),
+    ],
+)
+def test_few_seeds_speak_for_themselves_alone(low, high, seeds, verdict):
+    assert Interval((low + high) / 2, low, high, seeds, 9).verdict == verdict
 
 
 def test_failures_are_written_for_reading_and_keep_what_a_person_wrote(finished, capsys):
@@ -1044,7 +992,7 @@ def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monke
         with pytest.raises(Killed):
             failures.write_failures(config)
     assert file.read_text() == before
-    page = "\n".join(scrutiny.failures(file.parent))
+    page = text_of({"sft": [result_of(finished, "sft-s0")]}, file.parent.parent)
     anew = content["wrong"][0]["sort"] != "arithmetic"
     assert f"; 1 of them read and sorted by hand, {anew:d} otherwise than by the rule; " in page
     failures.write_failures(config)
@@ -1067,33 +1015,9 @@ def test_right_answers_with_doubtful_reasoning_are_listed():
     assert "completion: |-\n" in failures.as_yaml(content)
 
 
-def test_the_shipped_adapter_is_small_complete_and_says_where_it_comes_from(finished, model_dir):
-    from benchmarks.evidence.ship import best_on_validation, ship
-    from inference import load_rlm_model
-
-    assert best_on_validation(finished) == Cell("grpo", 0)
-    ship(finished)
-    tensors = load_file(finished.weights / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    trained = adapter_of(finished, "grpo")
-    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
-    run = read_json(finished.weights / "run.json")
-    assert run["cell"] == "grpo-s0"
-    assert run["greedy_after_rounding"]["taught"]["total"] == 4
-    card = (finished.weights / "README.md").read_text()
-    assert "license: apache-2.0" in card
-    assert "| families nobody saw | 4 |" in card
-    assert "Wrong. " in card
-    assert "Right. " not in card  # a random model is never right, and nothing is made up
-    texts = [file for file in finished.weights.iterdir() if file.suffix != ".safetensors"]
-    everything = "".join(file.read_text() for file in texts)
-    assert str(finished.grid) not in everything
-    model, _ = load_rlm_model(finished.weights, model=str(model_dir))
-    assert model.rlm_format.reasoning_tag == "think"
-
-
 def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finished, tmp_path):
     from benchmarks.evidence.ship import ship
+    from inference import load_rlm_model
 
     run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
     for cell, name in (("sft", "sft_lora"), ("grpo", "final_rlm_lora")):
@@ -1124,14 +1048,19 @@ def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finish
     assert "| families nobody saw | 4 |" in card
     tensors = load_file(weights / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert read_json(weights / "run.json")["command"] == summary["command"]
-
-
-def test_a_base_has_nothing_to_ship(finished):
-    from benchmarks.evidence.ship import ship
-
-    with pytest.raises(UsageError, match="trains no adapter"):
-        ship(replace(finished, command="ship", cell="base_zero-s0"))
+    trained = adapter_of(finished, "grpo")
+    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
+    shipped = read_json(weights / "run.json")
+    assert shipped["command"] == summary["command"]
+    assert shipped["greedy_after_rounding"]["families nobody saw"]["total"] == 4
+    assert "Wrong. " in card
+    assert "Right. " not in card  # a random model is never right, and nothing is made up
+    texts = [file for file in weights.iterdir() if file.suffix != ".safetensors"]
+    everything = "".join(file.read_text() for file in texts)
+    assert str(finished.grid) not in everything
+    assert str(tmp_path) not in everything
+    model, _ = load_rlm_model(weights, model=finished.model)
+    assert model.rlm_format.reasoning_tag == "think"
 
 
 @pytest.mark.slow

@@ -10,17 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
-from rlm.cli.options import (
-    UsageError,
-    _say,
-    check_values,
-    flag,
-    parse,
-    read_options,
-    resolve_config,
-    to_dict,
-)
+from rlm.cli.options import UsageError, _say, parse, read_options, resolve_config, to_dict
 
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 

@@ -1,7 +1,7 @@
-"""Our trainer as an arm of a benchmark, and what it shares with the other: the same work.
+"""What the trainers of a benchmark are asked to do, and ours as one of them; TRL's is trl_arm.py.
 
-Runs in a process of its own (`harness.run_child`), so that peak memory is its own. Times exclude
-evaluation and whatever the benchmark itself does in between.
+Each runs in a process of its own (`harness.run_child`), so that peak memory is its own. Times
+exclude evaluation and whatever the benchmark itself does in between.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import harness
+from rlm.cli.flags import flag
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
@@ -28,6 +30,77 @@ if TYPE_CHECKING:
 
 FORMAT = FORMATS["deepseek"]
 Reward = Callable[..., list[float]]
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@dataclass
+class TRLFlags:
+    """TRL's settings, part of each benchmark that has it as an arm; the defaults are tuned."""
+
+    trl_batch: int = flag(8, "TRL: rows in a forward pass", group="TRL", min=1)
+    trl_checkpointing: bool = flag(False, "TRL: recompute activations", group="TRL")
+    trl_continuous: bool = flag(False, "TRL: transformers' continuous batching", group="TRL")
+    trl_autocast: bool = flag(False, "TRL: its bf16 option (mixed precision)", group="TRL")
+    trl_malloc: bool = flag(False, "TRL: with our allocator settings", group="TRL")
+
+    def trl_settings(self) -> dict[str, Any]:
+        """As `trl_arm` takes them: without the prefix."""
+        return {
+            name.removeprefix("trl_"): value
+            for name, value in asdict(self).items()
+            if name.startswith("trl_")
+        }
+
+    def check_trl_batch(self, rows: int) -> None:
+        if rows % self.trl_batch:
+            raise ValueError("--trl-batch must divide the completions of a step")
+
+
+@dataclass
+class StepConfig(harness.BenchmarkConfig):
+    """What a benchmark of training steps takes."""
+
+    adapter: Path | None = flag(None, "adapter to start from (none: a new one)")
+    batch_size: int = flag(8, "problems in a step", aliases=("--prompts",), min=1)
+    group_size: int = flag(8, "completions of each", min=2)
+    max_new_tokens: int = flag(128, "longest completion", min=1)
+    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    learning_rate: float = flag(1e-6, "of AdamW, constant", min=0)
+
+    def work(self, model: str, **more: Any) -> Work:
+        """
+        Args:
+            model: a directory where `model` asks for random weights.
+            more: further fields of `Work`.
+        """
+        return Work(
+            model=model,
+            adapter=str(self.adapter) if self.adapter else None,
+            dataset=self.dataset,
+            prompts=self.batch_size,
+            group_size=self.group_size,
+            max_new_tokens=self.max_new_tokens,
+            learning_rate=self.learning_rate,
+            lora_r=self.lora_r,
+            seed=self.seed,
+            **more,
+        )
+
+
+@dataclass
+class ComparedConfig(TRLFlags, StepConfig):
+    """What a benchmark of ours beside TRL's trainer takes."""
+
+    trl_attn: str = flag("sdpa", "TRL: attention", group="TRL", choices=("sdpa", "eager"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_trl_batch(self.batch_size * self.group_size)
+
+
+# --- the work -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,14 +123,32 @@ class Work:
     snapshot_every: int = 1
     seed: int = 0
 
-    def problems(self) -> list[list[Problem]]:
-        """The problems of each step, in the order in which our trainer takes them."""
-        pool = self.pool()
-        steps = range(self.steps)
-        return [problems_for_step(pool, step, self.prompts, self.seed) for step in steps]
-
     def pool(self) -> list[Problem]:
         return load_problems(self.dataset, "train", max_samples=2000, seed=self.seed)
+
+    def problems(self, pool: Sequence[Problem]) -> list[Problem]:
+        """The problems of all steps, in the order in which our trainer takes them."""
+        return [
+            problem
+            for step in range(self.steps)
+            for problem in problems_for_step(pool, step, self.prompts, self.seed)
+        ]
+
+
+def run_work(
+    work: Work, trl: Mapping[str, Any] | None = None, memory_limit: int | None = None
+) -> dict[str, Any]:
+    """The work in a process of its own.
+
+    Args:
+        trl: settings of TRL's trainer; None: ours does it.
+        memory_limit: bytes beyond which allocations of TRL's process fail, before the system has
+            to choose which process to kill.
+    """
+    if trl is None:
+        return harness.run_child("benchmarks.trainers", "run_ours", asdict(work))
+    payload = {"work": asdict(work), "settings": dict(trl), "memory_limit": memory_limit}
+    return harness.run_child("benchmarks.trl_arm", "run_trl", payload)
 
 
 def reward_function(kind: str, group_size: int) -> Reward:
@@ -138,9 +229,7 @@ def snapshot_path(folder: str, done: int) -> Path:
     return Path(folder) / f"step_{done:06d}"
 
 
-def planned_memory_gb(trainer: GRPOTrainer) -> float:
-    """The memory plan of our trainer, to stand beside the measured peak."""
-    return trainer.memory_plan.peak / 2**30
+# --- ours -----------------------------------------------------------------------------------------
 
 
 def run_ours(**work: Any) -> dict[str, Any]:
@@ -171,7 +260,7 @@ def run_ours(**work: Any) -> dict[str, Any]:
             run_dir=Path(folder) / "run",
             output=Path(folder) / "adapter",
         )
-        recorder = Recorder(work, lambda path: save(trainer, path))
+        recorder = Recorder(work, lambda path: _save(trainer, path))
         reward = recorder.around(reward_function(work.reward, work.group_size))
         trainer = GRPOTrainer(work.model, config, reward_fn=reward)
         if work.ignore_ends:
@@ -187,5 +276,10 @@ def run_ours(**work: Any) -> dict[str, Any]:
     return recorder.result(steps) | {"planned_memory_gb": planned_memory_gb(trainer)}
 
 
-def save(trainer: GRPOTrainer, path: Path) -> None:
+def planned_memory_gb(trainer: GRPOTrainer) -> float:
+    """The memory plan of our trainer, to stand beside the measured peak."""
+    return trainer.plan.peak / 2**30
+
+
+def _save(trainer: GRPOTrainer, path: Path) -> None:
     export.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})

@@ -1,6 +1,6 @@
-"""The peers of `rollout.py`: transformers' `generate`, and servers with OpenAI's completions API.
+"""The arms of `rollout.py`: our sampler, transformers' `generate`, servers of OpenAI's API.
 
-Each has two methods, as ours has: `fixed` (every row draws the same number of tokens) and
+Each has two methods: `fixed` (every row draws the same number of tokens, ends ignored) and
 `lengths` (each row ends at its own). Both return how many useful tokens were drawn.
 """
 
@@ -12,16 +12,63 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from rlm.cli.options import UsageError
+from rlm.sampling import Completion, Sampler, SamplingParams
+from rlm.sampling.params import Request
 
 Prompts = Sequence[Sequence[int]]
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
 PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
+
+
+@dataclass
+class Ours:
+    """Our sampler. Rows of their own length refill a place in its batch at once."""
+
+    sampler: Sampler
+    max_num_seqs: int  # of `lengths`; `fixed` takes all its rows at once
+
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+        sampler, ends = self.sampler, self.sampler.stop_ids
+        sampler.stop_ids, sampler.max_num_seqs = frozenset(), len(prompts) * n
+        try:
+            return count_tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
+        finally:
+            sampler.stop_ids = ends
+
+    def lengths(
+        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> int:
+        """An end token is put where the recording had one, another where one is drawn early."""
+        stop_ids, self.sampler.max_num_seqs = self.sampler.stop_ids, self.max_num_seqs
+        end = min(stop_ids)
+
+        def force(ends: Sequence[int], other: int, row: int, ids: list[int], token: int) -> Any:
+            if len(ids) + 1 == ends[row]:
+                return [end]
+            return [other] if token in stop_ids else None
+
+        requests = [
+            Request(
+                prompt,
+                SamplingParams(max(group), 1.0),
+                seed,
+                len(group),
+                partial(force, group, next(t for t in prompt if t not in stop_ids)),
+            )
+            for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
+        ]
+        return count_tokens(self.sampler.complete(requests))
+
+
+def count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
 class EndAt(StoppingCriteria):
@@ -119,6 +166,17 @@ class Generate:
         return seconds
 
 
+SERVERS: dict[str, dict[str, Any]] = {
+    # -1 is "off" in every version of it; 0 only in the newer ones.
+    "vllm": {"one_request_a_prompt": True, "options": {"top_k": -1, "ignore_eos": True}},
+    # Nothing but the temperature between logits and draw: its default chain filters and penalises.
+    "llama.cpp": {
+        "one_request_a_prompt": False,
+        "options": {"samplers": ["temperature"], "ignore_eos": True},
+    },
+}
+
+
 @dataclass
 class Server:
     """A server of OpenAI's completions API that holds the same model. Prompts are token ids.
@@ -136,14 +194,9 @@ class Server:
         self.model = self._ask("/v1/models")["data"][0]["id"]
 
     def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
-        if self.one_request_a_prompt:
-            jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
-        else:
-            jobs = [
-                (p, 1, new_tokens, s + row)
-                for p, s in zip(prompts, seeds, strict=True)
-                for row in range(n)
-            ]
+        if not self.one_request_a_prompt:
+            return self.lengths(prompts, [[new_tokens] * n for _ in prompts], seeds)
+        jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
         return self._complete(jobs)
 
     def lengths(
@@ -189,13 +242,3 @@ class Server:
                 return json.load(answer)
         except OSError as error:
             raise UsageError(f"{self.url}{path}: {error}") from error
-
-
-def vllm(url: str) -> Server:
-    # -1 is "off" in every version of it; 0 only in the newer ones.
-    return Server(url, True, {"top_k": -1, "ignore_eos": True})
-
-
-def llama_cpp(url: str) -> Server:
-    # Nothing but the temperature between logits and draw: its default chain filters and penalises.
-    return Server(url, False, {"samplers": ["temperature"], "ignore_eos": True})
