@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import harness
 from recipes.orchestrator.agents import LocalAgents
-from recipes.orchestrator.cold_start import written_graph
+from recipes.orchestrator.cold_start import random_graph
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.runner import Runner
 from rlm.cli.main import run_main
@@ -48,13 +48,13 @@ def measure(config: GraphsConfig, agents: LocalAgents) -> dict[str, Any]:
 
     def arm(at_once: int) -> Callable[[int], float]:
         def graphs_per_second(repetition: int) -> float:
-            questions = [p.question for p in problems[repetition * count :][:count]]
+            tried = problems[repetition * count :][:count]
             rng = random.Random(repetition)
-            graphs: list[Graph] = [written_graph(rng) for _ in questions]
+            graphs: list[Graph] = [random_graph(rng) for _ in tried]
             runner = Runner(agents, config.max_new_tokens)  # with nothing cached
             started = time.monotonic()
             for i in range(0, count, at_once):
-                runner.run(questions[i : i + at_once], graphs[i : i + at_once])
+                runner.run(tried[i : i + at_once], graphs[i : i + at_once])
             return count / (time.monotonic() - started)
 
         return graphs_per_second

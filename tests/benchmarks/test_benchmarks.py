@@ -22,7 +22,7 @@ from benchmarks import (
     rollout,
     scaling,
 )
-from recipes.orchestrator.runner import Reply
+from recipes.orchestrator.agents import Reply
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.sampling import Sampler
@@ -343,7 +343,7 @@ def test_both_arms_run_the_same_graphs_in_other_batches(capsys):
         def __init__(self):
             self.batches = []
 
-        def reply(self, calls):
+        def chat(self, calls, params):
             self.batches.append([(call.system_prompt, call.text) for call in calls])
             return [Reply("4")] * len(calls)
 
