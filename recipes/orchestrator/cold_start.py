@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import MIN_AGENTS, Graph
-from recipes.orchestrator.orchestrator import render
+from recipes.orchestrator.orchestrator import PROMPTS, render
 from rlm.cli import terminal
 from rlm.cli.options import to_dict
 from rlm.data.problem import Problem
@@ -45,33 +45,14 @@ BATCH_SIZE = 4  # problems
 LEARNING_RATE = 1e-3  # peak
 WARMUP_STEPS = 3
 
-ROLES = (
-    "You are a careful math solver.", "You solve word problems.", "You are a teacher.",
-    "You are quick with numbers.", "Solve the problem.",
-)  # fmt: skip
-METHODS = (
-    "Think step by step.", "Reason inside <think></think>.", "Write one short calculation.",
-    "Write down the numbers, then calculate.", "Say first what is asked.",
-    "Explain your plan in words.", "Write only the result.", "Guess the result.",
-)  # fmt: skip
-CHECKS = (
-    "Check the draft and correct it.", "Solve the problem again by yourself.",
-    "Trust the draft and repeat its result.", "Compare the draft with the problem.",
-    "Say whether the draft is right.",
-)  # fmt: skip
-ENDINGS = (
-    "End with the number as [number].", "Give the final number inside <answer></answer>.",
-    "Write only [number].", "Write the answer in one sentence.",
-    "Reason inside <think></think>, then give the final number inside <answer></answer>.",
-)  # fmt: skip
-
 
 def random_graph(rng: random.Random, max_agents: int = MIN_AGENTS) -> Graph:
     """Compose a graph of parts: a solver, then one who ends, and between them others who check."""
     count = rng.randint(MIN_AGENTS, max_agents)
-    prompts = [f"{rng.choice(ROLES)} {rng.choice(METHODS)}"]
-    prompts += [rng.choice(CHECKS) for _ in range(count - MIN_AGENTS)]
-    prompts.append(f"{rng.choice(CHECKS)} {rng.choice(ENDINGS)}")
+    roles, methods, checks, endings = PROMPTS["random_graphs"].values()
+    prompts = [f"{rng.choice(roles)} {rng.choice(methods)}"]
+    prompts += [rng.choice(checks) for _ in range(count - MIN_AGENTS)]
+    prompts.append(f"{rng.choice(checks)} {rng.choice(endings)}")
     graph = Graph.chain(*prompts)
     if count > MIN_AGENTS and rng.random() < 0.5:  # side by side instead of one after the other
         ids = [agent.id for agent in graph.agents]

@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.orchestrator import Orchestrator
+from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
@@ -43,13 +43,8 @@ from rlm.runs.directory import check_writable
 
 SOLVER_PROMPT = FORMATS["deepseek"].system_prompt
 FIXED_GRAPHS = {
-    "single agent": Graph.chain(SOLVER_PROMPT),
-    "asked twice": Graph.chain(SOLVER_PROMPT, f"Look for mistakes in your draft. {SOLVER_PROMPT}"),
-    "two agents, by hand": Graph.chain(
-        "Solve the problem step by step. Write every calculation with its result.",
-        "Check the calculations of the draft and correct mistakes. "
-        "End with the final number in square brackets, as in [7].",
-    ),
+    name: Graph.chain(*(text.format(solver=SOLVER_PROMPT) for text in prompts))
+    for name, prompts in PROMPTS["fixed_graphs"].items()
 }
 ADAPTERS = {
     "orchestrator, bare model": None,

@@ -65,10 +65,10 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
             if not set(edge) <= set(ids):
                 raise PydanticCustomError("unknown_node", "an edge names no agent")
         try:
-            self.levels()
+            TopologicalSorter(self.inputs()).prepare()
         except CycleError as error:
             raise PydanticCustomError("cycle", "agents wait for each other") from error
-        if len(set(ids).difference(*self.inputs().values())) != 1:
+        if len(self._ends()) != 1:
             raise PydanticCustomError("schema", "not one agent ends the graph")
         return self
 
@@ -85,20 +85,14 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
             return {name: ids[max(0, i - 1) : i] for i, name in enumerate(ids)}
         return {name: [i for i in ids if [i, name] in self.edges] for name in ids}
 
-    def levels(self) -> list[list[Agent]]:
-        """Group agents by when they can run: those of a level read only drafts of earlier ones."""
-        inputs, depth = self.inputs(), {}
-        for name in TopologicalSorter(inputs).static_order():
-            depth[name] = 1 + max((depth[source] for source in inputs[name]), default=-1)
-        return [
-            [agent for agent in self.agents if depth[agent.id] == level]
-            for level in range(1 + max(depth.values()))
-        ]
+    def _ends(self) -> list[str]:
+        read = {name for names in self.inputs().values() for name in names}
+        return [agent.id for agent in self.agents if agent.id not in read]
 
     @property
     def last(self) -> str:
         """The id of the agent whose text is the final one."""
-        return self.levels()[-1][0].id
+        return self._ends()[0]
 
     @property
     def prompts(self) -> list[str]:

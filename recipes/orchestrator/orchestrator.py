@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.agents import AgentModel, APIAgents, choose_agents, load_agents
@@ -24,23 +25,15 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
+PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+
+
 def orchestrator_prompt(max_agents: int = MIN_AGENTS) -> str:
     """The orchestrator's system prompt; the problem follows as the user's text."""
     shape = Graph.chain("...", "...").to_json()
-    if max_agents == MIN_AGENTS:
-        return (
-            "Design two agents for the user's math problem. agentA sees the problem and writes a "
-            "draft. agentB sees the problem and the draft; its last line must be the answer, one "
-            f"number, as [number]. Write a system prompt for each, only as this JSON: {shape}"
-        )
+    text = PROMPTS["two_agents" if max_agents == MIN_AGENTS else "more_agents"]
     last = AGENT_IDS[max_agents - 1]
-    return (
-        f"Design {MIN_AGENTS} to {max_agents} agents (agentA to {last}) for the user's math "
-        "problem. Each sees the problem and the drafts of the agents before it: of the previous "
-        'one, or as "edges": [["agentA", "agentB"]] says. One agent ends the graph; its last line '
-        "must be the answer, one number, as [number]. Write a system prompt for each, only as "
-        f"this JSON: {shape}"
-    )
+    return f"{text.format(least=MIN_AGENTS, most=max_agents, last=last)} {shape}"
 
 
 def render(

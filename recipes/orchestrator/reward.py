@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import REASONS, Graph, InvalidGraph, parse_graph
@@ -23,7 +24,7 @@ class GraphReward:
 
     def __init__(self, runner: Runner, config: OrchestratorConfig) -> None:
         self._runner, self._config = runner, config
-        self._calls: list[list[list[Trajectory]]] = []
+        self._records: list[list[list[dict[str, Any]]]] = []
 
     def __call__(
         self,
@@ -43,20 +44,23 @@ class GraphReward:
         )
         remaining = iter(flat)
         grouped = [[next(remaining) for _ in group] for group in groups]
-        self._calls.append(grouped)
-        rewards = [[self._reward(trajectory) for trajectory in group] for group in grouped]
+        self._records.append([[self._record(run) for run in group] for group in grouped])
+        rewards = [[self._reward(run) for run in group] for group in grouped]
         return Scores(rewards, graph_metrics(flat))
 
-    def _reward(self, trajectory: Trajectory) -> float | None:
-        if trajectory.error:
+    def _reward(self, run: Trajectory) -> float | None:
+        if run.error:
             return None
-        form = self._config.format_reward * isinstance(trajectory.graph, Graph)
-        return float(trajectory.solved(self._config.zero_leaks)) + form
+        form = self._config.format_reward * isinstance(run.graph, Graph)
+        return float(run.solved(self._config.zero_leaks)) + form
 
-    def pop_calls(self) -> list[list[list[Trajectory]]]:
-        """The groups of each call since the last time; several where groups were replaced."""
-        calls, self._calls = self._calls, []
-        return calls
+    def _record(self, run: Trajectory) -> dict[str, Any]:
+        return run.to_dict() | {"reward": self._reward(run)}
+
+    def pop_records(self) -> list[list[list[dict[str, Any]]]]:
+        """Return what rollouts.jsonl holds of each call since the last time, by group."""
+        records, self._records = self._records, []
+        return records
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

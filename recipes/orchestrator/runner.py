@@ -1,4 +1,4 @@
-"""Runs many graphs at once, level by level: all first agents in one batch, then all second ones."""
+"""Runs many graphs at once: all first agents in one batch, then all second ones."""
 
 from __future__ import annotations
 
@@ -66,10 +66,16 @@ class Trajectory:
         gold = parse_number(self.problem.answer)
         if isinstance(self.graph, InvalidGraph) or gold is None:
             return False
-        prompts = map(numbers_in, self.graph.prompts)
-        return abs(gold) not in numbers_in(self.problem.question) and any(
-            abs(gold) in numbers for numbers in prompts
-        )
+        in_prompts = any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
+        return in_prompts and abs(gold) not in numbers_in(self.problem.question)
+
+    def ready(self) -> list[Agent]:
+        """The agents that have every draft they read, and were not asked yet."""
+        if self.error or isinstance(self.graph, InvalidGraph):
+            return []
+        inputs = self.graph.inputs()
+        waiting = [agent for agent in self.graph.agents if agent.id not in self.calls]
+        return [agent for agent in waiting if self.replies.keys() >= set(inputs[agent.id])]
 
     def solved(self, zero_leaks: bool = False) -> bool:
         """Whether the answer is right, and with `zero_leaks` not given away by a prompt."""
@@ -113,26 +119,22 @@ class Runner:
         seed: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """Run each graph on the problem beside it; one batch a level, whatever their number.
+        """Run each graph on the problem beside it: a batch for each agent of the longest chain.
 
         Args:
             seed: of agents that sample at a temperature.
             numbers: tells the graphs of a problem apart, for that seed; by default their places.
         """
         runs = [Trajectory(*pair) for pair in zip(problems, graphs, strict=True)]
-        levels = [graph.levels() if isinstance(graph, Graph) else [] for graph in graphs]
-        for depth in range(max(map(len, levels), default=0)):
-            jobs: list[tuple[Trajectory, str]] = []
-            for i, run in enumerate(runs):
-                if run.error or depth >= len(levels[i]):
-                    continue
-                run_seed = prompt_seed(seed, run.problem.id, numbers[i] if numbers else i)
-                for agent in levels[i][depth]:
-                    run.calls[agent.id] = self._call(run, agent, run_seed)
-                    jobs.append((run, agent.id))
-            replies = self._chat([run.calls[name] for run, name in jobs])
-            for (run, name), reply in zip(jobs, replies, strict=True):
-                run.replies[name] = reply
+        numbers = range(len(runs)) if numbers is None else numbers
+        seeds = [prompt_seed(seed, p.id, n) for p, n in zip(problems, numbers, strict=True)]
+        pairs = list(zip(runs, seeds, strict=True))
+        while jobs := [(run, agent, seed) for run, seed in pairs for agent in run.ready()]:
+            for run, agent, seed in jobs:
+                run.calls[agent.id] = self._call(run, agent, seed)
+            replies = self._chat([run.calls[agent.id] for run, agent, _ in jobs])
+            for (run, agent, _), reply in zip(jobs, replies, strict=True):
+                run.replies[agent.id] = reply
         self.agents.release()
         return runs
 

@@ -113,9 +113,8 @@ class OrchestratorTrainer(GRPOTrainer):
         values = [f"{name} {shown[name]:.4g}" for name in SHOWN if shown[name] is not None]
         terminal.line("  " + "  ".join(values))
 
-        graphs: list[list[dict]] = []  # in the order of the groups
-        for call in self.scorer.pop_calls():
-            graphs += self.distributed.gather([[run.to_dict() for run in group] for group in call])
+        calls = self.scorer.pop_records()
+        graphs = [group for call in calls for group in self.distributed.gather(call)]
         if self.distributed.is_main:
             rows = [
                 {
@@ -123,12 +122,9 @@ class OrchestratorTrainer(GRPOTrainer):
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "answer": group.problem.answer,
-                    "graphs": [
-                        graph | {"reward": reward}
-                        for graph, reward in zip(written, group.rewards, strict=True)
-                    ],
+                    "graphs": records,
                 }
-                for group, written in zip(groups, graphs, strict=True)
+                for group, records in zip(groups, graphs, strict=True)
             ]
             self.run.append(self.run.path / "rollouts.jsonl", rows)
 

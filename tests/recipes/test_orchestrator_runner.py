@@ -136,7 +136,8 @@ def test_invalid_graphs_stay_in_their_group_with_zero():
     reward = reward_of(Scripted(solver))
     scores = reward(SUMS[1:4], [[GOOD, BROKEN, BAD], [BROKEN] * 3, [GOOD, GOOD, BAD]])
     assert scores.rewards == [[1.0, 0.0, 0.0], [0.0] * 3, [1.0, 1.0, 0.0]]
-    assert [[run.verdict.reason for run in group] for group in reward.pop_calls()[0]] == [
+    (records,) = reward.pop_records()
+    assert [[record["verdict"] for record in group] for group in records] == [
         ["correct", "bad_json", "wrong"], ["bad_json"] * 3, ["correct", "correct", "wrong"],
     ]  # fmt: skip
     expected = {
@@ -213,7 +214,7 @@ def test_a_failed_agent_is_no_verdict():
     scores = reward([SUMS[1]], [[GOOD, BROKEN]])
     assert scores.rewards == [[None, 0.0]]
     assert scores.metrics["agents/failed"] == 1
-    assert reward.pop_calls()[0][0][0].to_dict()["verdict"] == "agent_failed"
+    assert reward.pop_records()[0][0][0]["verdict"] == "agent_failed"
 
 
 def test_records_hold_graph_and_trace():

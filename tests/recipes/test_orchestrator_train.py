@@ -565,11 +565,12 @@ def finished(base, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         teach_toy_graphs(patch)
         code = run(
-            recipe, OrchestratorConfig,
-            "--orchestrator-model", base, "--dataset", "word-problems:1", "--sft-adapter", path / "start", "--start-questions", 160, "--lora-r", 8,
-            "--steps", 2, "--batch-problems", 2, "--trajectories", 2, "--max-new-tokens", 12,
-            "--agent-max-tokens", 6, "--eval-samples", 2, "--test-samples", 2,
-            "--agent-adapter", a_solver(base, path / "solver"), "--run-dir", path / "run",
+            recipe, OrchestratorConfig, "--orchestrator-model", base, "--sft-adapter",
+            path / "start", "--dataset", "word-problems:1", "--start-questions", 160,
+            "--lora-r", 8, "--steps", 2, "--batch-problems", 2, "--trajectories", 2,
+            "--max-new-tokens", 12, "--agent-max-tokens", 6, "--eval-samples", 2,
+            "--test-samples", 2, "--agent-adapter", a_solver(base, path / "solver"),
+            "--run-dir", path / "run",
         )  # fmt: skip
     assert code == 0
     return path
