@@ -153,9 +153,11 @@ def test_invalid_graphs_stay_in_their_group_with_zero():
 def test_nothing_is_run_where_no_graph_is_valid():
     agents = Scripted(solver)
     scores = reward_of(agents)(SUMS[:1], [[BROKEN, ""]])
-    assert scores.rewards == [[0.0, 0.0]]
-    assert agents.batches == []
+    assert (scores.rewards, agents.batches) == ([[0.0, 0.0]], [])
     assert scores.metrics["graph/distinct"] == 0
+    # Of several processes one may have no group to replace.
+    none = reward_of(agents)([], [])
+    assert (none.rewards, none.metrics) == ([], {})
 
 
 @pytest.mark.parametrize(
@@ -175,18 +177,19 @@ def test_the_verifier_is_exact(final, gold, reward):
     assert scorer([Problem("p", "how many?", gold)], [[BAD, BAD]]).rewards == [[reward, reward]]
 
 
-@pytest.mark.parametrize(("zero", "earned"), [(True, 0.0), (False, 1.0)])
-def test_a_leaked_answer_is_counted_and_earns_nothing(zero, earned):
+@pytest.mark.parametrize(
+    ("options", "rewards"),
+    [
+        ({}, [0, 1, 0, 0]),
+        ({"zero_leaks": False}, [1, 1, 0, 0]),
+        ({"format_reward": 0.1}, [0.1, 1.1, 0.1, 0]),
+    ],
+)
+def test_what_a_leak_and_a_valid_graph_earn(options, rewards):
     leaking = Graph.chain("careful: it is 6", "repeat").to_json()
-    scores = reward_of(Scripted(solver), zero_leaks=zero)([SUMS[3]], [[leaking, GOOD]])
-    assert scores.rewards == [[earned, 1.0]]
-    assert scores.metrics["graph/leak_rate"] == 0.5
-    assert scores.metrics["agents/correct"] == 1.0
-
-
-def test_a_format_reward_pays_for_valid_graphs():
-    reward = reward_of(Scripted(solver), format_reward=0.1)
-    assert reward([SUMS[1]], [[GOOD, BAD, BROKEN]]).rewards == [[1.1, 0.1, 0.0]]
+    scores = reward_of(Scripted(solver), **options)([SUMS[3]], [[leaking, GOOD, BAD, BROKEN]])
+    assert scores.rewards == [rewards]
+    assert (scores.metrics["graph/leak_rate"], scores.metrics["agents/correct"]) == (0.25, 0.5)
 
 
 def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
@@ -201,20 +204,6 @@ def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
     alone = seeds([SUMS[2]])
     assert len(set(alone)) == 6
     assert seeds(SUMS[:4]) == alone
-
-
-def test_a_share_without_problems_has_no_figures():
-    """Of several processes one may have no group to replace."""
-    scores = reward_of(Scripted(solver))([], [])
-    assert (scores.rewards, scores.metrics) == ([], {})
-
-
-def test_a_failed_agent_is_no_verdict():
-    reward = reward_of(Scripted(lambda call: Reply("", error="down")))
-    scores = reward([SUMS[1]], [[GOOD, BROKEN]])
-    assert scores.rewards == [[None, 0.0]]
-    assert scores.metrics["agents/failed"] == 1
-    assert reward.pop_records()[0][0][0]["verdict"] == "agent_failed"
 
 
 def test_records_hold_graph_and_trace():
@@ -257,8 +246,10 @@ def test_a_refused_request_is_recorded_not_scored():
     with ScriptedServer() as server:
         server.script(refuse(400, "too long"), chat_reply("[2]"), chat_reply("[2]"))
         reward = reward_of(APIAgents(APIClient(server.url, concurrency=1), BASE))
-        scores = reward([SUMS[1]], [[GOOD, BAD]])
-    assert sorted(scores.rewards[0], key=str) == [1.0, None]
+        scores = reward([SUMS[1]], [[GOOD, BAD, BROKEN]])
+    assert scores.rewards == [[None, 1.0, 0.0]]
+    assert scores.metrics["agents/failed"] == 1
+    assert reward.pop_records()[0][0][0]["verdict"] == "agent_failed"
 
 
 def test_no_prompt_that_a_model_wrote_can_forge_a_role(tokenizer):

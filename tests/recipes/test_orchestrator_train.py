@@ -177,14 +177,18 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
         assert torch.equal(tensor, adapters[1][name]), name
 
 
-def test_invalid_graphs_are_trained_against(base, start, tmp_path):
-    """A model that writes no graph at all gets zeros, not an error; a group keeps its size."""
-    config = options(base, tmp_path, sft_adapter=None, steps=1)
-    _, logs, _ = train(config)
-    assert logs[0]["valid_json_rate"] == 0
-    assert logs[0]["reward_mean"] == 0
+def test_invalid_graphs_are_trained_against(base, tmp_path):
+    """A model that writes no graph at all gets zeros, not an error; a group keeps its size.
+
+    Without a start adapter the KL term's reference is the bare model.
+    """
+    config = options(base, tmp_path, steps=2, kl_weight=1.0)
+    trainer, logs, _ = train(config)
+    assert logs[0]["valid_json_rate"] == logs[0]["reward_mean"] == 0
+    assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
+    assert "reference" not in trainer.policy.peft_config
     rows = rollouts(config)
-    assert [len(row["graphs"]) for row in rows] == [4] * 4
+    assert [len(row["graphs"]) for row in rows] == [4] * 8
     assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
 
 
@@ -294,10 +298,7 @@ def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, 
 
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start), Down())
     assert trainer.count_correct(PROBLEMS[:4], lambda: None) == 0
-    said = re.search(
-        r"(\d) problems count as unsolved: the agents' server", capsys.readouterr().out
-    )
-    assert int(said[1]) > 0
+    assert "problems count as unsolved: the agents' server failed" in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
         train(options(base, tmp_path, "broken", sft_adapter=start), Broken(), PROBLEMS[:4])
 
@@ -329,15 +330,6 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
     # Two levels are two batches, in 3 steps and 3 validations; the cache may know all replies.
     assert 3 < trainer.orchestrator.runner.agents.batches <= 2 * (3 + 3)
-
-
-def test_equal_seeds_give_equal_logs(base, start, tmp_path):
-    logs = []
-    for i, seed in enumerate((5, 5, 6)):
-        config = options(base, tmp_path, f"run{i}", sft_adapter=start, seed=seed)
-        train(config)
-        logs.append((config.run_dir / "train_logs.csv").read_text())
-    assert logs[0] == logs[1] != logs[2]
 
 
 def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
@@ -388,13 +380,6 @@ def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
     assert all(row["reward/mean"] == 0 for row in metrics(config))
 
 
-def test_without_a_start_adapter_the_reference_is_the_bare_model(base, tmp_path):
-    config = options(base, tmp_path, steps=2, kl_weight=1.0)
-    trainer, logs, _ = train(config)
-    assert "reference" not in trainer.policy.peft_config
-    assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
-
-
 def test_the_adapted_kl_weight_by_hand():
     state = TrainingState(None, None, "", kl_weight=0.1)
     state.adapt_kl_weight(0.5, None)
@@ -439,9 +424,8 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
     runner = shared.orchestrator.runner
     assert runner.agents._sampler is shared.sampler
     # Another name for the same directory: nothing tells that it is the same.
-    apart = make_trainer(
-        options(base, tmp_path, sft_adapter=start), AgentModel(f"{base}/.", adapter)
-    )
+    named_otherwise = AgentModel(f"{base}/.", adapter)
+    apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
     assert apart.orchestrator.runner.agents._sampler is not apart.sampler
     asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
 
@@ -474,17 +458,13 @@ def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
 
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [
-        ("other base", "other weights"),
-        ("truncated", "does not fit"),
-        ("dora", "more than plain LoRA"),
-    ],
+    [("base", "other weights"), ("cut", "does not fit"), ("dora", "more than plain LoRA")],
 )
 def test_an_agents_adapter_that_does_not_fit_is_one_line(base, start, tmp_path, damage, said):
     solver = a_solver(base, tmp_path / "solver")
-    if damage == "other base":
+    if damage == "base":
         (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
-    elif damage == "truncated":
+    elif damage == "cut":
         file = solver / "adapter_model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
     else:
