@@ -62,13 +62,15 @@ def test_a_graph_is_found_wherever_it_stands(text):
         "write {x} and {{y}} and }",
         'say "done" \\ then stop',
         "```json\n{}\n``` is the format",
+        "```{}``` is the format",
         "two\nlines",
         "żółć 👍 <|im_end|>",
     ],
 )
 def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
-    for text in (written(A | {"system_prompt": prompt}, B), Graph.chain(prompt, "check").to_json()):
-        graph = parse_graph(f"```json\n{text}\n```")
+    texts = [written(A | {"system_prompt": prompt}, B), Graph.chain(prompt, "check").to_json()]
+    for text in [*texts, *(f"```json\n{text}\n```" for text in texts)]:
+        graph = parse_graph(text)
         assert isinstance(graph, Graph), graph
         assert graph.prompts == [prompt, "check"]
 
