@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlm.cli import terminal
 from rlm.cli.main import run_main
-from rlm.cli.options import Interrupted, UsageError, check_values, explicit, flag, to_dict
+from rlm.cli.options import Interrupted, UsageError, check_values, flag, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
@@ -36,7 +37,7 @@ ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_g
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluateConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
     dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
@@ -70,22 +71,34 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         check_values(self)
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out the default adapters that are not there: `resolve_config` calls it."""
+        values = dict(given)
+        if values.get("audit_reward"):
+            values.setdefault("max_samples", None)  # all that the run has
+            return values
+        for name, (option, script) in ADAPTERS.items():
+            path = getattr(cls, option)
+            if option not in given and not given.get("base_only") and not path.exists():
+                terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
+                values[option] = None
+        return values
+
 
 def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
-    """The adapters that are there, by row name. A path that was typed must exist.
+    """Return the adapters to evaluate, by row name.
 
     Raises:
-        UsageError: it does not, files are missing, or there is no adapter at all.
+        UsageError: one is not there, or none is named.
     """
     from rlm.model.adapters import check_adapter
 
     found: dict[str, Path] = {}
     for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
         path = getattr(config, option)
-        if path is not None and (path.exists() or option in explicit(config)):
+        if path is not None:
             found[name] = check_adapter(path, f"run: python {script}")
-        elif path is not None:
-            terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
     if not found and not config.base_only:
         raise UsageError("no adapter to evaluate; train one, or ask for the base with --base-only")
     return found
@@ -123,21 +136,18 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     """(question, perfect completion) pairs from the train split, none of an evaluated problem."""
     if not config.few_shot:
         return []
-    format = FORMATS[config.reasoning_format]
     evaluated = {problem.question for problem in problems}
     try:
         count = config.few_shot + len(problems)  # as many more as could have to be left out
         train = load_problems(config.dataset, "train", max_samples=count, seed=config.seed)
+        usable = [p for p in train if p.solution and p.question not in evaluated]
+        if len(usable) < config.few_shot:
+            raise UsageError(f"--dataset {config.dataset} has too few worked examples")
     except UsageError as error:
         terminal.line(f"no few-shot row: {error}")
         return []
-    usable = [p for p in train if p.solution and p.question not in evaluated]
-    if len(usable) < config.few_shot:
-        terminal.line(f"no few-shot row: --dataset {config.dataset} has too few worked examples")
-        return []
-    return [
-        (p.question, format.completion(p.solution, p.answer)) for p in usable[: config.few_shot]
-    ]
+    write = FORMATS[config.reasoning_format].completion
+    return [(p.question, write(p.solution, p.answer)) for p in usable[: config.few_shot]]
 
 
 def evaluate_row(
@@ -160,28 +170,29 @@ def evaluate_row(
     started, sampler, results = time.monotonic(), Sampler(model, tokenizer), {}
     format = FORMATS[config.reasoning_format]
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
-    for kind, (k, temperature) in plan.items():
-        if k == 0 or kind not in kinds:
+    for kind in kinds:
+        k, temperature = plan[kind]
+        if k == 0:
             continue
         decoding = {"completions": k, "temperature": temperature}
-        if record and (found := record.find(kind, decoding, problems, format)):
-            results[kind] = found
-            continue
-        with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
-            results[kind] = evaluate(
-                sampler,
-                tokenizer,
-                problems,
-                format,
-                max_new_tokens=config.max_new_tokens,
-                temperature=temperature,
-                k=k,
-                seed=config.seed,
-                examples=examples,
-                on_finish=advance,
-            )
-        if record:
-            record.add(kind, decoding, results[kind])
+        found = record.find(kind, decoding, problems, format) if record else None
+        if found is None:
+            with terminal.progress(f"{name}, {kind}", len(problems) * k) as advance:
+                found = evaluate(
+                    sampler,
+                    tokenizer,
+                    problems,
+                    format,
+                    max_new_tokens=config.max_new_tokens,
+                    temperature=temperature,
+                    k=k,
+                    seed=config.seed,
+                    examples=examples,
+                    on_finish=advance,
+                )
+            if record:
+                record.add(kind, decoding, found)
+        results[kind] = found
     terminal.line(f"{name}: done in {terminal.duration(time.monotonic() - started)}")
     return results
 
@@ -221,8 +232,7 @@ def made_of(
 
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
-        every = "max_samples" not in explicit(config)
-        return audit_run(config.run_dir, config.output, None if every else config.max_samples)
+        return audit_run(config.run_dir, config.output, config.max_samples)
     from rlm.model.adapters import adapter_hash, check_base, load_adapter, read_run
     from rlm.model.base import base_hash, load_base, load_tokenizer
     from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
@@ -243,23 +253,23 @@ def main(config: EvaluateConfig) -> int:
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
+    results: dict[str, dict[str, Evaluation]] = {}
 
-    def row(name: str, model, examples=(), adapter: Path | None = None) -> dict[str, Evaluation]:
+    def add_row(name: str, model, examples=(), adapter: Path | None = None) -> None:
         origin = {"base": weights, "adapter": adapter_hash(adapter) if adapter else None}
-        origin |= made_of(config, device, problems, examples)
-        record = RowRecord(journal, name, origin)
-        return evaluate_row(name, model, tokenizer, problems, examples, config, record=record)
+        record = RowRecord(journal, name, origin | made_of(config, device, problems, examples))
+        results[name] = evaluate_row(
+            name, model, tokenizer, problems, examples, config, record=record
+        )
 
     base = load_base(config.model, device, quantize=config.quantize)
-    results = {}
     try:
-        results["base"] = row("base", base)
+        add_row("base", base)
         if examples:
-            name = f"base, {len(examples)}-shot"
-            results[name] = row(name, base, examples)
+            add_row(f"base, {len(examples)}-shot", base, examples)
         for name, path in adapters.items():
             policy = load_adapter(base, path, trainable=False)
-            results[name] = row(name, policy, adapter=path)
+            add_row(name, policy, adapter=path)
             base = policy.unload()  # takes the LoRA layers off; nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:

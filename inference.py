@@ -41,7 +41,7 @@ ADAPTER = Path("weights/final_rlm_lora")
 SEATS = 16  # answers drawn at the same time
 
 
-@dataclass
+@dataclass(frozen=True)
 class InferenceConfig:
     question: str | None = flag(None, "what to ask; none starts a prompt loop", positional=True)
     adapter: Path = flag(ADAPTER, "trained adapter")

@@ -42,7 +42,7 @@ ENDPOINT = Path("runs/server/endpoint.json")
 DRAIN_SECONDS = 25.0  # what runs may finish in
 
 
-@dataclass
+@dataclass(frozen=True)
 class ServerConfig:
     adapter: Path = flag(ADAPTER, "adapter that answers by default")
     adapters: Path | None = flag(None, "folder of more adapters, chosen per request by name")
@@ -58,7 +58,7 @@ class ServerConfig:
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
     key_file: Path | None = flag(None, "file of API keys, one a line (or RLM_API_KEY is set)")
     requests_per_minute: int = flag(120, "for each key", min=1)
-    max_num_seqs: int = flag(16, "completions drawn at the same time", aliases=["seats"], min=1)
+    max_num_seqs: int = flag(16, "completions drawn at the same time", old=["seats"], min=1)
     max_new_tokens: int = flag(512, "longest completion that may be asked for", min=1)
     max_prompt_tokens: int = flag(512, "longest prompt, system prompt included", min=1)
     queue: int = flag(64, "requests accepted and not yet answered", min=1)

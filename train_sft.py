@@ -16,112 +16,46 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlm.cli.main import check_command_line, run_main
+from rlm.training.sft_config import SFTConfig
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
+    check_command_line(SFTConfig, description=__doc__)
+
+from transformers import set_seed
+
 from rlm.cli import terminal
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, flag, to_dict
+from rlm.cli.options import UsageError, to_dict
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.model.quantize import QUANTIZATIONS, chosen_quantization, import_bitsandbytes
-from rlm.runs.trackers import TRACKER_NAMES, chosen_tracker
-from rlm.training.config import ATTENTIONS
-from rlm.training.sft_examples import Example, check_loss_mask, show_example, to_examples
+from rlm.model import base as models
+from rlm.model import hardware as machine
+from rlm.model.adapters import (
+    ADAPTER_FILES,
+    check_base,
+    load_adapter,
+    new_adapter,
+)
+from rlm.model.export import check_output, save_adapter, write_run
+from rlm.runs.checkpoints import writing
+from rlm.runs.directory import RunDirectory
+from rlm.runs.resume import data_id, run_origin
+from rlm.training.fused_layers import use_fused_layers
+from rlm.training.sft_examples import show_example, to_examples
 
 if TYPE_CHECKING:
-    import trl
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
-
-    from rlm.model.hardware import Device
-    from rlm.training.sft import Progress, SFTTrainer
-
-
-@dataclass
-class SFTConfig:
-    model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
-    dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
-    max_samples: int = flag(400, "training examples", min=1)
-    keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
-    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
-    max_length: int = flag(
-        1024, "longest example in tokens; longer ones are left out and counted", min=1
-    )
-    epochs: int = flag(1, "passes over the examples", min=1)
-    batch_size: int = flag(16, "examples per optimizer step", min=1)
-    micro_batch: int = flag(8, "examples per forward pass", min=1)
-    learning_rate: float = flag(
-        1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
-    )
-    warmup_share: float = flag(0.05, "share of the steps in which the rate rises", min=0, max=1)
-    adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
-    lora_r: int = flag(16, "rank of a new adapter", min=1)
-    lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
-    lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
-    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
-    attn: str = flag("auto", "attention", choices=ATTENTIONS)
-    eval_samples: int = flag(
-        50, "validation problems whose loss is measured at the end (0: none)", min=0
-    )
-    max_minutes: float | None = flag(
-        None, "stop at the step after this many minutes, and save", above=0
-    )
-    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
-    seed: int = flag(0, "seed of data order and adapter")
-    output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
-    run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
-    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
-    dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
-        self.use_4bit = self.quantize == "4bit"
-        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
-        if self.batch_size % self.micro_batch:
-            raise ValueError(
-                f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
-                f"{self.micro_batch}"
-            )
-        if self.adapter and self.lora_dropout:
-            raise ValueError("--lora-dropout is of a new adapter; that of --adapter has its own")
-        if self.lora_dropout == 1:
-            raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
-        if self.adapter and self.output.resolve() == self.adapter.resolve():
-            raise ValueError("--output would overwrite --adapter; name another directory")
-
-    def steps(self, examples: int) -> int:
-        """Optimizer steps of a run over so many examples."""
-        return self.epochs * -(-examples // self.batch_size)
-
-
-# What changes when a GPU picks the 7B model on GSM8K.
-GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
 def main(config: SFTConfig) -> int:
-    from rlm.model.adapters import check_adapter, read_run
-    from rlm.model.hardware import fill_in, prepare_process
-
-    prepare_process()
+    machine.prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT is one process: start it with python, not with a launcher")
-    if config.adapter:
-        check_adapter(config.adapter, "run: python train_sft.py")
-    start_run = read_run(config.adapter) if config.adapter else None
-    config = fill_in(config, GPU_DEFAULTS, start_run)
-    problems = load_problems(
-        config.dataset,
-        "train",
-        max_samples=config.max_samples,
-        seed=config.seed,
-        keep_code=config.keep_code,
-    )
+    choice = {"seed": config.seed, "keep_code": config.keep_code}
+    problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
     validation = []
     if config.eval_samples:
         validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
@@ -139,23 +73,10 @@ def train(
             or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
-    import_bitsandbytes()  # before trl does
-    import transformers
-
-    from rlm.model.base import base_hash, load_tokenizer
-    from rlm.model.export import check_output, save_adapter, write_run
-    from rlm.model.hardware import pick_device
-    from rlm.runs.checkpoints import writing
-    from rlm.runs.directory import RunDirectory
-    from rlm.training.sft import Progress
-
-    device = pick_device()
-    tokenizer = load_tokenizer(config.model)
-    limits = {"dataset": config.dataset, "max_length": config.max_length}
-    format = FORMATS[config.reasoning_format]
-    examples, held_out = (
-        to_examples(tokenizer, chosen, format, **limits) for chosen in (problems, validation)
-    )
+    device, tokenizer = machine.pick_device(), models.load_tokenizer(config.model)
+    format, limits = FORMATS[config.reasoning_format], (config.dataset, config.max_length)
+    examples = to_examples(tokenizer, problems, format, *limits)
+    held_out = to_examples(tokenizer, validation, format, *limits)
     if not examples:
         raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
     if config.dry_run:
@@ -163,16 +84,21 @@ def train(
             show_example(tokenizer, example)
         return {}
 
+    from rlm.training.sft import CheckpointCallback, make_trainer  # load trl, which takes seconds
+
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
-    transformers.set_seed(config.seed)
-    weights = base_hash(config.model)
-    policy = start_policy(config, device, weights)
-    announce(config, device, policy, len(problems), len(examples))
+    base_hash = models.base_hash(config.model)
+    set_seed(config.seed)  # of a new adapter, and of the order of the examples
+    policy = start_policy(config, device, base_hash)
     steps = config.steps(len(examples))
+    announce(config, device, policy, len(problems), len(examples))
     trainer = make_trainer(config, device, policy, tokenizer, examples)
-    origin = origin_of(config, weights, examples)
-    progress = Progress(run, policy, steps, origin, config.max_minutes)
+    rows = [[example["input_ids"], example["labels"]] for example in examples]
+    start_weights = config.adapter / ADAPTER_FILES[1] if config.adapter else None
+    data = {"training": data_id("examples", rows)}
+    origin = run_origin(to_dict(config), base_hash, start_weights, **data)
+    progress = CheckpointCallback(run, policy, steps, origin, config.max_minutes)
     trainer.add_callback(progress)
     if config.resume:
         progress.restore()
@@ -182,7 +108,20 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < steps)
         run.write_csv(run.metrics())
-        history = history_of(config, weights, len(examples), trainer.state.global_step, progress)
+        history = {
+            "stage": "sft",
+            "base_model": config.model,
+            "base_hash": base_hash,
+            "start_adapter": str(config.adapter) if config.adapter else None,
+            "quantize": config.quantize,
+            "dataset": config.dataset,
+            "examples": len(examples),
+            "step": trainer.state.global_step,
+            "loss": progress.mean_loss(),
+            "validation_loss": None,  # measured when the adapter is safe
+            "seconds": progress.seconds,
+            "config": to_dict(config),
+        }
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
@@ -192,28 +131,25 @@ def train(
     return history
 
 
-def history_of(
-    config: SFTConfig, weights: str, examples: int, step: int, progress: Progress
-) -> dict[str, object]:
-    """What the adapter's run.json says."""
-    return {
-        "stage": "sft",
-        "base_model": config.model,
-        "base_hash": weights,
-        "start_adapter": str(config.adapter) if config.adapter else None,
-        "quantize": config.quantize,
-        "dataset": config.dataset,
-        "examples": examples,
-        "step": step,
-        "loss": progress.mean_loss(),
-        "validation_loss": None,  # measured when the adapter is safe
-        "seconds": progress.seconds,
-        "config": to_dict(config),
-    }
+def start_policy(config: SFTConfig, device: machine.Device, base_hash: str) -> PeftModel:
+    """The base, with the adapter to go on from or a new one."""
+    if config.adapter:
+        check_base(config.adapter, config.model, base_hash)
+    base = models.load_base(
+        config.model, device, quantize=config.quantize, attn=config.attn_implementation
+    )
+    if config.adapter:
+        policy = load_adapter(base, config.adapter, trainable=True)
+    else:
+        new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+        policy = new_adapter(base, **new)
+    if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
+        use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
+    return policy
 
 
 def announce(
-    config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
+    config: SFTConfig, device: machine.Device, policy: PeftModel, problems: int, examples: int
 ) -> None:
     left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
     terminal.facts(
@@ -230,105 +166,7 @@ def announce(
     )
 
 
-def start_policy(config: SFTConfig, device: Device, weights: str) -> PeftModel:
-    """The base, with the adapter to go on from or a new one."""
-    from rlm.model.adapters import check_base, load_adapter, new_adapter
-    from rlm.model.base import load_base
-    from rlm.training.fused_layers import use_fused_layers
-
-    if config.adapter:
-        check_base(config.adapter, config.model, weights)
-    base = load_base(config.model, device, quantize=config.quantize, attn=config.attn)
-    if config.adapter:
-        policy = load_adapter(base, config.adapter, trainable=True)
-    else:
-        new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
-        policy = new_adapter(base, **new)
-    if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
-        use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
-    return policy
-
-
-def make_trainer(
-    config: SFTConfig,
-    device: Device,
-    policy: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: list[Example],
-) -> SFTTrainer:
-    """TRL's trainer, with a loss of our own on a CPU; what it will learn is checked."""
-    import datasets
-    import transformers
-
-    from rlm.training.sft import SFTTrainer
-
-    trainer = SFTTrainer(
-        model=policy,
-        processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list(examples),
-        args=trainer_arguments(config, device, config.steps(len(examples))),
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
-    for tensor in policy.parameters():
-        if tensor.requires_grad:
-            tensor.data = tensor.data.float()
-    first = examples[: config.micro_batch]
-    check_loss_mask(trainer.data_collator(first), first)
-    return trainer
-
-
-def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTConfig:
-    import trl
-
-    gpu = device.type == "cuda"
-    arguments = trl.SFTConfig(
-        output_dir=str(config.run_dir),
-        num_train_epochs=config.epochs,
-        per_device_train_batch_size=config.micro_batch,
-        per_device_eval_batch_size=config.micro_batch,
-        gradient_accumulation_steps=config.batch_size // config.micro_batch,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(config.warmup_share * steps),
-        max_grad_norm=1.0,
-        logging_steps=max(1, steps // 20),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        train_sampling_strategy="group_by_length",  # little padding
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        # Autocast, which on a CPU takes twice the time of computing in bf16 as it is.
-        bf16=gpu and str(device.dtype) == "torch.bfloat16",
-        fp16=gpu and str(device.dtype) == "torch.float16",
-        use_cpu=not gpu,
-        gradient_checkpointing=gpu,
-        seed=config.seed,
-    )
-    if arguments.device.type == "cuda":  # which counts the GPUs: one of them is enough
-        arguments._n_gpu = 1
-    return arguments
-
-
-def origin_of(config: SFTConfig, weights: str, examples: Sequence[Example]) -> dict[str, object]:
-    """What a run is made of; one that is resumed must be made of the same."""
-    from rlm.model.adapters import ADAPTER_FILES
-    from rlm.runs.checkpoints import file_hash
-    from rlm.runs.resume import data_id
-
-    start, rows = config.adapter, [[e["input_ids"], e["labels"]] for e in examples]
-    return {
-        "config": to_dict(config),
-        "base_hash": weights,
-        "start": None if start is None else file_hash(start / ADAPTER_FILES[1]),
-        "data": {"training": data_id("examples", rows)},
-    }
-
-
 def show_end(config: SFTConfig, history: dict) -> None:
-    from rlm.model.hardware import peak_memory_gb
-
     held_out = history["validation_loss"]
     terminal.facts(
         "Stage 1 done",
@@ -336,7 +174,7 @@ def show_end(config: SFTConfig, history: dict) -> None:
             "mean loss": f"{history['loss']:.3f}"
             + ("" if held_out is None else f", on held-out problems {held_out:.3f}"),
             "time": terminal.duration(history["seconds"]),
-            "peak memory": f"{peak_memory_gb():.1f} GB",
+            "peak memory": f"{machine.peak_memory_gb():.1f} GB",
             "adapter": config.output,
             "next": f"python train_grpo.py --sft-adapter {config.output}",
         },

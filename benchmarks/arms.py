@@ -20,8 +20,8 @@ from rlm.data.prompts import FORMATS
 from rlm.model import export
 from rlm.model import hardware as machine
 from rlm.rewards import CorrectnessReward
+from rlm.training.batches import problems_for_step
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import problems_for_step
 
 if TYPE_CHECKING:
     from train_grpo import GRPOTrainer
@@ -140,7 +140,7 @@ def snapshot_path(folder: str, done: int) -> Path:
 
 def planned_memory_gb(trainer: GRPOTrainer) -> float:
     """The memory plan of our trainer, to stand beside the measured peak."""
-    return trainer.plan.peak / 2**30
+    return trainer.memory_plan.peak / 2**30
 
 
 def run_ours(**work: Any) -> dict[str, Any]:

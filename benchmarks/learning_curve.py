@@ -27,7 +27,8 @@ from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import check_values, flag
 from rlm.data.loaders import load_problems
-from rlm.evaluation.evaluate import evaluate, paired_bootstrap
+from rlm.evaluation.evaluate import evaluate
+from rlm.evaluation.statistics import paired_bootstrap
 from rlm.model import hardware as machine
 from rlm.runs.directory import check_writable
 from rlm.runs.plots import BLUE, ORANGE
@@ -106,7 +107,7 @@ def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> 
 
 def curve(work: Work, run: dict[str, Any], bits: Sequence[Sequence[int]]) -> list[Row]:
     """One row for each snapshot: how long training had taken, and how good it was."""
-    from rlm.evaluation.evaluate import wilson_interval
+    from rlm.evaluation.statistics import wilson_interval
 
     seconds = [0.0, *accumulate(step["total"] for step in run["steps"])]
     rows = []

@@ -20,17 +20,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlm.cli import terminal
 from rlm.cli.main import run_main
-from rlm.cli.options import check_values, flag, parse
+from rlm.cli.options import check_values, flag, parse, resolve_config
 
 if TYPE_CHECKING:
     from rlm.evaluation.evaluate import Evaluation
     from rlm.training.config import GRPOConfig
-
-T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,22 +53,18 @@ def main(config: DemoConfig) -> int:
     prepare_process()
     began, clock = time.monotonic(), Clock()
     adapters = {"sft": config.output / "sft_lora", "grpo": config.output / "final_rlm_lora"}
-    sft = _options(
-        train_sft.SFTConfig,
-        config.sft_config,
-        output=adapters["sft"],
-        run_dir=config.output / "sft",
-    )
-    grpo = _options(
-        train_grpo.GRPOConfig,
+    sft = _argv(config.sft_config, output=adapters["sft"], run_dir=config.output / "sft")
+    grpo_argv = _argv(
         config.grpo_config,
         output=adapters["grpo"],
         sft_adapter=adapters["sft"],
         run_dir=config.output / "grpo",
     )
+    parse(train_grpo.GRPOConfig, grpo_argv)  # a mistake in it is said before stage 1
     with clock("sft"):
-        train_sft.main(sft)
+        train_sft.main(resolve_config(train_sft.SFTConfig, sft))
     with clock("grpo"):
+        grpo = resolve_config(train_grpo.GRPOConfig, grpo_argv)
         train_grpo.main(grpo)
     results = _evaluate(config, grpo, adapters, clock)
 
@@ -111,9 +105,9 @@ class Clock:
         self.seconds[stage] = round(time.monotonic() - started, 1)
 
 
-def _options(cls: type[T], file: Path, **paths: Path) -> T:
+def _argv(file: Path, **paths: Path) -> list[str]:
     typed = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
-    return parse(cls, ["--config", str(file), *typed])
+    return ["--config", str(file), *typed]
 
 
 def _evaluate(
@@ -154,8 +148,8 @@ def _evaluate(
 
 
 def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
-    from rlm.evaluation.evaluate import paired_bootstrap
     from rlm.evaluation.report import GRADINGS
+    from rlm.evaluation.statistics import paired_bootstrap
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
@@ -170,8 +164,7 @@ def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
         },
         "sampled_accuracy": {
             row: {
-                name: results[row]["sampled"].mean_accuracy(strict)
-                for name, strict in GRADINGS.items()
+                name: results[row]["sampled"].accuracy(strict) for name, strict in GRADINGS.items()
             }
             for row in ("sft", "grpo")
         },

@@ -25,7 +25,7 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
-from rlm.kernels.build import Kernels, compiled
+from rlm.kernels import Kernels, load_kernels
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
@@ -87,7 +87,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
 
 def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     """What is compiled for this CPU; that nothing can be is no failure."""
-    made, why = compiled(dtype, queries, width)
+    made, why = load_kernels(dtype, queries, width)
     if made is None:
         pytest.skip(why)
     return made

@@ -1,7 +1,7 @@
 """The real sampler over a tiny model, but what it draws is written down in the test.
 
-Everything else is real: batch, cache, seeds, steering, cancelling. Only the logits are replaced by
-ones that leave no choice, so that a test can say what the model answers to a question.
+Everything else is real: batch, cache, seeds, forced tokens, aborting. Only the logits are replaced
+by ones that leave no choice, so that a test can say what the model answers to a question.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rlm.sampling.engine import Sampler
+from rlm.sampling import Sampler
 
 END = 257  # <|im_end|> of the tests' tokenizer
 Script = Mapping[str, str | Sequence[str]]  # part of the question → the completion (of each row)
@@ -34,16 +34,16 @@ class ScriptedSampler(Sampler):
         return super().step()
 
     def _decode(self, rows):
-        self.before_step([self.tokenizer.decode(row.prompt.request.prompt) for row in rows])
+        self.before_step([self.tokenizer.decode(row.request.prompt) for row in rows])
         logits = torch.full_like(super()._decode(rows), -1e4)
         for i, row in enumerate(rows):
             logits[i, self._next(row)] = 1e4
         return logits
 
     def _next(self, row) -> int:
-        question = self.tokenizer.decode(row.prompt.request.prompt)
+        question = self.tokenizer.decode(row.request.prompt)
         wanted = next((text for part, text in self.script.items() if part in question), "")
-        wanted = wanted if isinstance(wanted, str) else wanted[row.row]
+        wanted = wanted if isinstance(wanted, str) else wanted[row.index]
         script = [*self.tokenizer.encode(wanted, add_special_tokens=False), END]
         if row.ids == script[: len(row.ids)]:
             return script[len(row.ids)]

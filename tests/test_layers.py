@@ -13,7 +13,6 @@ LAYERS = {
     "cli": 0,
     "grading": 0,
     "kernels": 0,
-    "rate_limit": 0,
     "api_client": 1,
     "data": 1,
     "runs": 1,

@@ -31,7 +31,7 @@ from rlm.model.adapters import adapter_tensors, load_adapter, new_adapter
 from rlm.model.base import base_hash, load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
-from rlm.sampling.engine import Sampler
+from rlm.sampling import Sampler
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
 from rlm.serving.catalog import find_adapters

@@ -26,8 +26,8 @@ from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
 from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
+from rlm.training.batches import problems_for_step
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import problems_for_step
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from train_grpo import GRPOTrainer
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.plan import ARMS
-from rlm.evaluation.evaluate import pass_at_k
+from rlm.evaluation.statistics import pass_at_k
 
 RESAMPLES = 10_000
 Scores = np.ndarray  # (seeds, problems), in 0…1

@@ -24,7 +24,8 @@ from benchmarks.evidence.pools import judged_sets, pools
 from benchmarks.evidence.reading import watch
 from benchmarks.evidence.training import points
 from rlm.data.problem import Problem
-from rlm.evaluation.evaluate import Evaluation, Graded, evaluate, majority_score
+from rlm.evaluation.evaluate import Evaluation, Graded, evaluate
+from rlm.grading.voting import majority_score
 from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine

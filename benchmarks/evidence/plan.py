@@ -33,7 +33,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -262,7 +262,7 @@ class EvidenceConfig(TRLFlags):
         }
         config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
         if config.choices.dynamic_sampling:
-            config.batch_size = max(1, round(DYNAMIC_SHARE * self.batch_size))
+            return replace(config, batch_size=max(1, round(DYNAMIC_SHARE * self.batch_size)))
         return config
 
 

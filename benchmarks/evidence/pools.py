@@ -16,11 +16,12 @@ from pathlib import Path
 
 from benchmarks.evidence.plan import EvidenceConfig
 from rlm.cli.options import UsageError
-from rlm.data.loaders import load_problems, word_problems
-from rlm.data.problem import Problem, parse_row
-from rlm.data.word_problem_families import FAMILIES
+from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
+from rlm.data.word_problems import generate, load_table
 
 LEVEL = 1
+FAMILIES = load_table().families
 # One family for each operation: GRPO practises them with answers only, SFT never sees them.
 PRACTISED = ("money_at_first", "still_to_go", "distance_travelled", "make_groups")
 TAUGHT = tuple(
@@ -117,8 +118,7 @@ def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet
 
 def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> list[Problem]:
     """Problems of our generator, families in turn: a prefix is balanced, too."""
-    rows = word_problems.generate(split, count, seed, (LEVEL,), families)
-    return [parse_row(row, "") for row in rows]
+    return generate(split, count, seed, (LEVEL,), families)
 
 
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:

@@ -28,7 +28,8 @@ from benchmarks.evidence.ship import (
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
-from rlm.evaluation.evaluate import Evaluation, wilson_interval
+from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.statistics import wilson_interval
 from rlm.model import adapters
 from rlm.model import hardware as machine
 

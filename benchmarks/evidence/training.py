@@ -10,6 +10,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from rlm.data.problem import Problem
 from rlm.grading.answers import grade, split_completion
 from rlm.model import hardware as machine
 from rlm.runs.atomic_files import read_lines
-from rlm.training.grpo import problems_for_step
+from rlm.training.batches import problems_for_step
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
@@ -166,7 +167,8 @@ def _fine_tune(
         output=folder / "adapter",
         run_dir=folder / "train",
     )
-    options.resume = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
+    begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
+    options = replace(options, resume=begun)
     run = train_sft.train(options, examples)
     return {"seconds": run["seconds"], "samples": 0, "examples": run["examples"]}
 
@@ -179,7 +181,8 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     from train_grpo import GRPOTrainer
 
     options = config.grpo_config(cell, _adapter(config, cell, START))
-    options.resume = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
+    begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
+    options = replace(options, resume=begun)
     if not options.resume:
         shutil.rmtree(options.run_dir, ignore_errors=True)
     practice = pools(config, cell.seed).practice

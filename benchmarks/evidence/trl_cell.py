@@ -22,7 +22,7 @@ from rlm.data.prompts import stop_token_ids
 from rlm.model import adapters, export
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.training.grpo import problems_for_step
+from rlm.training.batches import problems_for_step
 
 SPLIT_SECONDS = "steps.jsonl"
 

@@ -35,13 +35,13 @@ from recipes.experience.roles import (
 )
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
-from rlm.api_client import APIError, ChatReply, Spending
+from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, check_values, flag, to_dict
 from rlm.data.experiences import load_experiences, with_experiences
 from rlm.data.problem import Problem
-from rlm.evaluation.evaluate import bootstrap_interval, mean_at_k, paired_bootstrap
+from rlm.evaluation.statistics import bootstrap_interval, mean_at_k, paired_bootstrap
 from rlm.runs.atomic_files import Journal, read_lines, replace_file, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
@@ -241,10 +241,10 @@ def main(config: EvaluateConfig) -> int:
     lessons |= {name: load_experiences(path) for name, path in libraries.items()}
     problems = unseen_problems(config)
     journal = Journal(config.run_dir / "evaluate_calls.jsonl")
-    spending = Spending(config.max_cost)
-    spending.cost = sum(row["cost"] for row in journal.rows.values())
+    budget = Budget(config.max_cost)
+    budget.cost = sum(row["cost"] for row in journal.rows.values())
     own = settings[config.role]
-    role = Role(config.role, own, client_of(own, spending), journal)
+    role = Role(config.role, own, client_of(own, budget), journal)
     judge = Judge(None, prompts, config.max_tokens)
     actor = Actor(role, prompts, judge, config.temperature, config.max_tokens, (), seed=config.seed)
     if config.ablations:

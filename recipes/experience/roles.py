@@ -22,13 +22,13 @@ from rlm.api_client import (
     FREE,
     APIClient,
     APIError,
+    Budget,
     BudgetExceeded,
     ChatReply,
     Price,
-    Spending,
+    RateLimit,
 )
 from rlm.cli.options import UsageError
-from rlm.rate_limit import Pace
 from rlm.runs.atomic_files import Journal
 from rlm.serving.access import is_loopback
 
@@ -134,18 +134,18 @@ def _checked(name: str, entry: dict[str, Any], path: Path) -> RoleSettings:
     )
 
 
-def client_of(settings: RoleSettings, spending: Spending) -> APIClient:
+def client_of(settings: RoleSettings, budget: Budget) -> APIClient:
     """One for a role in a process: it is who keeps the role's limits."""
     return APIClient(
         settings.base_url,
         api_key=settings.api_key.get_secret_value(),
         price=settings.price,
-        spending=spending,
+        budget=budget,
         concurrency=settings.concurrency,
         timeout=settings.timeout,
         attempts=settings.attempts,
         backoff=settings.backoff,
-        pace=Pace(settings.requests_per_minute, settings.tokens_per_minute),
+        rate_limit=RateLimit(settings.requests_per_minute, settings.tokens_per_minute),
     )
 
 

@@ -38,7 +38,7 @@ from recipes.experience.roles import (
     named,
 )
 from recipes.experience.summary import summarise
-from rlm.api_client import APIClient, Spending
+from rlm.api_client import APIClient, Budget
 from rlm.cli import terminal
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, check_values, flag
@@ -185,9 +185,9 @@ def main(config: TrainConfig) -> int:
         else:
             problems = load(config.dataset, "train", config.max_problems, config.seed)
             material = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
-        spending = Spending(config.max_cost)
-        spending.cost = sum(row["cost"] for a in apprentices for row in a.journal.rows.values())
-        clients = {name: client_of(one, spending) for name, one in settings.items()}
+        budget = Budget(config.max_cost)
+        budget.cost = sum(row["cost"] for a in apprentices for row in a.journal.rows.values())
+        clients = {name: client_of(one, budget) for name, one in settings.items()}
         actors = {a.name: connect(a, config, settings, clients, prompts) for a in apprentices}
         try:
             together(apprentices[: len(GENERATORS)], actors, problems, material)

@@ -28,14 +28,14 @@ from rlm.cli.options import to_dict
 from rlm.data.problem import Problem
 from rlm.data.prompts import encode_text, end_of_turn_id
 from rlm.model import base as models
-from rlm.model.adapters import use_checkpointing
+from rlm.model.adapters import set_gradient_checkpointing
 from rlm.model.export import save_adapter
+from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.fused_layers import use_fused_layers
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import micro_batch_tokens
+from rlm.training.mixed_precision import MixedPrecisionAdapter
 from rlm.training.setup import load_policy
-from rlm.training.state import TrainedAdapter
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
@@ -77,8 +77,8 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
     tokenizer = models.load_tokenizer(config.model)
     policy = load_policy(replace(config, sft_adapter=None), config.model, None)
     use_fused_layers(policy)
-    use_checkpointing(policy, config.checkpointing)
-    trained = TrainedAdapter(policy)
+    set_gradient_checkpointing(policy, config.checkpointing)
+    trained = MixedPrecisionAdapter(policy)
     weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(weights, weight_decay=0.0)
     examples = list(make_examples(tokenizer, problems, config.max_agents, config.seed))
@@ -115,7 +115,9 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
 
 
 def backward(
-    policy: PeftModel, trained: TrainedAdapter, batch: Sequence[tuple[list[int], list[list[int]]]]
+    policy: PeftModel,
+    trained: MixedPrecisionAdapter,
+    batch: Sequence[tuple[list[int], list[list[int]]]],
 ) -> float:
     """Accumulate the gradient of the mean negative log-likelihood per token; return the loss."""
     tokens = sum(len(ids) for _, completions in batch for ids in completions)
@@ -125,7 +127,9 @@ def backward(
         for ids in completions
     ]
     total, limit, device = 0.0, micro_batch_tokens(policy), policy.device.type
-    for micro in split(rollouts, max_rows=len(rollouts), max_tokens=limit, device=device):
+    for micro in make_micro_batches(
+        rollouts, max_rows=len(rollouts), max_tokens=limit, device=device
+    ):
         logprobs, _ = token_logprobs(policy, micro, temperature=1.0)  # (n, T), 0 beyond the end
         loss = -(logprobs * micro.weights[:, None]).sum()
         (loss * trained.loss_scale).backward()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipes.orchestrator.graph import AGENT_IDS, MIN_AGENTS
+from rlm.cli import terminal
 from rlm.cli.options import flag
 from rlm.training.config import GRPOConfig
 
+DEFAULT_START = Path("weights/orchestrator_start")
 DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
 
 
-@dataclass
+@dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
     """One training run. Making it touches no disk."""
 
@@ -21,12 +25,10 @@ class OrchestratorConfig(GRPOConfig):
         "of the orchestrator: hub id, directory, smollm2-135m",
         aliases=("orchestrator-model",),
     )
-    sft_adapter: Path | None = flag(
-        Path("weights/orchestrator_start"), "to start from, made if it is not there; or none"
-    )
+    sft_adapter: Path | None = flag(DEFAULT_START, "to start from, made if missing; or none")
     steps: int = flag(100, "rounds of sampling and learning", min=1)
     batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",), min=1)
-    group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",))
+    group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",), min=2)
     max_new_tokens: int = flag(400, "longest graph, as text", min=1)
     learning_rate: float = flag(1e-4, "peak", aliases=("lr",), min=0)
     kl_weight: float = flag(0.1, "pull toward the start adapter", aliases=("kl-coef",), min=0)
@@ -67,6 +69,23 @@ class OrchestratorConfig(GRPOConfig):
         if self.agent_key and not self.agent_url:
             raise ValueError("--agent-key goes with --agent-url")
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the adapter to start from, the agents' and the machine decide."""
+        from rlm.model.adapters import read_run
+        from rlm.model.hardware import default_values
+
+        start = given.get("sft_adapter", DEFAULT_START)
+        values = default_values(given, read_run(start) if start else {}, {})
+        by_default = not ("agent_adapter" in given or given.get("agent_url"))
+        if by_default and not DEFAULT_AGENT_ADAPTER.exists():
+            terminal.line(
+                f"the agents are the bare model: {DEFAULT_AGENT_ADAPTER} is not there "
+                "(train_grpo.py)"
+            )
+            values["agent_adapter"] = None
+        return values
+
 
 # Name in the published description → option.
 PUBLISHED_NAMES = {
@@ -87,7 +106,7 @@ class Config:
         for name, option in PUBLISHED_NAMES.items():
             setattr(self, name, getattr(OrchestratorConfig, option))
 
-    def resolve(self) -> OrchestratorConfig:
-        """The same options under the names of the command line."""
+    def to_options(self) -> OrchestratorConfig:
+        """Return the same options under the names of the command line."""
         values = {option: getattr(self, name) for name, option in PUBLISHED_NAMES.items()}
         return OrchestratorConfig(**values)

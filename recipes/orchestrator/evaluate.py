@@ -30,12 +30,8 @@ from rlm.cli.options import UsageError, check_values, flag, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.evaluation.evaluate import (
-    bootstrap_interval,
-    majority_score,
-    paired_bootstrap,
-    wilson_interval,
-)
+from rlm.evaluation.statistics import bootstrap_interval, paired_bootstrap, wilson_interval
+from rlm.grading.voting import majority_score
 from rlm.model import hardware as machine
 from rlm.model.adapters import using_adapter
 from rlm.runs.atomic_files import replace_file, replace_json
@@ -145,7 +141,7 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
         "accuracy": {"mean": correct / total, "low": low, "high": high, "n": total},
         "against_single": asdict(paired_bootstrap(scores(single), solved)),
         **used,
-        "cost_of_1000": 1000 * price.of(used["read"], written),
+        "cost_of_1000": 1000 * price.cost(used["read"], written),
         **graphs,
     }
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.agents import AgentModel, APIAgents, choose_agents
 from recipes.orchestrator.cold_start import train_start_adapter
-from recipes.orchestrator.config import DEFAULT_AGENT_ADAPTER, Config, OrchestratorConfig
+from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import Orchestrator, render
 from recipes.orchestrator.reward import GraphReward
 from rlm.cli import terminal
@@ -36,7 +36,7 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.export import check_output
 from rlm.runs.atomic_files import replace_json
-from rlm.training.grpo import Group
+from rlm.training.advantages import Group
 from rlm.training.setup import load_data, load_policy
 from train_grpo import GRPOTrainer
 
@@ -79,8 +79,10 @@ class OrchestratorTrainer(GRPOTrainer):
         """
         self._loaded = loaded
         super().__init__(config.model, config, device=device)
-        self.orchestrator = Orchestrator(config, agents, self.policy, self.tokenizer, self.sampler)
-        self.scorer = GraphReward(self.orchestrator.runner, config)
+        self.orchestrator = Orchestrator(
+            self.config, agents, self.policy, self.tokenizer, self.sampler
+        )
+        self.scorer = GraphReward(self.orchestrator.runner, self.config)
         self._val_acc: float | None = None  # the last one measured
 
     def load_model(
@@ -208,7 +210,7 @@ def run_grpo_training(
     seed: int = 42,
 ) -> list[Log]:
     """Train once; return the lines of its train_logs.csv."""
-    config = cfg.resolve() if isinstance(cfg, Config) else cfg
+    config = cfg.to_options() if isinstance(cfg, Config) else cfg
     config = replace(config, seed=seed, **orchestrator.origin)
     if isinstance(agent_model, AgentModel):
         agent_model = replace(agent_model, tokenizer=agent_tokenizer)
@@ -224,13 +226,6 @@ def main(config: OrchestratorConfig) -> int:
     machine.prepare_process()
     start = config.sft_adapter
     start_is_missing = start is not None and not (start / adapters.ADAPTER_FILES[0]).is_file()
-    config = machine.fill_in(config, {}, adapters.read_run(start) if start else None)
-    by_default = config.agent_adapter == DEFAULT_AGENT_ADAPTER and not config.agent_url
-    if by_default and not DEFAULT_AGENT_ADAPTER.exists():
-        terminal.line(
-            f"the agents are the bare model: {DEFAULT_AGENT_ADAPTER} is not there (train_grpo.py)"
-        )
-        config = replace(config, agent_adapter=None)
     agents = choose_agents(config)
     train, validation = load_data(config)
     test = []
@@ -250,7 +245,7 @@ def main(config: OrchestratorConfig) -> int:
         "agents": f"{agents}, temperature {config.agent_temperature:g}",
         "data": f"{config.dataset}: {counts}",
         "a step": f"{config.batch_size} problems × {config.group_size} graphs",
-        "sampler": trainer.sampler.path,
+        "sampler": trainer.sampler.description,
         "run": config.run_dir,
     }
     terminal.facts("Orchestrator: GRPO over graphs of agents", facts)

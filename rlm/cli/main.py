@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
-from rlm.cli.options import Interrupted, UsageError, parse
+from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ def check_command_line(cls: type, **parse_options: Any) -> None:
 
 
 def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any) -> NoReturn:
-    """Parse the command line, call `main(config)` and exit with the code it returns."""
+    """Resolve the command line, call `main(config)` and exit with the code it returns."""
     _open_standard_streams()
     try:
-        code = main(parse(cls, **parse_options))
+        code = main(resolve_config(cls, **parse_options))
         sys.stdout.flush()
     except UsageError as error:
         code = _refuse(error)

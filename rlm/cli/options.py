@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 import yaml
 
 T = TypeVar("T")
-_Row = tuple[str, Any, Any]  # where it is written, key, value
+Values = dict[str, Any]  # by field name
 
 
 class UsageError(Exception):
@@ -39,166 +40,195 @@ class Interrupted(KeyboardInterrupt):
         self.number, self.note = number, note
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[Any] | None = None,  # of a tuple field: for each item
-    aliases: Sequence[str] = (),
-    positional: bool = False,
-    group: str | None = None,
-    spells: str | None = None,
-    min: float | None = None,  # bounds of a number; of a tuple field: of each item
-    above: float | None = None,
-    max: float | None = None,
-) -> Any:
-    """A dataclass field, and what the command line needs to know about it.
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """An option as the command line and YAML know it."""
+
+    help: str = ""
+    choices: Sequence[Any] | None = None  # of a tuple field: for each item
+    aliases: Sequence[str] = ()  # other names, such as TRL's
+    old: Sequence[str] = ()  # names that it had: accepted with a line that says the new one
+    same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
+    positional: bool = False
+    group: str | None = None
+    min: float | None = None  # bounds of a number; of a tuple field: of each item
+    above: float | None = None
+    max: float | None = None
+    name: str = ""  # these three are the field's
+    kind: Any = None
+    default: Any = None
+
+    @property
+    def keys(self) -> list[str]:
+        return [_key(name) for name in (self.name, *self.aliases, *self.old)]
+
+    @property
+    def spelling(self) -> str:
+        return self.name if self.positional else _dashed(self.name)
+
+    @property
+    def expects(self) -> str:
+        return "|".join(map(str, self.choices or map(_describe, _members(self.kind))))
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
+        bounds = (
+            ("at least", self.min, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.max, operator.le),
+        )
+        for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists
+            if item is None:
+                continue
+            if self.choices and item not in self.choices:
+                known = ", ".join(map(str, self.choices))
+                raise ValueError(f"{self.spelling}: unknown {item!r}; there are {known}")
+            for words, bound, holds in bounds:
+                if bound is not None and not holds(item, bound):
+                    raise ValueError(f"{self.spelling} must be {words} {bound:g}")
+
+    def add_to(self, parser: Any) -> None:
+        items = self.default if isinstance(self.default, tuple) else [self.default]
+        words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
+        also = "".join(f", also {_dashed(_key(alias))}" for alias in self.aliases)
+        text = f"{self.help}{also} (default: {','.join(words) or 'empty'})".replace("%", "%%")
+        if self.positional:
+            parser.add_argument(self.name, nargs="?", help=text)
+        elif bool in _members(self.kind):
+            parser.add_argument(self.spelling, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            many = any(get_origin(member) is tuple for member in _members(self.kind))
+            action = "append" if many else "store"
+            parser.add_argument(self.spelling, action=action, metavar=self.expects, help=text)
+
+
+def flag(default: Any, help: str, **about: Any) -> Any:
+    """Declare a dataclass field, and what the command line needs to know about it.
 
     Choices and bounds hold for values from Python too, where `__post_init__` calls `check_values`.
 
     Args:
-        spells: the field of which this is another spelling; see `layered`.
+        about: the other fields of `Flag`.
     """
-    metadata = dict(locals())  # the arguments above, as `_Option` takes them
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
-def parse(
-    cls: type[T],
+def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
+    """Build a `cls` from `argv`; a user's mistake raises UsageError.
+
+    Args:
+        options: presets, description and epilog, as `read_options` takes them.
+    """
+    return _build(cls, read_options(cls, argv, **options))
+
+
+def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
+    """`parse`, and what no layer says is decided by `cls.resolve`, where the class has one.
+
+    `resolve(given)` gets the values that a preset, the YAML file or the command line set, and
+    returns those to build the config from: it alone may look at the machine or the disk.
+    """
+    given = read_options(cls, argv, **options)
+    config = _build(cls, given)  # a contradiction is refused before anything is looked at
+    return _build(cls, cls.resolve(given)) if hasattr(cls, "resolve") else config
+
+
+def read_options(
+    cls: type,
     argv: Sequence[str] | None = None,
     *,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     description: str | None = None,
     epilog: str | None = None,
-) -> T:
-    """Build a `cls` from `argv` (default: sys.argv[1:]); a user's mistake raises UsageError."""
-    kinds = get_type_hints(cls)
-    options = fields = [
-        _Option(field.name, kinds[field.name], **{"default": field.default, **field.metadata})
-        for field in dataclasses.fields(cls)
-    ]
+) -> Values:
+    """Read the values that a preset, YAML and `argv` (default: sys.argv[1:]) set, by field."""
+    fields = flags_of(cls)
+    first = [Flag("YAML file of options; the command line beats it", name="config", kind=Path)]
     if presets:
-        options = [_Option("preset", str, help="start from it", choices=list(presets)), *fields]
+        first.append(Flag("start from it", name="preset", kind=str, choices=list(presets)))
         listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
         epilog = f"{epilog}\n\n{listed}" if epilog else listed
-    file = _Option("config", Path, help="YAML file of options; the command line beats it")
-    typed = _read_argv([file, *options], argv, description=description, epilog=epilog)
-
-    values = _layer(options, _read_yaml(typed.pop("config")) if "config" in typed else [])
-    values = layered(cls, values, _layer(options, [("", *i) for i in typed.items()], True))
-    set_by_user = values.keys() - {"preset"}
-    if presets and (name := values.pop("preset", None)):
-        rows = [(f"preset {name}", *item) for item in presets[name].items()]
-        values = layered(cls, _layer(fields, rows), values)
+    typed = _read_argv([*first, *fields], argv, description=description, epilog=epilog)
+    layers = [
+        _read_yaml(typed.pop("config")) if "config" in typed else [],
+        [("", name, value) for name, value in typed.items()],
+    ]
+    given: Values = {}
     try:
-        config = cls(**values)
+        for rows, are_typed in zip(layers, (False, True), strict=True):
+            given |= merge_switches(cls, _convert_rows([*first[1:], *fields], rows, are_typed))
+        if name := given.pop("preset", None):
+            rows = [(f"preset {name}", *item) for item in presets[name].items()]
+            given = merge_switches(cls, _convert_rows(fields, rows)) | given
+    except ValueError as error:  # two options of one layer
+        raise UsageError(str(error)) from error
+    return given
+
+
+def _build(cls: type[T], values: Mapping[str, Any]) -> T:
+    try:
+        return cls(**values)
     except ValueError as error:  # a contradiction that __post_init__ found
         raise UsageError(str(error)) from error
-    object.__setattr__(config, "_explicit", frozenset(values))  # works on frozen classes too
-    mark_preset(config, values.keys() - set_by_user)
-    return config
 
 
-def layered(cls: type, low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of two layers. What the higher one says of a field in either of its spellings,
-    the lower one does not contradict in the other."""
-    for field in dataclasses.fields(cls):
-        pair = {field.name, field.metadata.get("spells")} - {None}
-        if len(pair) == 2 and pair & high.keys():
-            low = {name: value for name, value in low.items() if name not in pair}
-    return {**low, **high}
+def flags_of(cls: type) -> list[Flag]:
+    """Return the flags of a dataclass, in the order of its fields."""
+    kinds = get_type_hints(cls)
+    return [
+        dataclasses.replace(
+            field.metadata.get("flag", Flag()),
+            name=field.name,
+            kind=kinds[field.name],
+            default=field.default,
+        )
+        for field in dataclasses.fields(cls)
+    ]
 
 
-def explicit(config: Any) -> frozenset[str]:
-    """The fields that a preset, the YAML file or the command line set, even to their default."""
-    return getattr(config, "_explicit", frozenset())
+def merge_switches(cls: type, values: Mapping[str, Any]) -> Values:
+    """Replace every switch of a layer by the field that it sets: see `Flag.same_as`.
 
-
-def mark_preset(config: Any, fields: Iterable[str]) -> None:
-    """Remember which of a config's values are a preset's and nobody's own wish."""
-    object.__setattr__(config, "_preset", frozenset(fields))
-
-
-def set_by_preset(config: Any) -> frozenset[str]:
-    """The fields that have their value from a preset."""
-    return getattr(config, "_preset", frozenset())
-
-
-def changed(config: T, **values: Any) -> T:
-    """A copy with other values. What `__post_init__` had filled in is filled in anew."""
-    new = dataclasses.replace(config, **dict.fromkeys(getattr(config, "_filled_in", ())) | values)
-    object.__setattr__(new, "_explicit", explicit(config))
-    mark_preset(new, set_by_preset(config) - values.keys())
-    return new
+    Raises:
+        ValueError: a switch is on, and its field has another value.
+    """
+    merged = dict(values)
+    for flag in flags_of(cls):
+        if flag.same_as and flag.name in merged:
+            name, value = flag.same_as
+            off = getattr(cls, name)
+            merged[name], is_on = merged.get(name, off), merged.pop(flag.name)
+            if is_on and merged[name] not in (off, value):
+                both = f"{flag.spelling} and {_dashed(name)} {merged[name]}"
+                raise ValueError(f"{both} contradict each other")
+            merged[name] = value if is_on else merged[name]
+    return merged
 
 
 def check_values(config: Any) -> None:
     """Hold a config's values against the choices and bounds of their flags; None is always one.
 
-    A text where a path belongs becomes one, as on the command line.
+    A text where a path belongs becomes one, as on the command line, and a switch then says the
+    same as the field that it sets (`Flag.same_as`). The config may be frozen.
 
     Raises:
         ValueError: the first that fails; the message names its flag.
     """
-    kinds = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, limits = getattr(config, field.name), field.metadata
-        members = _members(kinds[field.name])
+    merged = merge_switches(type(config), vars(config))
+    for flag in flags_of(type(config)):
+        if flag.name not in merged:  # a switch
+            name, on = flag.same_as
+            merged[flag.name] = merged[name] == on
+        value, members = merged[flag.name], _members(flag.kind)
         if isinstance(value, str) and Path in members and str not in members:
-            object.__setattr__(config, field.name, Path(os.path.expanduser(value)))
-        least, above, most = (limits.get(name) for name in ("min", "above", "max"))
-        flag = "--" + field.name.replace("_", "-")
-        for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists
-            if item is None:
-                continue
-            if limits.get("choices") and item not in limits["choices"]:
-                known = ", ".join(map(str, limits["choices"]))
-                raise ValueError(f"{flag}: unknown {item!r}; there are {known}")
-            if least is not None and item < least:
-                raise ValueError(f"{flag} must be at least {least:g}")
-            if above is not None and item <= above:
-                raise ValueError(f"{flag} must be above {above:g}")
-            if most is not None and item > most:
-                raise ValueError(f"{flag} must be at most {most:g}")
+            value = Path(os.path.expanduser(value))
+        object.__setattr__(config, flag.name, value)
+        flag.check(value)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The fields as JSON holds them (paths as text); dumped as YAML, `--config` reads them back."""
+    """Return the fields as JSON holds them; dumped as YAML, `--config` reads them back."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-@dataclasses.dataclass
-class _Option:
-    name: str
-    kind: Any  # the annotation
-    default: Any = None
-    help: str = ""
-    choices: Sequence[Any] | None = None
-    aliases: Sequence[str] = ()
-    positional: bool = False
-    group: str | None = None
-    spells: str | None = None
-    min: float | None = None
-    above: float | None = None
-    max: float | None = None
-
-    def __post_init__(self) -> None:
-        self.keys = [self.name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)]
-        self.flag = self.name if self.positional else "--" + self.name.replace("_", "-")
-        self.expects = "|".join(map(str, self.choices or map(_describe, _members(self.kind))))
-
-    def add_to(self, parser: Any) -> None:
-        items = self.default if isinstance(self.default, tuple) else [self.default]
-        words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
-        text = f"{self.help} (default: {','.join(words) or 'empty'})".replace("%", "%%")
-        if self.positional:
-            parser.add_argument(self.name, nargs="?", help=text)
-        elif bool in _members(self.kind):
-            parser.add_argument(self.flag, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            many = any(get_origin(member) is tuple for member in _members(self.kind))
-            action = "append" if many else "store"
-            parser.add_argument(self.flag, action=action, metavar=self.expects, help=text)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -206,35 +236,45 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
-def _read_argv(options: list[_Option], argv: Sequence[str] | None, **texts: Any) -> dict[str, Any]:
-    """What was typed, by field name: strings, bools for --x and --no-x, lists for tuple fields."""
+def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) -> Values:
+    """Return what was typed: strings, bools for --x and --no-x, lists for tuple fields."""
     names = "".join(f" [{option.name}]" for option in options if option.positional)
     style, absent = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     parser = _Parser(formatter_class=style, argument_default=absent, allow_abbrev=False, **texts)
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
-    flags = {"--help": "--help"}  # every spelling, with dashes
+    flags, renamed = {"--help": "--help"}, set()  # every spelling, with dashes → the flag
     for option in options:
         option.add_to(group(option.group) if option.group else parser)
         for key in () if option.positional else option.keys:
-            flags["--" + key.replace("_", "-")] = option.flag
+            flags[_dashed(key)] = option.spelling
             if bool in _members(option.kind):
-                flags["--no-" + key.replace("_", "-")] = "--no-" + option.flag[2:]
+                flags[_dashed(f"no-{key}")] = f"--no-{option.spelling[2:]}"
+        renamed |= {_dashed(prefix + key) for key in option.old for prefix in ("", "no-")}
 
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
-    dashed = [(flags.get(name.replace("_", "-"), name), *rest) for name, *rest in tokens]
+    dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
+    for name in {token[0] for token in dashed} & renamed & flags.keys():
+        _say(f"{name} is now {flags[name]}")
+    known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
     for name in ("--config", "--preset"):
-        if sum(token[0] == name for token in dashed) > 1:
+        if sum(token[0] == name for token in known) > 1:
             raise UsageError(f"{name} is given twice")
-    typed, rest = parser.parse_known_args(["".join(token) for token in dashed])
+    typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
         name = token.partition("=")[0]
         raise UsageError(f"unknown option {name}{_hint(name, flags.values())}")
     return vars(typed)
 
 
-def _read_yaml(path: str) -> list[_Row]:
-    """The file's top level, repeated keys included."""
+@cache  # a script may read its command line twice
+def _say(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+
+
+def _read_yaml(path: str) -> list[tuple[str, Any, Any]]:
+    """Return the file's top level as rows (place, key, value), repeated keys included."""
     try:
         loader = yaml.SafeLoader(Path(path).read_bytes())
         root, get = loader.get_single_node(), loader.construct_object
@@ -250,26 +290,38 @@ def _read_yaml(path: str) -> list[_Row]:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _layer(options: list[_Option], rows: Iterable[_Row], text: bool = False) -> dict[str, Any]:
-    """Checked values by field name; `text` says that the rows were typed on the command line."""
+def _convert_rows(
+    options: list[Flag], rows: Iterable[tuple[str, Any, Any]], typed: bool = False
+) -> Values:
+    """Check the rows of a layer and convert them; `typed` says that they are the command line."""
     values, by_key = {}, {key: option for option in options for key in option.keys}
     for where, key, value in rows:
-        option = by_key.get(str(key).replace("-", "_"))
+        option = by_key.get(_key(str(key)))
         if option is None:
             raise UsageError(f"{where}: unknown key {key!r}{_hint(str(key), by_key)}")
-        label = option.flag if text else f"{where}: {key}"
+        if _key(str(key)) in option.old:
+            _say(f"{where}: {key} is now {option.name}")
+        label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
             raise UsageError(f"{label} is given twice")
         try:
-            values[option.name] = new = _convert(option.kind, value, text)
+            values[option.name] = new = _convert(option.kind, value, typed)
             items = new if isinstance(new, tuple) else [new]
             if option.choices and not all(i is None or i in option.choices for i in items):
                 raise ValueError
         except (ValueError, OverflowError):
-            got = ",".join(value) if text and isinstance(value, list) else value
-            expects = option.expects if text else option.expects.replace(",...", " list")
+            got = ",".join(value) if typed and isinstance(value, list) else value
+            expects = option.expects if typed else option.expects.replace(",...", " list")
             raise UsageError(f"{label}: expected {expects}, got {got!r:.80}") from None
     return values
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 def _hint(word: str, known: Collection[str]) -> str:
@@ -286,18 +338,18 @@ def _describe(kind: Any) -> str:
     return f"{_describe(args[0])},..." if args else kind.__name__.lower().removesuffix("type")
 
 
-def _convert(kind: Any, value: Any, text: bool) -> Any:
-    """`value` as a `kind`, or ValueError. Only typed `text` may stand for an int or a list."""
+def _convert(kind: Any, value: Any, typed: bool) -> Any:
+    """Return `value` as a `kind`, or raise ValueError. Only what was typed may stand for a list."""
     args, origin, members = get_args(kind), get_origin(kind), _members(kind)
     if NoneType in members and value in (None, "none", ["none"]):
         return None
     for member in members if len(members) > 1 else ():
         with suppress(ValueError, OverflowError):
-            return _convert(member, value, text)
+            return _convert(member, value, typed)
     if origin is tuple and isinstance(value, list | tuple):
-        items = filter(None, map(str.strip, ",".join(value).split(","))) if text else value
-        return tuple(_convert(args[0], item, text) for item in items)
-    if kind is int and (text or type(value) is int):
+        items = filter(None, map(str.strip, ",".join(value).split(","))) if typed else value
+        return tuple(_convert(args[0], item, typed) for item in items)
+    if kind is int and (typed or type(value) is int):
         return int(value)
     # YAML 1.1 reads 1e-4 (no dot) as a string, so a float may be one in every layer.
     if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):

@@ -28,14 +28,13 @@ from typing import Any
 from rlm.cli.options import UsageError
 from rlm.data import word_problems
 from rlm.data.problem import (
-    MAX_BAD_SHARE,
     Problem,
     Row,
-    collect,
     decode,
     parse_openmath,
     parse_rollout,
     parse_row,
+    parse_rows,
 )
 
 SPLITS: dict[str, tuple[str, ...]] = {
@@ -101,7 +100,7 @@ def load_problems(
         path = Path(rest) if colon else None
         problems = _load_published(name, path, split, max_samples, keep_code)
     else:
-        problems = _carve(load_jsonl(dataset), split, dataset)
+        problems = _hold_out(load_jsonl(dataset), split, dataset)
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems[:max_samples]
@@ -137,17 +136,17 @@ def load_gsm8k(
     return load_problems(spec, split, max_samples=max_samples)
 
 
-def load_jsonl(path: str | Path, *, max_bad_share: float = MAX_BAD_SHARE) -> list[Problem]:
+def load_jsonl(path: str | Path) -> list[Problem]:
     """All problems of a UTF-8 file with one JSON object a line, in the file's order.
 
     Bad lines are left out with a warning that names them. A repeated id is bad, for seeds and
     samples would be mixed up; a line without an id gets FILE-LINE.
 
     Raises:
-        UsageError: unreadable, no good line, or a larger share of bad lines than `max_bad_share`.
+        UsageError: unreadable, no good line, or more than 5 % bad lines.
     """
     file = Path(path)
-    return collect(_lines(file), str(file), file.stem, parse_row, max_bad_share=max_bad_share)
+    return parse_rows(_lines(file), str(file), file.stem, parse_row)
 
 
 def _load_published(
@@ -166,10 +165,10 @@ def _load_published(
         source, rows = str(file), _lines(file)
         if name == "rollouts":
             parse, rows = parse_rollout, _rollouts(file)
-    problems = collect(rows, source, f"{name}-{stored}", parse, limit=limit)
+    problems = parse_rows(rows, source, f"{name}-{stored}", parse, limit=limit)
     if name != "gsm8k" and (not one_file or split == "test"):
         return problems
-    return _carve(problems, split, source, in_order=name == "gsm8k")
+    return _hold_out(problems, split, source, in_order=name == "gsm8k")
 
 
 def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) -> list[Problem]:
@@ -179,13 +178,12 @@ def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) 
     wanted = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
     count = max_samples or (WORD_PROBLEMS_TRAIN if split == "train" else WORD_PROBLEMS)
     try:
-        rows = word_problems.generate(split, count, seed if split == "train" else 0, wanted)
+        return word_problems.generate(split, count, seed if split == "train" else 0, wanted)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for
         raise UsageError(f"word-problems:{levels}: {error}") from error
-    return [parse_row(row, "") for row in rows]
 
 
-def _carve(
+def _hold_out(
     problems: list[Problem], split: str, source: str, *, in_order: bool = False
 ) -> list[Problem]:
     """All of the problems to test; else train or validation, which have no question in common.
@@ -194,7 +192,11 @@ def _carve(
     of these, as test does: nothing depends on the order of a file, and many are sorted by topic or
     difficulty.
     """
-    ordered = problems if in_order else sorted(problems, key=_hash)
+    ordered = (
+        problems
+        if in_order
+        else sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
+    )
     if split == "test":
         return ordered
     questions = list(dict.fromkeys(problem.question for problem in ordered))
@@ -204,10 +206,6 @@ def _carve(
     if split == "validation":
         return [problem for problem in ordered if problem.question in held_out]
     return [problem for problem in problems if problem.question not in held_out]
-
-
-def _hash(problem: Problem) -> bytes:
-    return hashlib.sha256(problem.question.encode()).digest()
 
 
 def _rollouts(path: Path) -> Iterator[tuple[int, bytes | Row]]:

@@ -1,4 +1,4 @@
-"""A problem, and how a row of a data set becomes one. Bad rows are left out and named."""
+"""`Problem`: a question with its gold answer; and how a row of a data set becomes one."""
 
 from __future__ import annotations
 
@@ -47,13 +47,11 @@ class LeftOut(Exception):
     """A row that is well-formed but not wanted; the text says of what kind."""
 
 
-def collect(
+def parse_rows(
     rows: Iterable[tuple[int, bytes | Row]],
     source: str,
     prefix: str,
     parse: Callable[[Row, str], Problem],
-    *,
-    max_bad_share: float = MAX_BAD_SHARE,
     limit: int | None = None,
 ) -> list[Problem]:
     """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
@@ -64,11 +62,10 @@ def collect(
         limit: stop at so many problems.
 
     Raises:
-        UsageError: no good row, or a larger share of bad ones than `max_bad_share`.
+        UsageError: no good row, or a larger share of bad ones than MAX_BAD_SHARE.
     """
     problems: dict[str, Problem] = {}
-    left_out: Counter[str] = Counter()
-    bad, report = 0, []
+    left_out, bad, report = Counter[str](), 0, list[str]()
     for number, row in rows:
         try:
             problem = parse(decode(row) if isinstance(row, bytes) else row, f"{prefix}-{number}")
@@ -84,16 +81,15 @@ def collect(
         if len(problems) == limit:
             break
     total = len(problems) + left_out.total() + bad
-    if bad > max_bad_share * total:
+    if bad > MAX_BAD_SHARE * total:
         raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair the file)")
     report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
     report += [f"{count} {kind}" for kind, count in left_out.items()]
     if not problems:
         raise UsageError(f"{source} holds no problems ({'; '.join(report) or 'it is empty'})")
     if report:
-        level = logging.WARNING if bad else logging.INFO
-        text = "; ".join(report)
-        logger.log(level, "%s: %d of %d left out: %s", source, total - len(problems), total, text)
+        text = f"{source}: {total - len(problems)} of {total} left out: {'; '.join(report)}"
+        logger.log(logging.WARNING if bad else logging.INFO, "%s", text)
     return list(problems.values())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli.options import UsageError
@@ -150,14 +151,9 @@ def render_prompt(
     elif system_prompt:  # somebody's text, a model's perhaps
         messages.append({"role": "system", "content": _SENTINEL})
         texts.append(system_prompt)
-    for shown_question, shown_completion in examples:
-        messages += [
-            {"role": "user", "content": _SENTINEL},
-            {"role": "assistant", "content": _SENTINEL},
-        ]
-        texts += [shown_question, shown_completion]
-    messages.append({"role": "user", "content": _SENTINEL})
-    texts.append(question)
+    for role, text in zip(cycle(("user", "assistant")), [*chain(*examples), question]):
+        messages.append({"role": role, "content": _SENTINEL})
+        texts.append(text)
 
     pieces = _render_template(tokenizer, messages, add_generation_prompt=True).split(_SENTINEL)
     if len(pieces) != len(texts) + 1:
@@ -172,22 +168,11 @@ def render_prompt(
 
 
 def render_problem(
-    tokenizer: PreTrainedTokenizerBase,
-    problem: Problem,
-    format: Format,
-    *,
-    examples: Sequence[tuple[str, str]] = (),
-    system_prompt: str | None = None,
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format, **options: Any
 ) -> list[int]:
     """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
-    return render_prompt(
-        tokenizer,
-        problem.question,
-        format,
-        examples=examples,
-        answer_type=problem.answer_type,
-        system_prompt=system_prompt,
-    )
+    kind = problem.answer_type
+    return render_prompt(tokenizer, problem.question, format, answer_type=kind, **options)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,8 +1,8 @@
-"""Seeded arithmetic word problems of one to four steps, each with its worked solution.
+"""Generator of seeded arithmetic word problems of one to four steps, with worked solutions.
 
-Every problem is made from a story of `word_problem_families`. Its split is a hash of its
-story and its numbers, so that no two splits share a problem, whichever seeds and counts they
-were asked with. The held-out stories make up a split of their own, which measures transfer.
+The stories are the families of word_problems.yaml. A problem's split is a hash of its family and
+its numbers, so that no two splits share a problem, whichever seeds and counts they were asked with.
+The held-out families make up a split of their own, which measures transfer.
 """
 
 import hashlib
@@ -10,14 +10,17 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from operator import add, mul, sub
+from pathlib import Path
 from typing import NamedTuple
 
-from rlm.data.word_problem_families import FAMILIES, NAMES, NOUNS, Family
+from rlm.data.problem import Problem
 
 SPLITS = ("train", "validation", "test", "test_families")
 LEVELS = (1, 2, 3, 4)
+YAML_FILE = Path(__file__).with_suffix(".yaml")
 
 TRAIN_PERCENT = 80
 VALIDATION_PERCENT = 10  # The rest is test.
@@ -36,7 +39,58 @@ MAX_PROBLEM_DRAWS = 2_000
 # A division with a remainder gives 0, which no step may give.
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": lambda a, b: 0 if a % b else a // b}
 
-SENTENCE_BREAK = re.compile(r"(?<=[.?]) ")
+_RANGE = re.compile(r"(\d+) to (\d+)(?: by (\d+))?", re.ASCII)
+_SENTENCE_BREAK = re.compile(r"(?<=[.?]) ")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One story, an entry of word_problems.yaml, which says what the fields hold."""
+
+    name: str
+    steps: Sequence[str]
+    numbers: Mapping[str, Sequence[int]]
+    wordings: Sequence[str]
+    distractors: Sequence[str] = ()
+    held_out: bool = False
+
+    @property
+    def level(self) -> int:
+        """The number of arithmetic steps."""
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All of word_problems.yaml."""
+
+    names: Sequence[str]  # of people
+    nouns: Mapping[str, Sequence[str]]  # plural
+    families: Sequence[Family]
+
+
+@cache
+def load_table() -> Table:
+    """Read word_problems.yaml, once."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former takes a tenth of the time
+    content = yaml.load(YAML_FILE.read_text(encoding="utf-8"), loader)
+    families = [
+        Family(**entry | {"numbers": {k: _options(v) for k, v in entry["numbers"].items()}})
+        for entry in content["families"]
+    ]
+    return Table(content["names"], content["nouns"], families)
+
+
+def _options(entry: str | list[int]) -> Sequence[int]:
+    """The numbers that an entry allows: `2 to 12`, `10 to 150 by 5`, or a list."""
+    if isinstance(entry, list):
+        return entry
+    if (match := _RANGE.fullmatch(str(entry))) is None:
+        raise ValueError(f"{YAML_FILE.name}: {entry!r} is neither a list nor like '10 to 150 by 5'")
+    first, last, step = match.groups(default="1")
+    return range(int(first), int(last) + 1, int(step))
 
 
 class SolvedStep(NamedTuple):
@@ -52,83 +106,72 @@ class SolvedStep(NamedTuple):
         return f"{self.label}: {self.left} {self.operator} {self.right} = {self.value}"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A family with its numbers chosen and its wording filled in."""
-
-    family: Family
-    numbers: Mapping[str, int]
-    question: str
-    steps: tuple[SolvedStep, ...]
-
-    @property
-    def split(self) -> str:
-        """The split this problem belongs to; it depends on the family and the numbers only."""
-        if self.family.held_out:
-            return "test_families"
-        identity = " ".join([self.family.name, *map(str, self.numbers.values())])
-        bucket = int(_sha256(identity), 16) % 100
-        if bucket < TRAIN_PERCENT:
-            return "train"
-        return "validation" if bucket < TRAIN_PERCENT + VALIDATION_PERCENT else "test"
-
-    def record(self) -> dict[str, str | int]:
-        """The problem as `generate` returns it."""
-        return {
-            "id": f"{self.family.name}-{_sha256(self.question)[:12]}",
-            "question": self.question,
-            "answer": str(self.steps[-1].value),
-            "solution": "\n".join(map(str, self.steps)),
-            "family": self.family.name,
-            "level": self.family.level,
-        }
-
-
 def generate(
     split: str,
     count: int,
     seed: int = 0,
     levels: Sequence[int] = LEVELS,
     families: Sequence[str] | None = None,
-) -> list[dict[str, str | int]]:
-    """Return `count` problems with different questions, spread evenly over the families.
+) -> list[Problem]:
+    """Make `count` problems with different questions, spread evenly over the families.
 
-    The result is a function of the arguments alone, and a smaller count gives a prefix of it.
-    Each record has id, question, answer (a positive integer, as text), solution (one line per
-    step), family and level (the number of steps). `families` narrows the selection by name.
+    The result is a function of the arguments alone, and a smaller count gives a prefix of it. An
+    answer is a positive integer, a solution has a line for each step; the columns are the family
+    and the level (the number of steps). `families` narrows the selection by name.
 
-    Raises ValueError if an argument is unknown, if nothing is selected, or if the selection has
-    fewer than `count` different problems.
+    Raises:
+        ValueError: an argument is unknown, nothing is selected, or the selection has fewer than
+            `count` different problems.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     selected = _select(split, levels, families)
-    rng = random.Random(f"{split} {seed}")
-    records = [problem.record() for problem in islice(_problems(selected, split, rng), count)]
-    if len(records) < count:
+    problems = list(islice(_draw_all(selected, split, random.Random(f"{split} {seed}")), count))
+    if len(problems) < count:
         raise ValueError(
             f"cannot make {count} different problems for split {split!r}: "
-            f"the selection ran out after about {len(records)}"
+            f"the selection ran out after about {len(problems)}"
         )
-    return records
+    return problems
 
 
-def draw_problem(family: Family, rng: random.Random) -> Problem:
-    """Draw one problem of the family, of any split.
+def draw_problem(family: Family, rng: random.Random) -> tuple[Problem, str]:
+    """Draw one problem of the family, and say which split it belongs to.
 
-    Raises RuntimeError if the family's ranges hardly ever give positive integers of moderate size.
+    Raises:
+        RuntimeError: the family's ranges hardly ever give positive integers of moderate size.
     """
     numbers, steps = _draw_numbers(family, rng)
-    name, friend = rng.sample(NAMES, 2)
+    table = load_table()
+    name, friend = rng.sample(table.names, 2)
     words = {"name": name, "friend": friend}
-    words |= {noun: rng.choice(options) for noun, options in NOUNS.items()}
+    words |= {noun: rng.choice(options) for noun, options in table.nouns.items()}
     question = rng.choice(family.wordings).format(**words, **numbers)
     # Drawn last, so that a distractor changes nothing but the text.
     if family.distractors and rng.random() < DISTRACTOR_RATE:
         extra = rng.choice([n for n in DISTRACTOR_NUMBERS if n not in numbers.values()])
         distractor = rng.choice(family.distractors).format(**words, extra=extra)
-        question = _insert_sentence(question, distractor, rng)
-    return Problem(family, numbers, question, steps)
+        sentences = _SENTENCE_BREAK.split(question)
+        sentences.insert(rng.choice((0, len(sentences) - 1)), distractor)
+        question = " ".join(sentences)
+    problem = Problem(
+        id=f"{family.name}-{_sha256(question)[:12]}",
+        question=question,
+        answer=str(steps[-1].value),
+        solution="\n".join(map(str, steps)),
+        columns={"family": family.name, "level": family.level},
+    )
+    return problem, split_of(family, numbers)
+
+
+def split_of(family: Family, numbers: Mapping[str, int]) -> str:
+    """The split of a problem; it depends on the family and the numbers only."""
+    if family.held_out:
+        return "test_families"
+    bucket = int(_sha256(" ".join([family.name, *map(str, numbers.values())])), 16) % 100
+    if bucket < TRAIN_PERCENT:
+        return "train"
+    return "validation" if bucket < TRAIN_PERCENT + VALIDATION_PERCENT else "test"
 
 
 def solve(steps: Sequence[str], numbers: Mapping[str, int]) -> tuple[SolvedStep, ...] | None:
@@ -162,20 +205,13 @@ def _draw_numbers(
     )
 
 
-def _insert_sentence(question: str, sentence: str, rng: random.Random) -> str:
-    """Put the sentence first or just before the last sentence of the question."""
-    sentences = SENTENCE_BREAK.split(question)
-    sentences.insert(rng.choice((0, len(sentences) - 1)), sentence)
-    return " ".join(sentences)
-
-
-def _problems(families: Sequence[Family], split: str, rng: random.Random) -> Iterator[Problem]:
+def _draw_all(families: Sequence[Family], split: str, rng: random.Random) -> Iterator[Problem]:
     """Yield new problems of the split in rounds of one per family, until a family runs out."""
     seen: set[str] = set()
     while True:
         for family in rng.sample(families, len(families)):
             draws = (draw_problem(family, rng) for _ in range(MAX_PROBLEM_DRAWS))
-            new = (p for p in draws if p.split == split and p.question not in seen)
+            new = (p for p, where in draws if where == split and p.question not in seen)
             problem = next(new, None)
             if problem is None:
                 return
@@ -187,12 +223,11 @@ def _select(split: str, levels: Sequence[int], names: Sequence[str] | None) -> l
     """The families of the split that have one of the levels and, if names are given, a name."""
     _require_known("split", [split], SPLITS)
     _require_known("level", levels, LEVELS)
-    in_split = [family for family in FAMILIES if family.held_out == (split == "test_families")]
-    known_names = [family.name for family in in_split]
-    if names is None:
-        names = known_names
-    _require_known(f"family of split {split!r}", names, known_names)
-    selected = [f for f in in_split if f.level in levels and f.name in names]
+    held_out = split == "test_families"
+    in_split = {f.name: f for f in load_table().families if f.held_out == held_out}
+    names = list(in_split) if names is None else names
+    _require_known(f"family of split {split!r}", names, list(in_split))
+    selected = [f for f in in_split.values() if f.level in levels and f.name in names]
     if not selected:
         raise ValueError(
             f"no family is selected: split {split!r}, levels {list(levels)}, families {list(names)}"

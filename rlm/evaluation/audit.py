@@ -1,8 +1,8 @@
-"""`evaluate.py --audit-reward`: where do graders disagree on what a run has sampled?
+"""Audits the verifier (`evaluate.py --audit-reward`): where graders disagree on a run's samples.
 
 A verifier that misses right answers looks like a model that does not learn. Every completion of a
-run's samples.jsonl is graded strictly, leniently, and by math-verify where it is installed. It runs
-in a process of its own with a limit by the clock: what it is given may take it minutes.
+run's samples.jsonl is graded strictly, leniently, and by math-verify where it is installed. That
+runs in a process of its own with a limit by the clock: what it is given may take it minutes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import selectors
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import islice, permutations
 from pathlib import Path
 
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS, Format
-from rlm.evaluation.evaluate import wilson_interval
+from rlm.evaluation.statistics import wilson_interval
 from rlm.grading.answers import grade
 from rlm.runs.atomic_files import read_log, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
 START_LIMIT = 60.0  # for importing sympy
-EXAMPLES = 5  # shown of each kind of disagreement
+EXAMPLES = 5  # kept of each kind of disagreement
 LONGEST = 20_000  # characters handed to math-verify
 
 # Reads one JSON [gold, text] a line, writes true, false or null. Its own time limits use a signal;
@@ -63,7 +64,10 @@ class MathVerify:
     def __call__(self, gold: str, text: str) -> bool | None:
         ready = self._process is not None
         if not ready:
-            self._process = self._start()
+            command, pipe = [sys.executable, "-c", WORKER], subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+            )
             ready = bool(self._line(START_LIMIT))
         with suppress(BrokenPipeError):  # it died: no line comes
             self._process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
@@ -87,86 +91,41 @@ class MathVerify:
             self._process.communicate()
             self._process = None
 
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
 
 @dataclass
 class Audit:
-    """How many completions each pair of graders sees differently, and some of them."""
+    """How often each grader says right, and how often each pair disagrees, as in audit.json."""
 
-    graders: tuple[str, ...]
     completions: int = 0
     correct: Counter[str] = field(default_factory=Counter)  # by grader
-    differ: Counter[tuple[str, str]] = field(default_factory=Counter)  # (says right, says wrong)
+    differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
     reasons: Counter[str] = field(default_factory=Counter)  # of strict, where lenient says right
-    examples: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
-    reward_differs: int = 0  # the run's reward is above 0 where strict says wrong, or the reverse
-    timeouts: int = 0
-
-    def add(self, sample: Mapping[str, str], verdicts: Mapping[str, bool | None]) -> None:
-        self.completions += 1
-        for name, right in verdicts.items():
-            self.correct[name] += bool(right)
-            for other, wrong in verdicts.items():
-                if right and wrong is False:
-                    self.differ[name, other] += 1
-                    shown = self.examples.setdefault((name, other), [])
-                    if len(shown) < EXAMPLES:
-                        shown.append(dict(sample))
-
-    def to_dict(self) -> dict[str, object]:
-        """As audit.json holds it."""
-        return {
-            "completions": self.completions,
-            "correct": dict(self.correct),
-            "false_negatives_of_strict": self.false_negatives(),
-            "differ": {f"{a} right, {b} wrong": n for (a, b), n in self.differ.items()},
-            "reasons": dict(self.reasons.most_common()),
-            "reward_differs_from_strict": self.reward_differs,
-            "math_verify_timeouts": self.timeouts,
-            "examples": {f"{a} right, {b} wrong": e for (a, b), e in self.examples.items()},
-        }
+    reward_differs_from_strict: int = 0  # reward above 0 where strict says wrong, or the reverse
+    math_verify_timeouts: int = 0
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # of `differ`
 
     def false_negatives(self) -> dict[str, dict[str, float]]:
         """Of what another grader finds right, the share that strict does not, with 95 %."""
         found = {}
-        for name in self.graders[1:]:
-            missed, total = self.differ[name, "strict"], self.correct[name]
-            if total:
+        for name, total in self.correct.items():
+            if name != "strict" and total:
+                missed = self.differ[f"{name} right, strict wrong"]
                 low, high = wilson_interval(missed, total)
                 found[name] = {"share": missed / total, "low": low, "high": high, "of": total}
         return found
 
 
-def read_samples(run_dir: Path) -> list[dict]:
-    """The groups of a run's samples.jsonl.
-
-    Raises:
-        UsageError: the run left none.
-    """
-    file = run_dir / "samples.jsonl"
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist; name a run with --run-dir")
-    return read_log(file)
-
-
 def audit(
     groups: Iterable[Mapping], format: Format, second: MathVerify | None, limit: int | None
 ) -> Audit:
-    """Grade up to `limit` completions (none: all) three ways."""
-    graders = ("strict", "lenient", *(["math-verify"] if second else []))
-    result = Audit(graders)
-    for group, text, reward in _completions(groups):
-        if limit is not None and result.completions == limit:
-            break
+    """Grade up to `limit` completions (none: all) two or three ways."""
+    result = Audit()
+    rollouts = (
+        (group, *pair)
+        for group in groups
+        for pair in zip(group["completions"], group["rewards"], strict=True)
+    )
+    for group, text, reward in islice(rollouts, limit):
         gold, kind = group["answer"], group.get("answer_type", "number")
         strict, lenient = (
             grade(text, gold, strict=flag, kind=kind, **format.tags) for flag in (True, False)
@@ -174,73 +133,64 @@ def audit(
         verdicts: dict[str, bool | None] = {"strict": strict.correct, "lenient": lenient.correct}
         if second:
             verdicts["math-verify"] = second(gold, text.rpartition(f"</{format.reasoning_tag}>")[2])
-        sample = {
-            "id": group["problem"],
-            "gold": gold,
-            "strict": strict.reason,
-            "lenient": lenient.reason,
-            "completion": text,
-        }
-        result.add(sample, verdicts)
+        result.completions += 1
+        result.correct.update({name: int(bool(right)) for name, right in verdicts.items()})
+        sample = {"id": group["problem"], "gold": gold, "completion": text}
+        sample |= {"strict": strict.reason, "lenient": lenient.reason}
+        for a, b in permutations(verdicts, 2):
+            if verdicts[a] and verdicts[b] is False:
+                pair = f"{a} right, {b} wrong"
+                result.differ[pair] += 1
+                if result.differ[pair] <= EXAMPLES:
+                    result.examples.setdefault(pair, []).append(sample)
         if lenient.correct and not strict.correct:
             result.reasons[strict.reason] += 1
-        result.reward_differs += reward is not None and (reward > 0) != strict.correct
-    result.timeouts = second.timeouts if second else 0
+        result.reward_differs_from_strict += reward is not None and (reward > 0) != strict.correct
+    result.math_verify_timeouts = second.timeouts if second else 0
     return result
 
 
-def _completions(groups: Iterable[Mapping]) -> Iterator[tuple[Mapping, str, float | None]]:
-    for group in groups:
-        for text, reward in zip(group["completions"], group["rewards"], strict=True):
-            yield group, text, reward
-
-
 def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
-    """Audit a run's samples: a table, examples, and audit.json under `output`; the exit code.
+    """Audit a run's samples: figures, examples, and audit.json under `output`; the exit code.
 
     Raises:
         UsageError: the run left no samples.
     """
-    groups = read_samples(run_dir)
+    file = run_dir / "samples.jsonl"
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; name a run with --run-dir")
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     format = FORMATS[config.get("reasoning_format", "deepseek")]
-    second = MathVerify() if MathVerify.installed() else None
-    if second is None:
-        terminal.line("math-verify is not installed (pip install -e '.[verify]'): two graders")
-    try:
-        result = audit(groups, format, second, limit)
-    finally:
-        if second:
-            second.close()
+    with closing(MathVerify()) as second:
+        if not second.installed():
+            terminal.line("math-verify is not installed (pip install -e '.[verify]'): two graders")
+        result = audit(read_log(file), format, second if second.installed() else None, limit)
     if not result.completions:
         raise UsageError(f"{run_dir}/samples.jsonl holds no completions")
     _show(run_dir, result)
-    replace_json(output / "audit.json", result.to_dict())
+    missed = {"false_negatives_of_strict": result.false_negatives()}
+    replace_json(output / "audit.json", vars(result) | missed)
     terminal.line(f"written: {output}/audit.json")
     return 0
 
 
 def _show(run_dir: Path, result: Audit) -> None:
     n = result.completions
-    rows: dict[str, object] = {
-        f"right, {name}": f"{result.correct[name] / n:.1%}" for name in result.graders
-    }
+    rows = {f"right, {name}": f"{right / n:.1%}" for name, right in result.correct.items()}
     for name, found in result.false_negatives().items():
         share = f"{found['share']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
         rows[f"missed by strict, of {name}'s right"] = share
     if result.reasons:
-        rows["why strict says no"] = _counts(result.reasons)
-    rows["reward and strict differ"] = f"{result.reward_differs} completions"
-    if result.timeouts:
-        rows["math-verify gave up"] = f"{result.timeouts} completions"
+        most = result.reasons.most_common(5)
+        rows["why strict says no"] = ", ".join(f"{name} {count}" for name, count in most)
+    rows["reward and strict differ"] = f"{result.reward_differs_from_strict} completions"
+    if result.math_verify_timeouts:
+        rows["math-verify gave up"] = f"{result.math_verify_timeouts} completions"
     terminal.facts(f"Audit of {n} completions of {run_dir}", rows)
-    for (right, wrong), examples in result.examples.items():
-        count = result.differ[right, wrong]
+    for pair, examples in result.examples.items():
+        right, wrong = (name.rpartition(" ")[0] for name in pair.split(", "))
+        count = result.differ[pair]
         terminal.line(f"{count} completions: {right} says right, {wrong} says wrong; for example")
         for example in examples[:2]:
             tail = " ".join(example["completion"][-160:].split())
             terminal.line(f"  gold {example['gold']} ({example['strict']}): …{tail}")
-
-
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counter.most_common(5))

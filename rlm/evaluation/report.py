@@ -1,7 +1,8 @@
-"""What evaluations are shown as: tables, evaluation.json, a picture, and the failures to read."""
+"""Tables with intervals in the terminal, and the files of an evaluation."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,14 +10,56 @@ from itertools import pairwise
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from rlm.cli import terminal
-from rlm.evaluation.evaluate import Evaluation, mcnemar, paired_bootstrap
+from rlm.evaluation.evaluate import Evaluation
+from rlm.evaluation.statistics import mcnemar, paired_bootstrap
 from rlm.runs.atomic_files import replace_json
 from rlm.runs.plots import accuracy_bars
 
 GRADINGS = {"strict": True, "lenient": False}
+
+
+def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str = "") -> None:
+    """Print a line for each name and a column for each key, in the order they come.
+
+    A cell that a row lacks is blank.
+
+    Args:
+        corner: the head of the names.
+    """
+    columns = dict.fromkeys(column for cells in rows.values() for column in cells)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(corner, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *(str(cells.get(column, "")) for column in columns))
+    if terminal.console.is_terminal:
+        terminal.console.print(table)
+    else:  # in a file nothing limits a line
+        wide = Console(width=200, file=io.StringIO(), highlight=False)
+        wide.print(table)
+        terminal.line(wide.file.getvalue().rstrip("\n"))
+
+
+def percent(interval: Mapping[str, float]) -> str:
+    """
+    >>> percent({"mean": 0.485, "low": 0.42, "high": 0.55})
+    '48.5 (42–55)'
+    """
+    mean, low, high = (100 * interval[name] for name in ("mean", "low", "high"))
+    return f"{mean:.1f} ({low:.0f}–{high:.0f})"
+
+
+def points(difference: Mapping[str, float]) -> str:
+    """
+    >>> points({"points": 2.5, "low": 0.1, "high": 5})
+    '+2.5 (+0.1 to +5.0)'
+    """
+    return f"{difference['points']:+.1f} ({difference['low']:+.1f} to {difference['high']:+.1f})"
 
 
 def report(
@@ -24,23 +67,30 @@ def report(
 ) -> None:
     """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`.
 
+    Args:
+        results: of each row "greedy" and perhaps "sampled".
+
     Raises:
         UsageError: a file cannot be written.
     """
     from rlm.runs.checkpoints import writing  # loads torch
 
-    content = dict(about)
+    content, note = dict(about), about.get("note", "")
     for kind in ("greedy", "sampled"):
         found = {name: row[kind] for name, row in results.items() if kind in row}
         if not found:
             continue
-        rows = {name: figures(result) for name, result in found.items()}
+        rows = {name: summarize(result) for name, result in found.items()}
         compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairwise(found)}
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
-        show(f"{data}, {kind}, {k} each", rows, compared)
-    if about.get("note"):
-        terminal.line(f"  {about['note']}")
+        show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
+        for pair, by_grading in compared.items():
+            p = by_grading["strict"].get("mcnemar_p")
+            tested = "" if p is None else f", McNemar p = {p:.2g}"
+            terminal.line(f"  {pair}: {points(by_grading['strict'])} points strict{tested}")
+    if note:
+        terminal.line(f"  {note}")
 
     with writing(output):
         replace_json(output / "evaluation.json", content)
@@ -50,32 +100,26 @@ def report(
             name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
             for name, row in content["greedy"]["rows"].items()
         }
-        accuracy_bars(
-            bars, output / "accuracy.png", f"Greedy accuracy: {data}", about.get("note", "")
-        )
+        accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", note)
     terminal.line(f"written: {output}/evaluation.json, accuracy.png, failures.jsonl")
 
 
-def figures(result: Evaluation) -> dict[str, object]:
+def summarize(result: Evaluation) -> dict[str, object]:
     """What evaluation.json says of a row; pass@k for k = 1, 2, 4, … and all samples."""
-    by_grading = {}
+    summary: dict[str, object] = {}
     for name, strict in GRADINGS.items():
-        accuracy = result.accuracy if result.k == 1 else result.mean_accuracy
-        by_grading[name] = {
-            "accuracy": accuracy(strict),
+        summary[name] = grading = {
+            "accuracy": result.accuracy(strict),
             "reasons": result.reasons(strict),
             "by_family": result.by_column("family", strict),
             "by_level": result.by_column("level", strict),
         }
         if result.k > 1:
             ks = sorted({2**i for i in range(result.k.bit_length())} | {result.k})
-            by_grading[name]["majority"] = result.majority_accuracy(strict)
-            by_grading[name]["pass_at"] = {str(k): result.pass_at(k, strict) for k in ks}
-    return by_grading | {
-        "format_rate": result.format_rate,
-        "truncated_rate": result.truncated_rate,
-        "length_mean": result.length_mean,
-    }
+            grading["majority"] = result.majority_accuracy(strict)
+            grading["pass_at"] = {str(k): result.pass_at(k, strict) for k in ks}
+    rates = ("format_rate", "truncated_rate", "length_mean")
+    return summary | {name: getattr(result, name) for name in rates}
 
 
 def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
@@ -89,36 +133,15 @@ def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
     return compared
 
 
-def show(title: str, rows: Mapping[str, Mapping], compared: Mapping[str, Mapping]) -> None:
-    """A table of one kind of decoding, and how each row differs from the one above it."""
-    table = Table(
-        "per cent", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for row, found in rows.items():
-        intervals = {name: found[name]["accuracy"] for name in GRADINGS}
-        cells = {
-            name: f"{100 * i['mean']:.1f} ({100 * i['low']:.0f}–{100 * i['high']:.0f})"
-            for name, i in intervals.items()
-        }
-        if "majority" in found["strict"]:
-            k, passed = list(found["strict"]["pass_at"].items())[-1]
-            cells[f"maj@{k}"] = f"{100 * found['strict']['majority']['mean']:.1f}"
-            cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
-        cells["format"] = f"{100 * found['format_rate']:.0f}"
-        cells["cut off"] = f"{100 * found['truncated_rate']:.0f}"
-        cells["tokens"] = f"{found['length_mean']:.0f}"
-        if not table.row_count:
-            for name in cells:
-                table.add_column(name, justify="right", no_wrap=True)
-        table.add_row(row, *cells.values())
-    terminal.console.print(table)
-    for pair, by_grading in compared.items():
-        strict = by_grading["strict"]
-        p = f", McNemar p = {strict['mcnemar_p']:.2g}" if "mcnemar_p" in strict else ""
-        terminal.line(
-            f"  {pair}: {strict['points']:+.1f} points strict "
-            f"({strict['low']:+.1f} to {strict['high']:+.1f}{p})"
-        )
+def _cells(summary: Mapping) -> dict[str, str]:
+    cells = {name: percent(summary[name]["accuracy"]) for name in GRADINGS}
+    if "majority" in summary["strict"]:
+        k, passed = list(summary["strict"]["pass_at"].items())[-1]
+        cells[f"maj@{k}"] = f"{100 * summary['strict']['majority']['mean']:.1f}"
+        cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
+    cells["format"] = f"{100 * summary['format_rate']:.0f}"
+    cells["cut off"] = f"{100 * summary['truncated_rate']:.0f}"
+    return cells | {"tokens": f"{summary['length_mean']:.0f}"}
 
 
 def failures(results: Mapping[str, Mapping[str, Evaluation]]) -> list[dict[str, object]]:

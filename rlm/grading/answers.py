@@ -58,11 +58,11 @@ class Verdict:
         return self.reason in ("correct", "wrong")
 
 
-def ballot(answer: str) -> Hashable | None:
+def normalize_answer(answer: str) -> Hashable | None:
     """What equal answers share: their number, or their text where they are none. For votes.
 
-    >>> ballot("0.5") == ballot("1/2"), ballot("Paris.") == ballot("paris")
-    (True, True)
+    >>> normalize_answer("0.5") == normalize_answer("1/2")
+    True
     """
     number = parse_number(answer)
     return read_text(answer) if number is None else number

@@ -1,283 +1,81 @@
-"""What is compiled for this CPU: what stands between the products of a decoding step (decode.c)
-and of the learning pass (learn.c), the drawing and scoring of tokens (logits.c), and the decoding
-step's products where the CPU multiplies pairs of bf16 numbers (products.c).
-
-A process compiles them when it first wants them, which takes a C compiler and a second. Without
-one, torch does the same in many small passes, and oneDNN the products: equal up to rounding, and
-slower.
-"""
+"""Compiles the C files for this CPU and loads the library; kept on disk for the next process."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
+import hashlib
 import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-BLOCK = 256  # tokens of the vocabulary; blocks and tokens of a block are then about equally many
-NAMES = ("decode.c", "learn.c", "logits.c", "products.c")
-SOURCES = [Path(__file__).with_name(name) for name in NAMES]
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / name for name in ("decode.c", "learn.c", "logits.c", "products.c")]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-
-_C_TYPES = {float: ctypes.c_float, int: ctypes.c_int64, bool: ctypes.c_int64}
-
-
-class _Segment(ctypes.Structure):
-    _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("slots", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("slot", ctypes.c_void_p),
-        ("length", ctypes.c_void_p),
-    )
+CPU_INFO = Path("/proc/cpuinfo")
+# Lines of it that -march=native depends on; others change while the machine runs.
+CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
 
 
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("parts", _Segment * 3),
-    )
+class BuildError(Exception):
+    """There is no compiler, or it makes nothing that can be loaded."""
 
 
-class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "residual", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "gated", "normed")),
-        ("epsilon", ctypes.c_float),
-    )
+def load_library(macros: Sequence[str]) -> ctypes.CDLL:
+    """Compile with these macros, or take what an earlier process compiled, and load it.
 
-
-@functools.cache
-def compiled(dtype: torch.dtype, queries: int, width: int) -> tuple[Kernels | None, str]:
-    """The same for a number type and a shape of heads: tried once in a process.
-
-    Args:
-        queries: query heads per key-value head.
-        width: numbers in a head.
+    Raises:
+        BuildError: one line that says why not.
     """
-    missing = "passes between products not compiled: "
-    if dtype not in (torch.float32, torch.bfloat16):
-        return None, f"{missing}no code for {str(dtype).removeprefix('torch.')}"
-    shape = [f"-DQUERIES={queries}", f"-DWIDTH={width}", f"-DDRAWN={BLOCK}"]
-    shape += ["-DBF16"] if dtype == torch.bfloat16 else []
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / "native.so"
-        command = [*compiler, *FLAGS, *shape, "-shared", "-fPIC", "-o", str(library)]
-        command += [*map(str, SOURCES), "-lm"]
+    command = [*compiler, *FLAGS, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
+    kept = _cached_file(compiler, command)
+    if kept and kept.exists():
+        with contextlib.suppress(OSError):  # cut short by a full disk, say: compiled again
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(dir=kept and kept.parent) as scratch:
+        library = Path(scratch) / "kernels.so"
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-            # It stays loaded when the file is gone. OpenMP's threads are torch's: its library is
-            # in the process already.
-            return Kernels(ctypes.CDLL(str(library)), dtype), "passes between products compiled"
+            subprocess.run(
+                [*command, "-o", str(library), *map(str, SOURCES), "-lm"],
+                check=True, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            # OpenMP's threads are torch's: its library is in the process already.
+            loaded = ctypes.CDLL(str(library))
+            if kept:
+                library.replace(kept)  # whole or not at all
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or ["no reason given"]
             first = next((line for line in lines if "error" in line), lines[0])
-            return None, f"{missing}{compiler[0]} failed: {first}"
+            raise BuildError(f"{compiler[0]} failed: {first}") from error
         except (OSError, subprocess.TimeoutExpired) as error:
-            return None, f"{missing}{error}"
+            raise BuildError(str(error)) from error
+    return loaded
 
 
-class Kernels:
-    """The functions of the C files, for tensors."""
+def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
+    """Where the library of this compiler, command, source and CPU is kept.
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.dtype, self._library = dtype, library
-        self._columns = library.block_columns()
-        # Whether products are compiled for this CPU and number type.
-        self.multiplies = self._columns > 0
-
-    def product(
-        self,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        epsilon: float | None = None,
-    ) -> Callable[..., Tensor]:
-        """A linear layer: x (rows, inputs) and, if it is to be added, a residual (rows, outputs) →
-        (rows, outputs).
-
-        Args:
-            weights: (outputs, inputs), copied; of a gate and of what its SiLU gates, if two.
-            biases: (outputs,) of each, or None.
-            epsilon: if given, rows are divided by their root mean square first.
-        """
-        kept, shifts = self._in_blocks(weights), None
-        if any(bias is not None for bias in biases):
-            zero = weights[0].new_zeros(len(weights[0]))
-            shifts = self._in_columns([zero if bias is None else bias for bias in biases]).float()
-        outputs, inputs = weights[0].shape
-        what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
-        what.weights, what.bias = kept.data_ptr(), shifts.data_ptr() if shifts is not None else None
-        what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
-        what.alive = kept, shifts  # it holds their addresses
-
-        def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
-            assert x.dtype == self.dtype
-            rows = x.shape[0]
-            x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
-            added = None if residual is None else residual.contiguous()
-            what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
-            what.residual = None if added is None else added.data_ptr()
-            self._call("multiply", ctypes.byref(what))
-            return out
-
-        return multiply
-
-    def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Matrices (outputs, inputs) as (blocks, matrices, inputs / 2, columns, 2)."""
-        # Two inputs are moved as one number of 32 bits.
-        pairs = [matrix.contiguous().view(torch.int32) for matrix in matrices]
-        blocks = self._in_columns(pairs).transpose(-1, -2).contiguous()
-        return blocks.view(matrices[0].dtype)
-
-    def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
-        """(outputs, …) each, as (blocks, parts, columns, …); zeros fill up the last block."""
-        missing = -len(parts[0]) % self._columns
-        whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
-        return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
-
-    def decode(
-        self,
-        stores: Sequence[tuple[Tensor, Tensor]],
-        slots: Sequence[Sequence[int]],
-        lengths: Sequence[Sequence[int]],
-    ) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
-        """The attention of `Cache.decode`.
-
-        Args:
-            stores: keys (L, slots, H, D, T) and values (L, slots, H, T, D) of each segment; the
-                new token's are written to the last, at its length less one.
-            slots: in each segment, where each row reads.
-            lengths: in each segment, how many tokens each row reads.
-        """
-        numbers = [[torch.tensor(part) for part in parts] for parts in (slots, lengths)]
-        step = _Step(rows=len(slots[0]), heads=stores[0][0].shape[2])
-        step.alive = stores, numbers  # it holds their addresses
-        for part, (keys, values), slot, length in zip(step.parts, stores, *numbers, strict=True):
-            part.keys, part.values = keys.data_ptr(), values.data_ptr()
-            part.slots, part.tokens = keys.shape[1], keys.shape[-1]
-            part.slot, part.length = slot.data_ptr(), length.data_ptr()
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype)
-            # One token a row: what is left is (N, heads, D), of which rows may lie apart.
-            parts = [_heads_together(part[:, :, 0]) for part in (q, k, v)]
-            rows = [value for part in parts for value in (part, part.stride(0))]
-            if self._call("attend", ctypes.byref(step), layer, float(scale), *rows, out):
-                raise MemoryError("no memory for the scores of attention")
-            return out
-
-        return attend
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding of (rows, heads, D), in place; cos and sin (rows, D)."""
-        x, cos, sin = _heads_together(x), cos.contiguous(), sin.contiguous()
-        self._call("rotate", x, cos, sin, *x.shape[:2], x.stride(0))
-        return x
-
-    def draw(
-        self, logits: Tensor, uniform: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor] | None:
-        """`rlm.sampling.draw.draw` without top-p and top-k; None if a logit is not finite.
-
-        Args:
-            logits: (N, V), of the number type that this was compiled for.
-            uniform: (N,), in [0, 1).
-        """
-        assert logits.dtype == self.dtype
-        logits, uniform = logits.contiguous(), uniform.double().contiguous()
-        tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-        how = float(temperature or 1), temperature == 0
-        failed = self._call("draw", logits, *logits.shape, *how, uniform, tokens, logprobs)
-        return None if failed else (tokens, logprobs)
-
-    def score(
-        self, logits: Tensor, targets: Tensor, temperature: float, slopes: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Of each row, the target's log-probability and the entropy: two (M,) in fp32.
-
-        Args:
-            logits: (M, V), of the number type that this was compiled for.
-            slopes: overwrite the logits by the derivatives of the log-probability by them, times
-                the temperature.
-
-        Raises:
-            IndexError: a target is no token of the vocabulary.
-        """
-        if len(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[1]:
-            raise IndexError(f"a target is not among {logits.shape[1]} tokens")
-        assert logits.is_contiguous()
-        assert logits.dtype == self.dtype
-        targets = targets.contiguous()
-        logprobs, entropy = torch.empty(2, len(logits))
-        what = logits, *logits.shape, targets, float(temperature), slopes
-        self._call("score_targets", *what, logprobs, entropy)
-        return logprobs, entropy
-
-    def norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """weight · x / rms(x) of each row of (rows, width); without a weight, of 1."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._pass("norm", x, weight, out, *x.shape, float(epsilon))
-        return out
-
-    def norm_back(self, x: Tensor, weight: Tensor, epsilon: float, by_out: Tensor) -> Tensor:
-        """The gradient of `norm` by x, from the one by what it gave."""
-        by_x = torch.empty_like(x)
-        self._pass("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
-        return by_x
-
-    def gating(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) · up, elementwise."""
-        out = torch.empty_like(gate)
-        self._pass("gating", gate, up, out, gate.numel())
-        return out
-
-    def gating_back(self, gate: Tensor, up: Tensor, by_out: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of `gating` by gate and up, from the one by what it gave."""
-        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
-        self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
-        return by_gate, by_up
-
-    def masked_softmax(self, scores: Tensor, mask: Tensor) -> Tensor:
-        """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
-        rows, columns = mask.shape
-        if self._pass(
-            "masked_softmax", scores, mask, scores.numel() // mask.numel(), rows, columns
-        ):
-            raise MemoryError("no memory for a row of attention")
-        return scores
-
-    def _pass(self, name: str, *values: Tensor | float | None) -> int:
-        """As `_call`, of contiguous tensors of this number type."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
-        return self._call(name, *values)
-
-    def _call(self, name: str, *values: object) -> int:
-        """A function of the C files: addresses and numbers, and how many threads there are.
-
-        Its first call tells how each value is passed: C's float is a float here, its int64_t an
-        int, and all else an address.
-        """
-        function = getattr(self._library, name)
-        if function.argtypes is None:
-            types = [_C_TYPES.get(type(value), ctypes.c_void_p) for value in values]
-            function.argtypes = [*types, ctypes.c_int]
-        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        return function(*passed, torch.get_num_threads())
-
-
-def _heads_together(rows: Tensor) -> Tensor:
-    """(N, heads, D) whose heads lie side by side."""
-    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+    None where that is not certain, or another user could put a library of his own there.
+    """
+    folder = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm")) / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid != os.getuid() or about.st_mode & 0o022:
+            return None
+        version = subprocess.run(
+            [*compiler, "--version"], check=True, capture_output=True, timeout=10
+        ).stdout
+        first_cpu = CPU_INFO.read_text().split("\n\n")[0].splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    cpu = [line for line in first_cpu if line.startswith(CPU_FEATURES)]
+    digest = hashlib.sha256(repr((command, version, cpu)).encode())
+    for file in (*SOURCES, FOLDER / "numbers.h"):
+        digest.update(file.read_bytes())
+    return folder / f"{digest.hexdigest()}.so"

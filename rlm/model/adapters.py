@@ -11,7 +11,7 @@ import_bitsandbytes()  # before peft does: it says there why
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,14 +23,16 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.cli.options import UsageError
-from rlm.model.base import model_directory
-from rlm.model.quantize import unpacked
+from rlm.model.adapter_info import AdapterInfo
+from rlm.model.base import base_hash, model_directory
+from rlm.model.quantize import dequantized_weight
 
+TEACH = "run: python train_sft.py"  # how to make an adapter to start from
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
-    """A fresh LoRA on every linear layer but the head; its output starts at exactly zero."""
+    """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero."""
     return get_peft_model(
         model,
         LoraConfig(
@@ -44,7 +46,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
 
 
 def check_adapter(path: Path, how_to_make: str) -> Path:
-    """The path, if an adapter's files lie there.
+    """Check that an adapter's files lie at the path, and return it.
 
     Raises:
         UsageError: they do not; the message says what to run.
@@ -56,8 +58,24 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     return path
 
 
+def misfit(adapter: Path, model: str, model_hash: str | None = None) -> str:
+    """Say why an adapter can not be put on a base; "" if it can.
+
+    Args:
+        model_hash: of the base; computed if it is not at hand.
+    """
+    if not adapter.exists():
+        return f"{adapter} does not exist"
+    try:
+        check_adapter(adapter, TEACH)
+        check_base(adapter, model, model_hash or base_hash(model))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def adapter_hash(path: Path) -> str:
-    """What identifies an adapter, wherever it lies: a hash of its tensors and of its settings."""
+    """Identify an adapter, wherever it lies: a hash of its tensors and of its settings."""
     digest = hashlib.sha256()
     for name in ADAPTER_FILES:
         digest.update((path / name).read_bytes())
@@ -71,10 +89,10 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
     Raises:
         UsageError: it was.
     """
-    run = read_run(adapter)
-    if run.get("base_hash") not in (None, model_hash):
+    info = AdapterInfo.load(adapter)
+    if info.base_hash not in (None, model_hash):
         raise UsageError(
-            f"adapter {adapter} was trained on {run.get('base_model')} with other weights than "
+            f"adapter {adapter} was trained on {info.base_model} with other weights than "
             f"those of --model {model}"
         )
     templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
@@ -99,8 +117,8 @@ def _chat_template(directory: Path) -> str | None:
 def load_adapter(
     model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
 ) -> PeftModel:
-    """The base with the adapter of a directory on it, in eval mode; or beside those it has, whose
-    layers go on as they were (those that are checkpointed count as training).
+    """Load an adapter onto a base, in eval mode; or beside those it has, whose layers go on as they
+    were (those that are checkpointed count as training).
 
     Raises:
         UsageError: the files cannot be read, it is no LoRA or more than the layers' own, the
@@ -155,7 +173,7 @@ def exported_tensors(policy: PeftModel) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The LoRA matrices that take part in a forward pass now, by name; {} without an adapter."""
     return {
         f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight
@@ -168,7 +186,7 @@ def active_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
-    """The layers that wear an adapter."""
+    """The layers that have an adapter."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
@@ -189,7 +207,7 @@ def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
     Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
     """
     lora = isinstance(linear, LoraLayer)
-    weight = unpacked(linear.get_base_layer() if lora else linear)
+    weight = dequantized_weight(linear.get_base_layer() if lora else linear)
     if not lora or linear.disable_adapters:
         return weight
     total = weight.float()
@@ -200,8 +218,8 @@ def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
     return total.to(weight.dtype)
 
 
-def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
-    """Keep only each layer's input for the backward pass, and compute the layer again there.
+def set_gradient_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
+    """Keep only each layer's input, if wanted, and recompute the rest in the backward pass.
 
     transformers does so in training mode only. We train in eval mode (no dropout), so the layers
     themselves are told that they train, and what is inside them is not.
@@ -213,7 +231,7 @@ def use_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
 
 
 @contextmanager
-def without_checkpointing(policy: PreTrainedModel) -> Iterator[None]:
+def gradient_checkpointing_disabled(policy: PreTrainedModel) -> Iterator[None]:
     """Inside, all that a backward pass needs is kept."""
     checkpointed = [layer for layer in _layers(policy) if layer.training]
     for layer in checkpointed:
@@ -244,7 +262,7 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
+def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
     """Inside, the policy computes as it did when training started: the reference of the KL term.
 
     After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
@@ -256,16 +274,6 @@ def use_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[Non
         yield
 
 
-def read_run(adapter: Path) -> dict[str, object]:
-    """The run.json beside an adapter; {} if another tool made it and left none.
-
-    Raises:
-        UsageError: the file is there and is not readable JSON.
-    """
-    file = adapter / "run.json"
-    if not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON: {error}") from error
+def read_run(adapter: Path) -> Mapping[str, object]:
+    """All of `AdapterInfo`'s run.json."""
+    return AdapterInfo.load(adapter).run

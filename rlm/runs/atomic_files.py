@@ -1,15 +1,18 @@
-"""Files that survive a kill: JSON lines synced one by one, whole files replaced at once."""
+"""Files that survive a kill: JSON lines synced one by one, whole files replaced at once; a lock."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from rlm.cli import terminal
 from rlm.cli.options import UsageError
 
 logger = logging.getLogger(__name__)
@@ -100,6 +103,31 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(path: Path, where: str, advice: str) -> IO[str]:
+    """Hold a file for this process: until it is closed, or the process ends, however.
+
+    Args:
+        where, advice: how the refusal begins and ends.
+
+    Raises:
+        UsageError: "<where>: process 7 on host <advice>", where another process holds it.
+    """
+    stream = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.seek(0)
+        holder = stream.read().strip() or "another process"
+        stream.close()
+        raise UsageError(f"{where}: {holder} {advice}") from error
+    except OSError as error:  # some network file systems have none
+        terminal.line(f"{path} cannot be locked ({error.strerror}): let no other process write here")
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
 
 
 class Journal:

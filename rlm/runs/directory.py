@@ -7,13 +7,11 @@ runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from rlm.cli import terminal
 from rlm.runs.checkpoints import Checkpoints, writing
 from rlm.cli.options import Interrupted, UsageError
 from rlm.runs.signals import Interrupts
-from rlm.runs.atomic_files import read_log, replace_file, replace_json, sync
+from rlm.runs.atomic_files import lock_file, read_log, replace_file, replace_json, sync
 from rlm.runs.trackers import Tracker, open_tracker
 
 LOCK = ".lock"
@@ -77,13 +75,17 @@ class RunDirectory:
                 f"--run-dir {path} holds other files than those of a run, which would be replaced "
                 "and deleted there: name an empty or a new directory"
             )
-        self._lock = lock(path)
+        self._lock = self._lock_directory()
         if not resume:
             if self.checkpoints.folder.exists():
                 self._put_away()
             for name in LOGS:
                 (path / name).unlink(missing_ok=True)
         self.checkpoints.clean()
+
+    def _lock_directory(self) -> IO[str]:
+        advice = "trains there; wait for it or name another directory"
+        return lock_file(self.path / LOCK, f"--run-dir {self.path}", advice)
 
     def _put_away(self) -> None:
         here = self.path.resolve()  # what a link leads to: it leads to the new run afterwards
@@ -104,7 +106,7 @@ class RunDirectory:
                 f"({error.strerror}): name a new directory"
             ) from error
         self._lock.close()
-        self._lock = lock(self.path)
+        self._lock = self._lock_directory()
         (previous / LOCK).unlink()
         terminal.line(f"{self.path} held another run; it is kept as {previous}")
 
@@ -146,7 +148,7 @@ class RunDirectory:
             self.tracker = open_tracker(name, self.path, config)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Append one step's figures; a figure that is not finite is written as null."""
+        """Append one step's metrics; what is not finite is written as null."""
         if not self.writes:
             return
         self.append(
@@ -175,7 +177,7 @@ class RunDirectory:
         ]
 
     def write_csv(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """train_logs.csv: figures of each step, for a spreadsheet."""
+        """Write train_logs.csv: the metrics of each step, for a spreadsheet."""
         file = self.path / "train_logs.csv"
         columns = list(dict.fromkeys(name for row in rows for name in row))
         with writing(file), file.open("w", encoding="utf-8", newline="") as stream:
@@ -209,30 +211,6 @@ def _is_run(path: Path) -> bool:
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json"]
     empty = all(file.name.startswith(".") for file in path.iterdir())
     return empty or any(next(path.glob(mark), None) for mark in marks)
-
-
-def lock(path: Path) -> IO[str]:
-    """Hold a directory for this process: until the file is closed, or the process ends, however.
-
-    Raises:
-        UsageError: another process holds it.
-    """
-    stream = (path / LOCK).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        stream.seek(0)
-        holder = stream.read().strip() or "another process"
-        stream.close()
-        raise UsageError(
-            f"--run-dir {path}: {holder} trains there; wait for it or name another directory"
-        ) from error
-    except OSError as error:  # some network file systems have none
-        terminal.line(f"{path} cannot be locked ({error.strerror}): keep other runs out of it")
-    stream.truncate(0)
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    stream.flush()
-    return stream
 
 
 def git_commit() -> str | None:

@@ -1,37 +1,88 @@
-"""What both stages do to go on from a checkpoint: find it, see that it is of the same run, and give
-the optimizer its state back."""
+"""Resume of a run, the same for both stages: the newest checkpoint, if it is of this very run, and
+the optimizer's state in it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlm.cli import terminal
 from rlm.cli.options import UsageError
+from rlm.runs.checkpoints import file_hash
 from rlm.runs.directory import RunDirectory
 
+RENAMED = {"skipped_in_a_row": "consecutive_skips", "rate_scale": "lr_scale"}  # keys of a state
 
-def newest_checkpoint(
-    run: RunDirectory, holds: Collection[str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the state to go on from.
+
+def run_origin(
+    config: Mapping[str, object], base_hash: str, start_weights: Path | None, **data: str
+) -> dict[str, Any]:
+    """What a run is made of: every checkpoint holds it, and a resumed run must have the same.
 
     Args:
-        holds: what the state of such a run has.
+        start_weights: the file of the adapter that training starts from.
+        data: split → `data_id` of its rows.
+    """
+    return {
+        "config": dict(config),
+        "base_hash": base_hash,
+        "start": None if start_weights is None else file_hash(start_weights),
+        "data": data,
+    }
+
+
+def resume_run(
+    run: RunDirectory,
+    origin: Mapping[str, Any],
+    adapter: Mapping[str, Tensor],
+    *,
+    may_change: Collection[str],
+    expected_keys: Collection[str],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and state of the newest valid checkpoint; the logs forget what came after it.
+
+    Args:
+        origin: `run_origin` of the run as it was started now.
+        adapter: what is trained; the checkpoint has the same tensors as "adapter/<name>".
+        may_change: options on which nothing that is learned depends.
+        expected_keys: of the state, which a checkpoint of the other stage has not.
 
     Raises:
-        UsageError: there is none, or it is of the other stage.
+        UsageError: there is none, or it is of another script, base, adapter, config or data.
     """
+    where, changed = f"--resume: {run.path}", origin["config"].get("accept_changes")
     loaded = run.checkpoints.load(set_aside=run.writes)
     if loaded is None:
         raise UsageError(f"--resume: no checkpoint in {run.path}; start without it")
-    tensors, state = loaded
-    if not state.keys() >= set(holds):
-        raise UsageError(f"--resume: {run.path} is a run of another script; name its own directory")
+    tensors, state = loaded[0], {RENAMED.get(key, key): v for key, v in loaded[1].items()}
+    if not state.keys() >= {"origin", *expected_keys}:
+        raise UsageError(f"{where} is a run of another script; name its own directory")
+    began = state["origin"]
+    # Runs of earlier versions keep the base's hash beside the origin.
+    if (began.get("base_hash") or state.get("base_hash")) != origin["base_hash"]:
+        raise UsageError(f"{where} was trained on another model or adapter")
+    changes = differences(began, origin, may_change)
+    if changes and not changed:
+        way_on = "name what it was begun with"
+        if changed is not None:
+            way_on = "add --accept-changes to go on all the same"
+        raise UsageError(
+            f"{where} was begun otherwise ({'; '.join(changes)}); {way_on}, or leave out --resume "
+            "to start anew"
+        )
+    saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
+    if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
+        raise UsageError(f"{where} was trained on another model or adapter")
+    for change in changes:
+        terminal.line(f"changed since: {change}")
+    run.truncate(state["step"])
+    terminal.line(f"resumed {run.path} before step {state['step'] + 1}")
     return tensors, state
 
 
@@ -44,15 +95,12 @@ def data_id(what: str, rows: Sequence[object]) -> str:
 
 
 def differences(
-    old: Mapping[str, Mapping],
-    new: Mapping[str, Mapping],
-    may_change: Collection[str],
+    old: Mapping[str, Any], new: Mapping[str, Any], may_change: Collection[str]
 ) -> list[str]:
     """What would make the resumed run another one than it was, each as "what: old → new".
 
     Args:
-        old, new: config, start and data, as the checkpoints of both stages hold them.
-        may_change: options on which nothing that is learned depends.
+        old, new: `run_origin` then and now.
     """
     was, now = old["config"], new["config"]
     free = {*may_change, *(["steps"] if now.get("lr_schedule") == "constant" else [])}
@@ -85,10 +133,20 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
     }
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]
+@torch.no_grad()
+def restore_tensors(
+    tensors: Mapping[str, Tensor],
+    adapter: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
 ) -> None:
-    """Give it the state that `optimizer_tensors` took, found among other tensors."""
+    """Copy a checkpoint's tensors into the adapter and the optimizer.
+
+    Args:
+        names: of the optimizer's parameters, in its order.
+    """
+    for name, tensor in adapter.items():
+        tensor.copy_(tensors[f"adapter/{name}"])
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer/"):

@@ -14,9 +14,9 @@ import math
 import netrc
 import os
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlm.cli import terminal
 
@@ -34,23 +34,6 @@ TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage"
 TABLE_ROWS = 16  # of a table; samples.jsonl has all
 
 
-def chosen_tracker(tracker: str, use_wandb: bool) -> str:
-    """What `--tracker` and the shorter `--use-wandb` say together.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    if use_wandb and tracker not in ("none", "wandb"):
-        raise ValueError(f"--use-wandb and --tracker {tracker} are two trackers")
-    return "wandb" if use_wandb else tracker
-
-
-class BackEnd(Protocol):
-    where: str  # what to open to see the run
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
-    def table(self, step: int, rows: Sequence[Sequence[object]]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Tracker:
@@ -65,18 +48,13 @@ class Tracker:
         self._back_end: BackEnd | None = back_end
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """A step's figures, under our names and under `ALIASES`."""
-        figures = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        figures |= {ALIASES[name]: value for name, value in figures.items() if name in ALIASES}
-        step = int(figures.pop("step"))
-        self._try(lambda back_end: back_end.log(step, figures))
+        """A step's metrics, under our names and under `ALIASES`."""
+        shown = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        shown |= {ALIASES[name]: value for name, value in shown.items() if name in ALIASES}
+        self._call("log", int(shown.pop("step")), shown)
 
     def log_samples(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The first completions of a step as a table.
-
-        Args:
-            groups: as samples.jsonl holds them.
-        """
+        """The first completions of a step as a table; `groups` as samples.jsonl holds them."""
         step = groups[0]["step"]
         if not self._sample_every or step % self._sample_every:
             return
@@ -87,20 +65,23 @@ class Tracker:
                 group["completions"], group["rewards"], group["advantages"], strict=True
             )
         ]
-        self._try(lambda back_end: back_end.table(step, rows[:TABLE_ROWS]))
+        self._call("table", step, rows[:TABLE_ROWS])
 
     def close(self) -> None:
-        self._try(lambda back_end: back_end.close())
+        self._call("close")
         self._back_end = None
 
-    def _try(self, call: Callable[[BackEnd], None]) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         if self._back_end is None:
             return
         try:
-            call(self._back_end)
+            getattr(self._back_end, method)(*arguments)
         except Exception as error:  # whatever it is, the run is worth more
             self._back_end = None
             terminal.line(f"tracker {self._name} failed and is left out from here on: {error!r}")
+
+
+# Each back-end has `where` (what to open to see the run), `log`, `table` and `close`.
 
 
 class _Wandb:
@@ -121,8 +102,8 @@ class _Wandb:
         self._run.define_metric("*", step_metric="step")
         self.where = self._run.url or f"`wandb sync {Path(self._run.dir).parent}` uploads it"
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **figures})
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
 
     def table(self, step: int, rows: Sequence[Sequence[object]]) -> None:
         table = self._wandb.Table(columns=list(TABLE_COLUMNS), data=[list(row) for row in rows])
@@ -140,14 +121,14 @@ class _TensorBoard:
         self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}")
         self.where = f"tensorboard --logdir {run_dir / 'tensorboard'}"
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def table(self, step: int, rows: Sequence[Sequence[object]]) -> None:
         lines = [TABLE_COLUMNS, ["---"] * len(TABLE_COLUMNS), *rows]
-        cells = [[_cell(value) for value in line] for line in lines]
+        cells = [[str(v).replace("|", "\\|").replace("\n", "<br>") for v in line] for line in lines]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(c)} |" for c in cells), step)
 
     def close(self) -> None:
@@ -163,8 +144,8 @@ class _Trackio:
             )
         self.where = f"trackio show --project {PROJECT}"
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
 
     def table(self, step: int, rows: Sequence[Sequence[object]]) -> None:
         table = self._trackio.Table(columns=list(TABLE_COLUMNS), data=[list(row) for row in rows])
@@ -175,11 +156,8 @@ class _Trackio:
             self._run.finish()
 
 
-BACK_ENDS: dict[str, Callable[[Path, Mapping[str, object]], BackEnd]] = {
-    "wandb": _Wandb,
-    "tensorboard": _TensorBoard,
-    "trackio": _Trackio,
-}
+BackEnd = _Wandb | _TensorBoard | _Trackio
+BACK_ENDS = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
 
 
 def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
@@ -214,6 +192,3 @@ def _run_id(run_dir: Path) -> str:
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
     return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")

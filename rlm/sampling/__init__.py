@@ -1,6 +1,21 @@
 """The rollout engine: many completions of many prompts, reproducible whatever shares the batch."""
 
 from rlm.sampling.engine import Sampler
+from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.params import Completion, Request, SamplingParams, Token, prompt_seed
+from rlm.sampling.scheduler import common_prefix_length
+from rlm.sampling.vllm import VLLMSampler
+from rlm.sampling.weights import FUSED_MODEL_TYPES
 
-__all__ = ["Completion", "Request", "Sampler", "SamplingParams", "Token", "prompt_seed"]
+__all__ = [
+    "FUSED_MODEL_TYPES",
+    "CacheConfig",
+    "Completion",
+    "Request",
+    "Sampler",
+    "SamplingParams",
+    "Token",
+    "VLLMSampler",
+    "common_prefix_length",
+    "prompt_seed",
+]

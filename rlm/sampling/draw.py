@@ -1,4 +1,4 @@
-"""Drawing one token per row: tensors in, tensors out.
+"""Draws one token per row from logits.
 
 Letters: N rows, V vocabulary.
 """
@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import BLOCK
+from rlm.kernels import VOCAB_BLOCK
 from rlm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rlm.kernels.build import Kernels
+    from rlm.kernels import Kernels
 
-COLDEST = 1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
+MIN_TEMPERATURE = (
+    1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
+)
 NOT_FINITE = (
     "the model's logits are not finite: its weights or those of the adapter are damaged, or they "
     "overflow in this machine's number type"
@@ -44,13 +46,37 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def draw(
+def sample_rows(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    params: Sequence[SamplingParams],
+    kernels: Kernels | None = None,
+) -> list[tuple[int, float]]:
+    """A token and its log-probability for each row, by the row's own parameters."""
+    members: dict[tuple, list[int]] = {}
+    for row, own in enumerate(params):
+        members.setdefault((own.temperature, own.top_p, own.top_k), []).append(row)
+    drawn: list[tuple[int, float]] = [(0, 0.0)] * len(params)
+    for rows in members.values():
+        every = len(rows) == len(params)
+        tokens, logprobs = sample_tokens(
+            logits if every else logits[rows],
+            (uniform if every else uniform[rows]).to(logits.device),
+            params[rows[0]],
+            kernels,
+        )
+        for row, *pair in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            drawn[row] = tuple(pair)
+    return drawn
+
+
+def sample_tokens(
     logits: torch.Tensor,
     uniform: torch.Tensor,
     params: SamplingParams,
     kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (N,) and their log-probabilities (N,) from logits (N, V).
+    """Draw token ids (N,), with their log-probabilities (N,), from logits (N, V).
 
     Inverse transform: one uniform number a row, scaled by the total mass, is looked up in the
     running sum. It costs about what reading the logits costs: the running sum is made over blocks
@@ -64,8 +90,8 @@ def draw(
         UsageError: a row's logits are not finite: nothing can be drawn from them.
     """
     if kernels and not params.top_k and params.top_p == 1:
-        temperature = params.temperature and max(params.temperature, COLDEST)
-        drawn = kernels.draw(logits, uniform, temperature)
+        temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
+        drawn = kernels.sample(logits, uniform, temperature)
         if drawn is None:
             raise UsageError(NOT_FINITE)
         return drawn
@@ -74,35 +100,39 @@ def draw(
         tokens = logits.argmax(-1)
         chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
         mass = logits.logsumexp(-1)
-        _check(mass)
+        _check_finite(mass)
         return tokens, chosen - mass
     if params.temperature != 1:
-        logits = logits / max(params.temperature, COLDEST)
-    logits = truncate(logits, params)
+        logits = logits / max(params.temperature, MIN_TEMPERATURE)
+    logits = apply_top_k_top_p(logits, params)
     rows, vocabulary = logits.shape
     probabilities = logits.softmax(-1)
-    mass = F.pad(probabilities, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else probabilities
-    mass = mass.unflatten(-1, (-1, BLOCK))  # (N, blocks, BLOCK)
+    mass = (
+        F.pad(probabilities, (0, -vocabulary % VOCAB_BLOCK))
+        if vocabulary % VOCAB_BLOCK
+        else probabilities
+    )
+    mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
     # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
     blocks = mass.sum(-1).double()
     before = blocks.cumsum(-1)
     total = before[:, -1:]
-    _check(total)
+    _check_finite(total)
     wanted = uniform.to(total)[:, None] * total
-    block = _look_up(before, wanted)
+    block = _search(before, wanted)
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
     inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-    tokens = (block * BLOCK + _look_up(inside, wanted)).squeeze(-1)
+    tokens = (block * VOCAB_BLOCK + _search(inside, wanted)).squeeze(-1)
     chosen = probabilities.gather(-1, tokens[:, None]) / total  # which is one, but for rounding
     return tokens, chosen.log().squeeze(-1).float()
 
 
-def _check(mass: torch.Tensor) -> None:
+def _check_finite(mass: torch.Tensor) -> None:
     if not mass.isfinite().all():
         raise UsageError(NOT_FINITE)
 
 
-def _look_up(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _search(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Where running sums (N, K) pass the wanted mass (N, 1): (N, 1), always at a step up.
 
     Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
@@ -111,8 +141,8 @@ def _look_up(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
 
 
-def truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Logits with what top_k and top_p exclude at -inf; the same tensor when both are off.
+def apply_top_k_top_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Mask logits outside top_k and top_p with -inf; the same tensor when both are off.
 
     top_p keeps the smallest set of most likely tokens whose mass reaches it, at least one.
     """

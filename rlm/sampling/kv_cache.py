@@ -1,8 +1,8 @@
-"""Keys and values of what is being decoded, each kept once for all that share it.
+"""The KV cache: keys and values of prefixes, prompts and completions, and attention over them.
 
-A row attends to three segments: the beginning that all prompts share (the system prompt), the
-rest of its own prompt, shared by the prompt's n completions, and its own completion. The first
-two are stored once; torch multiplies them with the queries of all their rows in one product, and
+A row attends to three segments: the prefix that all prompts share (the system prompt), the rest of
+its own prompt, shared by the prompt's n completions, and its own completion. The first two are
+stored once; torch multiplies them with the queries of all their rows in one product, and
 decode.c, where it could be compiled, reads all three where they lie. Keys are
 stored (D, T) and values (T, D), as the products read them: of a part of their T, oneDNN would
 rearrange a transposed view in every product.
@@ -14,7 +14,7 @@ D head width, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,55 +22,74 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlm.kernels.build import Kernels
-from rlm.model.base import head_width, key_value_heads
+from rlm.cli.options import UsageError
+from rlm.kernels import Kernels
+from rlm.model.base import head_dim, num_key_value_heads
 
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How much a cache holds: fixed when it is made, so nothing can run out half way."""
+    """The size of a cache: fixed when it is allocated, so nothing can run out half way."""
 
-    max_num_seqs: int  # rows decoded at once
-    slots: int  # prompts held at once
-    prompt_tokens: int  # of a prompt, without the shared beginning
+    max_num_seqs: int  # sequences decoded at once
+    prompt_slots: int  # prompts held at once
+    prompt_tokens: int  # of a prompt, without the shared prefix
     new_tokens: int  # of a completion
-    prefix_tokens: int = 0  # of the shared beginning
+    prefix_tokens: int = 0  # of the shared prefix
 
     @property
     def tokens(self) -> int:
         """Tokens for which keys and values are stored."""
         return (
             self.prefix_tokens
-            + self.slots * self.prompt_tokens
+            + self.prompt_slots * self.prompt_tokens
             + self.max_num_seqs * self.new_tokens
         )
+
+    def fit(self, bytes_per_token: int, memory: int) -> CacheConfig:
+        """The config with as many rows and slots as fit in so many bytes.
+
+        Raises:
+            UsageError: not even one of each fits.
+        """
+        config = self
+        while config.tokens * bytes_per_token > memory:
+            if config.max_num_seqs == config.prompt_slots == 1:
+                needed, free = config.tokens * bytes_per_token / 2**30, memory / 2**30
+                raise UsageError(
+                    f"keys and values of one completion need {needed:.1f} GB, and {free:.1f} GB "
+                    "are free: lower --max-new-tokens"
+                )
+            halved = (max(1, config.max_num_seqs // 2), max(1, config.prompt_slots // 2))
+            config = replace(config, max_num_seqs=halved[0], prompt_slots=halved[1])
+        return config
 
 
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token takes."""
-    heads = config.num_hidden_layers * key_value_heads(config)
-    return 2 * heads * head_width(config) * dtype.itemsize
+    heads = config.num_hidden_layers * num_key_value_heads(config)
+    return 2 * heads * head_dim(config) * dtype.itemsize
 
 
-def coarse(length: int, grain: int, most: int) -> int:
-    """`length` rounded up to a multiple of `grain`, but `most` at most.
+def round_up(length: int, multiple: int, at_most: int) -> int:
+    """`length` rounded up to a multiple, but not beyond `at_most`.
 
     Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
     megabyte, up to a thousand of them.
     """
-    return min(-(-length // grain) * grain, most)
+    return min(-(-length // multiple) * multiple, at_most)
 
 
-class Cache:
+class KVCache:
     """Preallocated storage, and the attention over it."""
 
     def __init__(
         self,
         config: PretrainedConfig,
-        room: CacheConfig,
+        cache_config: CacheConfig,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
@@ -79,11 +98,11 @@ class Cache:
         Args:
             kernels: what is compiled for this config and number type; None multiplies matrices.
         """
-        self.room, self._kernels = room, kernels
+        self.config, self._kernels = cache_config, kernels
         layers, heads, width = (
             config.num_hidden_layers,
-            key_value_heads(config),
-            head_width(config),
+            num_key_value_heads(config),
+            head_dim(config),
         )
 
         def store(tokens: int, *shape: int) -> tuple[Tensor, Tensor]:
@@ -96,13 +115,13 @@ class Cache:
                 made(*shape, tokens, width, dtype=dtype, device=device),
             )
 
-        self._prefix = store(room.prefix_tokens)
-        self._prompts = store(room.prompt_tokens, room.slots)
-        self._own = store(room.new_tokens, room.max_num_seqs)
+        self._prefix = store(cache_config.prefix_tokens)
+        self._prompts = store(cache_config.prompt_tokens, cache_config.prompt_slots)
+        self._own = store(cache_config.new_tokens, cache_config.max_num_seqs)
         self._device, self._heads = device, heads
 
-    def read_prefix(self) -> Attend:
-        """Attention of the pass that reads the shared beginning, one row."""
+    def prefill_prefix(self) -> AttentionFunction:
+        """Attention of the pass that prefills the shared prefix, one row."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             keys, values = self._prefix
@@ -114,11 +133,11 @@ class Cache:
 
         return attend
 
-    def read_prompts(self, slots: Sequence[int], tokens: int, prefix: int) -> Attend:
-        """Attention of a pass that reads prompts into slots: (len(slots), tokens), right-padded.
+    def prefill_prompts(self, slots: Sequence[int], tokens: int, prefix: int) -> AttentionFunction:
+        """Attention of a pass that prefills prompts into slots: (len(slots), tokens), right-padded.
 
         Args:
-            prefix: tokens of the shared beginning that stand before them (0 for none).
+            prefix: tokens of the shared prefix that stand before them (0 for none).
         """
         where = torch.tensor(slots, device=self._device)
         shape = (tokens, prefix + tokens)
@@ -153,8 +172,8 @@ class Cache:
         prefix_lengths: Sequence[int],
         prompt_lengths: Sequence[int],
         own_lengths: Sequence[int],
-    ) -> Attend:
-        """Attention of a pass that reads one token for each of the rows 0…N-1.
+    ) -> AttentionFunction:
+        """Attention of a pass that decodes one token for each of the rows 0…N-1.
 
         Args:
             slots: where the prompt of each row stands.
@@ -165,15 +184,17 @@ class Cache:
         if self._kernels:
             stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
             where = ([0] * len(slots), slots, range(len(slots)))
-            return self._kernels.decode(stores, where, lengths)
-        return self._decode_by_products(slots, lengths)
+            return self._kernels.decode_attention(stores, where, lengths)
+        return self._decode_in_torch(slots, lengths)
 
-    def _decode_by_products(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Attend:
+    def _decode_in_torch(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> AttentionFunction:
         """`decode` in torch; in each of the three segments, how many tokens each row reads."""
         needed = [max(part) for part in tokens]
         lengths = [torch.tensor(part, device=self._device) for part in tokens]
-        room = (self.room.prefix_tokens, self.room.prompt_tokens, self.room.new_tokens)
-        longest = [coarse(n, 64, most) for n, most in zip(needed, room, strict=True)]
+        limits = (self.config.prefix_tokens, self.config.prompt_tokens, self.config.new_tokens)
+        longest = [round_up(n, 64, most) for n, most in zip(needed, limits, strict=True)]
         mask = self._mask(lengths, longest)
         own = lengths[2] - 1
         rows = torch.arange(len(slots), device=self._device)
@@ -221,8 +242,8 @@ class Cache:
         )
         return mask.masked_fill_(torch.cat(beyond, 1), -torch.inf)[:, None, None]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy a row to another seat, so that the running rows stay a block."""
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy a completion's cache to another row, so that the running rows stay a block."""
         keys, values = self._own
         keys[:, target, ..., :length] = keys[:, source, ..., :length]
         values[:, target, :, :length] = values[:, source, :, :length]

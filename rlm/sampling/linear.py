@@ -1,7 +1,6 @@
-"""Linear layers as the sampler multiplies with them: fused, laid out for this CPU, and with what
-surrounds a product done on the way.
+"""Fused linear layers for inference: q/k/v or gate/up as one, with norm, residual and gating.
 
-Three ways, the first that can be had: products.c, oneDNN's packed weights, plain torch.
+Computed by the first of three that can be had: products.c, oneDNN's packed weights, plain torch.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model.adapters import merged_weight
 
-# product(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
-Product = Callable[..., Tensor]
+# linear(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
+LinearFunction = Callable[..., Tensor]
 
 
-class TorchPasses:
-    """What stands between a layer's products, in torch; `Kernels` has the same, compiled."""
+class TorchOps:
+    """RMS norm and rotary embedding in torch; `Kernels` has the same, compiled."""
 
     @staticmethod
-    def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         """weight · x / rms(x), the quotient made in fp32; without a weight, of 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
@@ -31,7 +30,7 @@ class TorchPasses:
         return unit if weight is None else unit * weight
 
     @staticmethod
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama.
 
         Args:
@@ -43,35 +42,35 @@ class TorchPasses:
 
 
 @torch.no_grad()
-def product(
+def fused_linear(
     *layers: nn.Module, norm: nn.Module | None = None, kernels: Kernels | None = None
-) -> Product:
-    """Linear layers that read the same, side by side as one product; with the norm before them."""
+) -> LinearFunction:
+    """Linear layers of the same input as one, with the norm before them."""
     weight, bias = _merged(layers, norm)
-    if _kernels_multiply(kernels, weight):
-        return kernels.product([weight], [bias], norm and norm.variance_epsilon)
+    if _use_kernels(kernels, weight):
+        return kernels.linear([weight], [bias], norm and norm.variance_epsilon)
     linear = _torch_linear(weight, bias)
     if norm is None:
         return linear
-    passes = kernels or TorchPasses
-    return lambda x: linear(passes.norm(x, None, norm.variance_epsilon))  # its weight is merged
+    ops = kernels or TorchOps
+    return lambda x: linear(ops.rms_norm(x, None, norm.variance_epsilon))  # its weight is merged
 
 
 @torch.no_grad()
-def gated_product(
+def fused_gate_up(
     gate: nn.Module, up: nn.Module, norm: nn.Module, kernels: Kernels | None = None
-) -> Product:
+) -> LinearFunction:
     """silu(gate(x)) · up(x), of the normalised x."""
     gate_weight, gate_bias = _merged([gate], norm)
     up_weight, up_bias = _merged([up], norm)
     epsilon = norm.variance_epsilon
-    if _kernels_multiply(kernels, gate_weight):
-        return kernels.product([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
+    if _use_kernels(kernels, gate_weight):
+        return kernels.linear([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
     first, second = _torch_linear(gate_weight, gate_bias), _torch_linear(up_weight, up_bias)
-    passes = kernels or TorchPasses
+    ops = kernels or TorchOps
 
     def multiply(x: Tensor) -> Tensor:
-        unit = passes.norm(x, None, epsilon)
+        unit = ops.rms_norm(x, None, epsilon)
         # (oneDNN's own SiLU tail is slower than this extra pass.)
         return second.times(unit, F.silu(first(unit), inplace=True))
 
@@ -93,16 +92,16 @@ def _merged(layers: Sequence[nn.Module], norm: nn.Module | None) -> tuple[Tensor
     )
 
 
-def _kernels_multiply(kernels: Kernels | None, weight: Tensor) -> bool:
-    return kernels is not None and kernels.multiplies and weight.shape[1] % 2 == 0
+def _use_kernels(kernels: Kernels | None, weight: Tensor) -> bool:
+    return kernels is not None and kernels.has_linear and weight.shape[1] % 2 == 0
 
 
-def _torch_linear(weight: Tensor, bias: Tensor | None) -> _Plain | _Packed:
-    return (_Packed if _can_pack(weight) else _Plain)(weight, bias)
+def _torch_linear(weight: Tensor, bias: Tensor | None) -> _TorchLinear | _OneDNNLinear:
+    return (_OneDNNLinear if _can_pack(weight) else _TorchLinear)(weight, bias)
 
 
-class _Plain:
-    """A product, and what is done to its result."""
+class _TorchLinear:
+    """A linear layer in torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -115,9 +114,9 @@ class _Plain:
         return self(x) * other
 
 
-class _Packed:
-    """The same in oneDNN's own blocked layout, which a row-major matrix is rearranged into in
-    every single product; oneDNN does what follows to a block that is still in the cache."""
+class _OneDNNLinear:
+    """A linear layer in oneDNN's own blocked layout, which a row-major matrix is rearranged into
+    in every single product; what follows it oneDNN does to a block that is still in the cache."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)

@@ -1,4 +1,4 @@
-"""What is asked of the sampler and what it gives back."""
+"""Sampling parameters, requests, and the tokens and completions that come back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Nothing else decides: no model default (top_k = 50) leaks in.
+    """Decides how tokens are drawn, alone: no model default (top_k = 50) leaks in.
 
     temperature: 0 takes the most likely token. top_p = 1 and top_k = 0 leave the distribution
     whole. max_new_tokens counts the end token. stop: texts that end a completion, the tokens they
@@ -35,9 +35,9 @@ class SamplingParams:
             raise ValueError("stop must not hold an empty text: it would end everything at once")
 
 
-# Asked after each drawn token with (row, tokens before it, the token): token ids that take its
-# place, one after the other without being drawn, or None to leave it.
-Steer = Callable[[int, Sequence[int], int], Sequence[int] | None]
+# Called after each drawn token with (row, tokens before it, the token): token ids that take its
+# place, one after the other without being drawn, or None to keep it.
+ForceTokens = Callable[[int, Sequence[int], int], Sequence[int] | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Request:
     params: SamplingParams
     seed: int
     n: int = 1
-    steer: Steer | None = None
+    force_tokens: ForceTokens | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -70,7 +70,7 @@ class Token:
 
 @dataclass
 class Completion:
-    """What the model produced for a prompt.
+    """A completion of a prompt.
 
     token_ids: the end token included where there is one. logprobs: one per token, under the
     distribution that was drawn from (under the plain softmax where temperature is 0).

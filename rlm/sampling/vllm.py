@@ -48,7 +48,7 @@ class VLLMSampler:
         self._model = next(m["id"] for m in client.models() if not m.get("parent"))
         self._adapter: str | None = None
         self._check_logprobs()
-        self.path = f"vLLM at {client.url}"
+        self.description = f"vLLM at {client.url}"
 
     def bytes_for(self, *_: object) -> int:
         """A batch takes no memory here."""

@@ -1,6 +1,6 @@
-"""The two ways in which the sampler multiplies with the model's weights.
+"""Runs the model for the sampler: the model itself, or a merged and fused copy of its weights.
 
-`ModelWeights` runs the model itself, adapter unmerged: any architecture, no extra memory.
+`UnmergedWeights` runs the model itself, adapter unmerged: any architecture, no extra memory.
 `MergedWeights` runs a copy of base + adapter of its own, its projections fused and laid out for
 the CPU's matrix products: the fast path of the Llama family. The model is never written.
 Both leave attention to the cache, through the function `attend`.
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.cli.options import UsageError
-from rlm.kernels.build import Kernels
-from rlm.model import hardware as machine
-from rlm.model.adapters import active_adapters, has_plain_lora
-from rlm.model.attention import plain_scale
+from rlm.kernels import Kernels
+from rlm.model.adapters import active_lora_tensors, has_plain_lora
+from rlm.model.attention import softmax_scale
 from rlm.model.base import decoder_and_head
-from rlm.sampling.kv_cache import Attend
-from rlm.sampling.linear import TorchPasses, gated_product, product
+from rlm.model.hardware import available_memory
+from rlm.sampling.kv_cache import AttentionFunction
+from rlm.sampling.linear import TorchOps, fused_gate_up, fused_linear
 
-FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class ModelWeights:
-    """The model as it is."""
+class UnmergedWeights:
+    """Runs the model as it is, adapter unmerged."""
 
     copied_bytes = 0  # while sampling, beside the model
 
@@ -47,8 +47,8 @@ class ModelWeights:
     def release(self) -> None:
         """Nothing to do: these are needed for training."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Last hidden states (B, T, hidden) of tokens (B, T) at these positions (B, T)."""
+    def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
+        """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
         config = self._decoder.config
         usual = config._attn_implementation
         # The model is told to attend through `_through_cache`, and hands it this function.
@@ -84,7 +84,7 @@ def _through_cache(
     **options: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention; heads and tokens are swapped in its answer."""
-    scale = plain_scale(query, scaling, options, "unsupported")
+    scale = softmax_scale(query, scaling, options, "unsupported")
     _through_cache.calls += 1
     out = _through_cache.attend(module.layer_idx, query, key, value, scale)
     return out.transpose(1, 2), None
@@ -96,7 +96,7 @@ AttentionInterface.register("rlm_cache", _through_cache)
 def why_not_fused(model: PreTrainedModel) -> str | None:
     """What keeps a model from the fast path; None if nothing does."""
     config = decoder_and_head(model)[0].config
-    if config.model_type not in FUSED_FAMILIES:
+    if config.model_type not in FUSED_MODEL_TYPES:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
@@ -119,7 +119,8 @@ class MergedWeights:
         self._model = model
         self._kernels = kernels
         self._decoder, self._head = decoder_and_head(model)
-        self.head = product(self._head, kernels=kernels)  # adapters do not reach it: copied once
+        # Adapters do not reach the head: copied once.
+        self.head = fused_linear(self._head, kernels=kernels)
         self.copied_bytes = copy_bytes(model)
         self.release()
 
@@ -128,33 +129,33 @@ class MergedWeights:
 
         Compared with what was copied, which costs milliseconds, so that nobody can forget it.
         """
-        adapters = active_adapters(self._model)
+        adapters = active_lora_tensors(self._model)
         if self._seen is not None and _same(adapters, self._seen):
             return
         self.release()  # the old copy goes first
-        self._layers = [_Layer(layer, self._kernels) for layer in self._decoder.layers]
+        self._layers = [_FusedLayer(layer, self._kernels) for layer in self._decoder.layers]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
         """Drop the copied layers until the next `refresh`."""
-        self._layers: list[_Layer] = []
+        self._layers: list[_FusedLayer] = []
         self._seen: dict[str, Tensor] | None = None
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Last hidden states (B, T, hidden) of tokens (B, T) at these positions (B, T)."""
+    def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
+        """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
         x = self._decoder.embed_tokens(ids)
         # (B·T, …): one matrix product whatever the batch looks like.
         cos, sin = (part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions))
         shape, x = ids.shape, x.flatten(0, 1)
         for i, layer in enumerate(self._layers):
             x = layer(i, x, shape, cos, sin, attend)
-        final, passes = self._decoder.norm, self._kernels or TorchPasses
-        return passes.norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
+        final, ops = self._decoder.norm, self._kernels or TorchOps
+        return ops.rms_norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
 
 
 def choose_weights(
     model: PreTrainedModel, merged: bool | None, kernels: Kernels | None
-) -> tuple[ModelWeights | MergedWeights, str]:
+) -> tuple[UnmergedWeights | MergedWeights, str]:
     """The weights to sample with, and a line that says which and why.
 
     Args:
@@ -169,18 +170,20 @@ def choose_weights(
         raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
     size = copy_bytes(model)
     if merged is None and reason is None:
-        free = machine.available_memory(model.device.type)
+        free = available_memory(model.device.type)
         if size > free / 2:
             gb = f"{size / 2**30:.1f} GB, {free / 2**30:.1f} GB are free"
             reason = f"a merged copy would take {gb}"
     if merged is False or reason:
-        return ModelWeights(model), f"the model itself, adapter unmerged ({reason or 'as asked'})"
-    path = f"a merged copy of the weights ({size / 2**30:.1f} GB)"
-    path += ", products compiled" if kernels and kernels.multiplies else ""
-    return MergedWeights(model, kernels), path
+        reason = reason or "as asked"
+        return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
+    how = ", products compiled" if kernels and kernels.has_linear else ""
+    return MergedWeights(
+        model, kernels
+    ), f"a merged copy of the weights ({size / 2**30:.1f} GB){how}"
 
 
-class _Layer:
+class _FusedLayer:
     """One decoder layer of the Llama family, in as few passes over the activations as possible.
 
     While a few rows are decoded, every pass costs more in starting the threads than in work. So
@@ -189,14 +192,14 @@ class _Layer:
     """
 
     def __init__(self, layer: nn.Module, kernels: Kernels | None) -> None:
-        self.passes = kernels or TorchPasses
+        self.ops = kernels or TorchOps
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = product(*projections, norm=layer.input_layernorm, kernels=kernels)
-        self.out = product(attention.o_proj, kernels=kernels)
+        self.qkv = fused_linear(*projections, norm=layer.input_layernorm, kernels=kernels)
+        self.out = fused_linear(attention.o_proj, kernels=kernels)
         norm = layer.post_attention_layernorm
-        self.gated = gated_product(mlp.gate_proj, mlp.up_proj, norm, kernels)
-        self.down = product(mlp.down_proj, kernels=kernels)
+        self.gated = fused_gate_up(mlp.gate_proj, mlp.up_proj, norm, kernels)
+        self.down = fused_linear(mlp.down_proj, kernels=kernels)
         # Qwen3 normalises each head's queries and keys.
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.scale, self.width = attention.scaling, attention.head_dim
@@ -204,7 +207,13 @@ class _Layer:
         self.heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
 
     def __call__(
-        self, i: int, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, attend: Attend
+        self,
+        i: int,
+        x: Tensor,
+        shape: torch.Size,
+        cos: Tensor,
+        sin: Tensor,
+        attend: AttentionFunction,
     ) -> Tensor:
         heads, rows = self.heads, x.shape[0]
         qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
@@ -212,7 +221,7 @@ class _Layer:
         if self.q_norm is not None:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
-        qk = self.passes.rotate(qk, cos, sin)
+        qk = self.ops.rotary_embedding(qk, cos, sin)
         # Attention takes (B, heads, T, D), and gives it back.
         q, k, v = (
             part.view(*shape, -1, self.width).transpose(1, 2)
@@ -225,7 +234,7 @@ class _Layer:
     def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Each head's norm: (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
-        return self.passes.norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
+        return self.ops.rms_norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

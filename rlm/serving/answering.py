@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlm.data.prompts import Format
-from rlm.grading.answers import ballot, grade
+from rlm.grading.answers import grade, normalize_answer
 from rlm.serving.schema import (
     Confidence,
     Sample,
@@ -86,7 +86,7 @@ def vote(answers: Sequence[str | None]) -> Vote:
     voters: dict[object, list[int]] = {}
     for i, answer in enumerate(answers):
         if answer is not None:
-            voters.setdefault(ballot(answer), []).append(i)
+            voters.setdefault(normalize_answer(answer), []).append(i)
     ranked = sorted(voters.values(), key=lambda members: (-len(members), members[0]))
     counts = {str(answers[members[0]]): len(members) for members in ranked}
     winner = ranked[0] if ranked else []

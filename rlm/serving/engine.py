@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlm.sampling.engine import Sampler
-from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling import CacheConfig, Sampler
 from rlm.sampling.params import Request, SamplingParams, Token
 from rlm.serving.errors import Problem
 from rlm.serving.logging import log_error
@@ -202,9 +201,9 @@ class Engine:
         replica = self._lanes[name]
         prompt_tokens, new_tokens = self._room
         replica.activate()
-        replica.sampler.clear()
+        replica.sampler.reset()
         max_num_seqs = replica.sampler.max_num_seqs
-        replica.sampler.reserve(
+        replica.sampler.allocate_cache(
             CacheConfig(max_num_seqs, max_num_seqs, prompt_tokens, new_tokens), replica.prefix
         )
         self._running[name], self._suspects[name] = {}, deque()
@@ -241,7 +240,7 @@ class Engine:
     def _begin(self, job: Job) -> None:
         request = Request(job.prompt, job.params, job.seed, job.n, job.thinking)
         try:
-            handle = self._lanes[job.replica].sampler.submit(request)
+            handle = self._lanes[job.replica].sampler.add_request(request)
         except ValueError as error:  # larger than the room
             job.notify(Problem(422, "validation", str(error)))
         else:
@@ -250,7 +249,7 @@ class Engine:
     def _forget(self, job: Job) -> None:
         running, suspects = self._running[job.replica], self._suspects[job.replica]
         for handle in [handle for handle, other in running.items() if other is job]:
-            self._lanes[job.replica].sampler.cancel(handle)
+            self._lanes[job.replica].sampler.abort_request(handle)
             del running[handle]
         self._suspects[job.replica] = deque(other for other in suspects if other is not job)
 

@@ -12,7 +12,7 @@ from rlm.data.prompts import Format, render_prompt
 from rlm.model.adapters import load_adapter
 from rlm.model.base import load_base
 from rlm.model.hardware import pick_device
-from rlm.sampling.engine import Sampler, shared_beginning
+from rlm.sampling import Sampler, common_prefix_length
 from rlm.serving.catalog import BASE, Catalog
 from rlm.serving.engine import Replica
 
@@ -60,4 +60,4 @@ def _wardrobe(model: PreTrainedModel) -> Callable[[str | None], None]:
 def _shared_prefix(tokenizer: PreTrainedTokenizerBase, format: Format) -> Sequence[int]:
     """What every prompt begins with: the system prompt as the template writes it."""
     prompts = [render_prompt(tokenizer, question, format) for question in ("a", "7")]
-    return prompts[0][: shared_beginning(prompts)]
+    return prompts[0][: common_prefix_length(prompts)]

@@ -162,8 +162,8 @@ class Row:
 class Thinking:
     """Follows the completions of one request, and closes their reasoning when it must end.
 
-    Given to the sampler as the request's `steer`. The reasoning never exceeds the budget (but for
-    a closing tag half written); in its last quarter the end of a line or sentence closes it.
+    Given to the sampler as the request's `force_tokens`. The reasoning never exceeds the budget
+    (but for half a closing tag); in its last quarter the end of a line or sentence closes it.
     Without a budget it is still closed in time for an answer, and an end token inside the
     reasoning closes it instead of ending the text. Stop texts count in the answer only.
     """
@@ -194,7 +194,7 @@ class Thinking:
         ]
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
-        """Tokens that take the place of the one just drawn, or None (see `Steer`)."""
+        """Tokens that take the place of the one just drawn, or None (see `ForceTokens`)."""
         state = self.rows[row]
         if state.splitter.phase == "done":
             return [min(self._stop_ids)]

@@ -14,7 +14,7 @@ class Algorithm:
 
     source: str
     scale_by_std: bool  # of the group; else rewards are only centred
-    aggregation: str  # "sequence", "constant" or "token": `rlm.training.grpo.row_weights`
+    aggregation: str  # "sequence", "constant" or "token": `rlm.training.batches.row_weights`
     clip_eps_low: float  # the ratio is clipped at 1 - this; 1 is no bound
     clip_eps_high: float  # and at 1 + this
     ratio: str = "token"  # new to old probability of each "token", or of the "sequence"
@@ -24,7 +24,7 @@ class Algorithm:
 
     @property
     def of_loss(self) -> dict[str, object]:
-        """The choices that `rlm.training.grpo.policy_loss` takes."""
+        """The choices that `rlm.training.loss.policy_loss` takes."""
         names = ("clip_eps_low", "clip_eps_high", "ratio", "objective")
         return {name: getattr(self, name) for name in names}
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from rlm.cli.options import check_values, flag, layered, mark_preset
+from rlm.cli.options import check_values, flag, merge_switches
 from rlm.data.prompts import FORMATS
-from rlm.model.quantize import QUANTIZATIONS, chosen_quantization
-from rlm.runs.trackers import TRACKER_NAMES, chosen_tracker
+from rlm.model.quantize import QUANTIZATIONS
+from rlm.runs.trackers import TRACKER_NAMES
 from rlm.training.algorithms import ALGORITHMS, Algorithm
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "max_new_tokens": 512,
         "learning_rate": 5e-6,
         "use_lora": True,
-        "use_4bit": True,
+        "quantize": "auto",
     },
     "reasoning_large": {  # of 7 billion and more
         "algorithm": "dapo",
@@ -43,13 +45,17 @@ PRESETS: dict[str, dict[str, object]] = {
         "max_new_tokens": 2048,
         "learning_rate": 1e-6,
         "use_lora": True,
-        "use_4bit": True,
+        "quantize": "auto",
     },
 }
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 
 
-@dataclass
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
+
+
+@dataclass(frozen=True)
 class GRPOConfig:
     """One training run. A step is one round of sample → score → compare → learn."""
 
@@ -63,9 +69,15 @@ class GRPOConfig:
     reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
     reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
-    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit", spells="quantize")
-    attn: str = flag("auto", "attention of the learning pass", choices=ATTENTIONS)
+    quantize: str = flag(
+        "none",
+        "quantize the base (bitsandbytes) (auto: 4bit on a CUDA GPU)",
+        choices=("auto", *QUANTIZATIONS),
+    )
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
+    attn_implementation: str = flag(
+        "auto", "attention of the learning pass", choices=ATTENTIONS, old=["attn"]
+    )
     doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
 
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
@@ -73,9 +85,15 @@ class GRPOConfig:
     token_level_loss: bool | None = flag(None, "mean over all tokens of the step")
     fixed_length_normalizer: int | None = flag(None, "sum over tokens / (rollouts x this)", min=1)
     clip_eps_low: float | None = flag(
-        None, "the ratio is clipped to at least 1 - this (1: to no bound)", min=0, max=1
+        None,
+        "the ratio is clipped to at least 1 - this (1: to no bound)",
+        aliases=["epsilon"],
+        min=0,
+        max=1,
     )
-    clip_eps_high: float | None = flag(None, "and at most 1 + this", min=0)
+    clip_eps_high: float | None = flag(
+        None, "and at most 1 + this", aliases=["epsilon_high"], min=0
+    )
     dynamic_sampling: bool | None = flag(None, "replace groups without a difference")
     max_refill_rounds: int = flag(3, "times a step may sample replacements", min=0)
     overlong_buffer: int | None = flag(
@@ -83,7 +101,9 @@ class GRPOConfig:
     )
     overlong_penalty: float = flag(-1.0, "its depth, at max_new_tokens and if truncated", max=0)
     mask_truncated: bool = flag(False, "leave completions without an end token out of the loss")
-    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing", min=0)
+    kl_weight: float = flag(
+        0.0, "pull toward the start adapter; 0 costs nothing", aliases=["beta"], min=0
+    )
     kl_estimator: str = flag("k3", "how KL is estimated", choices=KL_ESTIMATORS)
     kl_target: float | None = flag(
         None, "KL per token to which the weight is adapted (none: no)", above=0
@@ -91,12 +111,17 @@ class GRPOConfig:
 
     steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"], min=1)
     batch_size: int = flag(20, "problems in a step", min=1)
-    group_size: int = flag(8, "completions of each problem")
-    max_new_tokens: int = flag(96, "longest completion", min=1)
-    temperature: float = flag(1.0, "of sampling and scoring alike")
+    group_size: int = flag(
+        8,
+        "completions of each problem, compared with each other",
+        aliases=["num_generations"],
+        min=2,
+    )
+    max_new_tokens: int = flag(96, "longest completion", aliases=["max_completion_length"], min=1)
+    temperature: float = flag(1.0, "of sampling and scoring alike", above=0)
     top_p: float = flag(1.0, "1: another value would not be the distribution that is scored")
     top_k: int = flag(0, "0: off, for the same reason")
-    max_num_seqs: int = flag(128, "completions decoded at the same time", aliases=["seats"], min=1)
+    max_num_seqs: int = flag(128, "completions decoded at the same time", old=["seats"], min=1)
     sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
     sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
 
@@ -108,14 +133,20 @@ class GRPOConfig:
     warmup_steps: int = flag(1, "steps in which the rate rises", min=0)
     weight_decay: float = flag(0.0, "AdamW's", min=0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
-    updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step", min=1)
+    updates_per_batch: int = flag(
+        1, "optimizer updates on the rollouts of a step", aliases=["num_iterations"], min=1
+    )
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch (none: by tokens)", min=1
     )
     train_batch_tokens: int | None = flag(
         None, "padded tokens in a micro-batch (none: by memory)", min=1
     )
-    checkpointing: bool = flag(False, "compute activations twice rather than keep them")
+    checkpointing: bool = flag(
+        False,
+        "compute activations twice rather than keep them",
+        aliases=["gradient_checkpointing"],
+    )
     use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "scale times rank, of a new adapter", min=1)
@@ -132,14 +163,14 @@ class GRPOConfig:
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb", spells="tracker")
+    use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
     seed: int = flag(0, "of problems and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
     output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
 
     def __post_init__(self) -> None:
         check_values(self)
-        self._fill_in()
+        self._follow_algorithm()
         self._check_contradictions()
         if self.group_size < min(8, type(self).group_size):  # a recipe may have its own default
             _warn_once(
@@ -149,28 +180,45 @@ class GRPOConfig:
 
     @classmethod
     def from_preset(cls, name: str, **options: object) -> GRPOConfig:
-        """The preset's values, and over them `options`.
+        """Build a config from a preset's values, and over them `options`.
 
         Raises:
             ValueError: there is no such preset; the message names those that are.
         """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
-        values = layered(cls, PRESETS[name], options)
-        config = cls(**values)
-        mark_preset(config, values.keys() - options.keys())
-        return config
+        return cls(**PRESETS[name] | merge_switches(cls, options))
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the adapter to start from and the machine decide: `resolve_config` calls it.
+
+        Raises:
+            UsageError: the adapter to start from is not there. The default one is required only if
+                no model is named: then training goes on where SFT ended.
+        """
+        from rlm.model import adapters
+        from rlm.model.hardware import default_values
+
+        adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
+        is_default, start_run = adapter == DEFAULT_SFT_ADAPTER, {}
+        if adapter is not None and not (is_default and model and not adapter.exists()):
+            start_run = adapters.read_run(adapters.check_adapter(adapter, adapters.TEACH))
+            is_renamed = model not in (None, start_run.get("base_model"))
+            if is_default and is_renamed and adapters.misfit(adapter, model):  # `resolve_start`
+                start_run = {}  # says why
+        return default_values(given, start_run, GPU_DEFAULTS)
 
     @property
     def aggregation(self) -> str:
-        """As `rlm.training.grpo.row_weights` names it."""
+        """Name how the loss sums tokens, as `batches.row_weights` takes it."""
         if self.token_level_loss:
             return "token"
         return "constant" if self.fixed_length_normalizer else "sequence"
 
     @property
     def choices(self) -> Algorithm:
-        """The algorithm as it is with these options."""
+        """Return the algorithm as it is with these options."""
         return replace(
             ALGORITHMS[self.algorithm],
             scale_by_std=self.use_std_normalization,
@@ -183,20 +231,17 @@ class GRPOConfig:
 
     @property
     def formula(self) -> str:
-        """What is minimised, in a line, with these options."""
+        """Write in a line what is minimised with these options."""
         constant = self.fixed_length_normalizer
         return self.choices.formula(str(constant) if constant else "max_new_tokens")
 
     @property
     def sampling_rounds(self) -> int:
-        """How often a step may sample."""
+        """Return how often a step may sample."""
         return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
 
-    def _fill_in(self) -> None:
-        """What the algorithm decides and no option does, and an option by its other spelling."""
-        self.quantize = chosen_quantization(self.quantize, self.use_4bit)
-        self.use_4bit = self.quantize == "4bit"
-        self.tracker = chosen_tracker(self.tracker, self.use_wandb)
+    def _follow_algorithm(self) -> None:
+        """Set what the algorithm decides and no option does."""
         algorithm = ALGORITHMS[self.algorithm]
         token_level = self.fixed_length_normalizer is None and algorithm.aggregation == "token"
         by_constant = not self.token_level_loss and algorithm.aggregation == "constant"
@@ -209,59 +254,45 @@ class GRPOConfig:
             "dynamic_sampling": algorithm.dynamic_sampling,
             "overlong_buffer": int(algorithm.overlong_share * self.max_new_tokens),
         }
-        self._filled_in = [name for name in values if getattr(self, name) is None]
-        for name in self._filled_in:
-            setattr(self, name, values[name])
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def _check_contradictions(self) -> None:
-        if self.group_size < 2:
-            raise ValueError(
-                "--group-size must be at least 2: a completion is compared inside its group"
-            )
-        if self.temperature <= 0:
-            raise ValueError(
-                "--temperature must be above 0: equal completions have nothing to compare"
-            )
-        if self.kl_target is not None and not self.kl_weight:
-            raise ValueError("--kl-target needs a --kl-weight to begin with")
-        if self.top_p != 1 or self.top_k != 0:
-            raise ValueError(
-                "--top-p must be 1 and --top-k 0 in training: tokens would be drawn from a "
-                "distribution cut short, and scored under the whole one"
-            )
-        if self.lora_dropout != 0:
-            raise ValueError(
-                "--lora-dropout must be 0 in training: the policy that is updated would not be "
-                "the one that sampled, and no ratio would begin at 1"
-            )
-        if not self.use_lora:
-            raise ValueError(
-                "--no-use-lora: the base is never written here, training changes an adapter"
-            )
-        if self.token_level_loss and self.fixed_length_normalizer:
-            raise ValueError(
-                "--token-level-loss divides by the step's tokens, --fixed-length-normalizer by a "
-                "constant; give one of them"
-            )
-        if self.overlong_buffer > self.max_new_tokens:
-            raise ValueError(
-                f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
-                f"{self.max_new_tokens}: every completion would be punished"
-            )
-        if (self.sampler == "vllm") != (self.sampler_url is not None):
-            raise ValueError("--sampler vllm and --sampler-url go together")
-        if self.attn == "flash_attention_2":
-            raise ValueError(
-                "--attn flash_attention_2: completions share their prompt through a mask that it "
-                "does not take; sdpa does (train_sft.py has no such mask)"
-            )
-        if self.doctor and self.resume:
-            raise ValueError("--doctor looks at the start of a run; leave out --resume")
-        if self.output.resolve() == (self.sft_adapter or Path()).resolve():
-            raise ValueError("--output would overwrite --sft-adapter; name another directory")
+        cuts_short = self.top_p != 1 or self.top_k != 0
+        two_denominators = self.token_level_loss and self.fixed_length_normalizer
+        overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
+        refused = {
+            "--kl-target needs a --kl-weight to begin with": self.kl_target and not self.kl_weight,
+            "--top-p must be 1 and --top-k 0 in training: tokens would be drawn from a "
+            "distribution cut short, and scored under the whole one": cuts_short,
+            "--lora-dropout must be 0 in training: the policy that is updated would not be the "
+            "one that sampled, and no ratio would begin at 1": self.lora_dropout != 0,
+            "--no-use-lora: the base is never written here, training changes an adapter": (
+                not self.use_lora
+            ),
+            "--token-level-loss divides by the step's tokens, --fixed-length-normalizer by a "
+            "constant; give one of them": two_denominators,
+            f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
+            f"{self.max_new_tokens}: every completion would be punished": (
+                self.overlong_buffer > self.max_new_tokens
+            ),
+            "--sampler vllm and --sampler-url go together": (
+                (self.sampler == "vllm") != (self.sampler_url is not None)
+            ),
+            "--attn-implementation flash_attention_2: completions share their prompt through a "
+            "mask that it does not take; sdpa does (train_sft.py has no such mask)": (
+                self.attn_implementation == "flash_attention_2"
+            ),
+            "--doctor looks at the start of a run; leave out --resume": self.doctor and self.resume,
+            "--output would overwrite --sft-adapter; name another directory": overwrites,
+        }
+        for reason, is_so in refused.items():
+            if is_so:
+                raise ValueError(reason)
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then constant, linear or cosine down to min_lr_ratio of the peak."""
+        """Return the rate: linear warm-up, then constant or down to min_lr_ratio of the peak."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -273,16 +304,8 @@ class GRPOConfig:
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)
 
 
-# What changes when a GPU picks the 7B model on GSM8K.
-GPU_DEFAULTS = {
-    "max_new_tokens": 512,
-    "steps": 200,
-    "learning_rate": 2e-5,
-}
-
-
 def algorithms_help() -> str:
-    """The table of ALGORITHMS, for --help."""
+    """Return the table of ALGORITHMS for --help."""
     lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
     return "\n".join(["algorithms:", *lines])
 

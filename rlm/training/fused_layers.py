@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.model import attention
 from rlm.model.adapters import is_plain_lora, lora_layers
 from rlm.model.base import decoder_and_head, kernels_for
-from rlm.sampling.weights import FUSED_FAMILIES
+from rlm.sampling import FUSED_MODEL_TYPES
 
 
 def use_fused_layers(policy: PreTrainedModel) -> None:
@@ -28,7 +28,7 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
     if kernels is None:
         return
     decoder, _ = decoder_and_head(policy)
-    if decoder.config.model_type not in FUSED_FAMILIES:
+    if decoder.config.model_type not in FUSED_MODEL_TYPES:
         return
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
@@ -84,7 +84,8 @@ def _attention(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         if (
-            self.config._attn_implementation != attention.NAME  # such as the sampler's
+            self.config._attn_implementation
+            != attention.ATTN_IMPLEMENTATION  # such as the sampler's
             or attention_mask is None
             or past_key_values is not None
             or (self.training and self.attention_dropout)
@@ -101,7 +102,7 @@ def _attention(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor | None]]:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention.attend(q, k, v, attention_mask, self.scaling, kernels)
+        out = attention.block_attention(q, k, v, attention_mask, self.scaling, kernels)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
     return forward
@@ -121,14 +122,19 @@ class _Rotation(torch.autograd.Function):
         cos, sin = (part.expand(len(x), -1, -1).flatten(0, 1) for part in (cos, sin))
         ctx.save_for_backward(cos, sin)
         ctx.kernels = kernels
-        return kernels.rotate(_rows(x), cos, sin).view_as(x)
+        return kernels.rotary_embedding(_rows(x), cos, sin).view_as(x)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
     ) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return ctx.kernels.rotate(_rows(by_out), cos, -sin).view_as(by_out), None, None, None
+        return (
+            ctx.kernels.rotary_embedding(_rows(by_out), cos, -sin).view_as(by_out),
+            None,
+            None,
+            None,
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.epsilon, ctx.kernels = epsilon, kernels
-        return kernels.norm(x.flatten(0, -2), weight, epsilon).view_as(x)
+        return kernels.rms_norm(x.flatten(0, -2), weight, epsilon).view_as(x)
 
     @staticmethod
     def backward(
@@ -161,7 +167,7 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
-        by_x = ctx.kernels.norm_back(rows, weight, ctx.epsilon, by_rows)
+        by_x = ctx.kernels.rms_norm_backward(rows, weight, ctx.epsilon, by_rows)
         return by_x.view_as(x), None, None, None
 
 
@@ -174,10 +180,10 @@ class _Gating(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
-        return kernels.gating(gate, up)
+        return kernels.silu_and_mul(gate, up)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        return *ctx.kernels.gating_back(*ctx.saved_tensors, by_out.contiguous()), None
+        return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, by_out.contiguous()), None

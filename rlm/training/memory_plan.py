@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.model import attention
-from rlm.model.adapters import without_checkpointing
+from rlm.model.adapters import gradient_checkpointing_disabled
 from rlm.model.hardware import available_memory
-from rlm.sampling.engine import Sampler, shared_beginning
+from rlm.sampling import Sampler, common_prefix_length
 from rlm.sampling.vllm import VLLMSampler
+from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, split, token_logprobs
+from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
@@ -90,7 +90,7 @@ def plan_memory(
     Raises:
         UsageError: the model cannot take a completion of the longest.
     """
-    prefix = shared_beginning(longest_prompts)
+    prefix = common_prefix_length(longest_prompts)
     longest = max(map(len, longest_prompts))
     sampling = max(
         sampler.bytes_for([n] * count, longest - prefix, config.max_new_tokens)
@@ -108,7 +108,7 @@ def plan_memory(
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in master_weights)
-    with without_checkpointing(policy):
+    with gradient_checkpointing_disabled(policy):
         per_token = activation_bytes(policy)
     learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
     tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
@@ -155,13 +155,13 @@ def _learning_bytes(
         per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
     else:  # gradients of the layer at work
         per_token += per_token // layers
-    by_products = model._attn_implementation == attention.NAME
+    by_products = model._attn_implementation == attention.ATTN_IMPLEMENTATION
     heads = model.num_attention_heads if by_products else 0
     tokens = max(tokens, longest_sequence)
     scored = WIDE_ROWS if policy.device.type == "cpu" else LOGITS_CHUNK
     bytes_each = LOGITS_CHUNK * policy.dtype.itemsize + LOGITS_COPIES * scored * 4
     logits = model.vocab_size * bytes_each
-    attending = ATTENTION_COPIES * heads * min(tokens, attention.ROWS) * tokens
+    attending = ATTENTION_COPIES * heads * min(tokens, attention.QUERY_BLOCK) * tokens
     return tokens * per_token + logits + attending * policy.dtype.itemsize
 
 
@@ -178,7 +178,9 @@ def activation_bytes(policy: PreTrainedModel) -> int:
 
     half = PROBE_TOKENS // 2
     probe = [Rollout(0, [0] * half, [0] * (half + 1), 1.0, 1.0, [0.0] * (half + 1))]
-    (micro,) = split(probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type)
+    (micro,) = make_micro_batches(
+        probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type
+    )
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
     del logprobs  # and with it what was kept

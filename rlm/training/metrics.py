@@ -15,10 +15,10 @@ from rlm.cli.options import to_dict
 from rlm.model.hardware import peak_memory_gb, pick_device
 from rlm.runs.alerts import new_warnings
 from rlm.runs.directory import RunDirectory, git_commit
-from rlm.sampling import Completion
+from rlm.training.advantages import Group, has_signal
+from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
-from rlm.training.grpo import Group, LossSums, has_signal
-from rlm.training.logprobs import MicroBatch
+from rlm.training.loss import LossSums
 from rlm.training.state import TrainingState
 
 
@@ -34,7 +34,7 @@ def announce(trainer: Any, problems: int, validation: int) -> None:
             "device": pick_device(),
             "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
             "trainable": f"{trainable:,} parameters",
-            "sampler": trainer.sampler.path,
+            "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
@@ -107,8 +107,8 @@ def run_summary(
 
 
 @contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add what is inside to `seconds[phase]`."""
+def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the seconds spent inside to `seconds[phase]`."""
     began = time.monotonic()
     yield
     seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
@@ -129,7 +129,7 @@ def mean_metrics(
 
 
 def step_metrics(
-    groups: Sequence[Sequence[Completion]],
+    groups: Sequence[Group],
     rewards: Tensor,
     penalties: Tensor,
     kept: Tensor,
@@ -144,7 +144,7 @@ def step_metrics(
         kept: (P,) of bool, the groups that were learned from; dynamic sampling drops the others.
         seconds: of "sample", "score", "learn".
     """
-    completions = [completion for group in groups for completion in group]
+    completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     judged = rewards[~rewards.isnan()]
     zero_signal = int((~has_signal(rewards)).sum())
@@ -170,7 +170,7 @@ def step_metrics(
 
 
 @dataclass
-class LearningTally:
+class LearnMetrics:
     """What the micro-batches of a step add up to."""
 
     grad_norm: float = 0.0
@@ -199,7 +199,7 @@ class LearningTally:
             self.gap_max = max(self.gap_max, gap.max().item())
 
     @classmethod
-    def joined(cls, tallies: Sequence[LearningTally]) -> LearningTally:
+    def joined(cls, tallies: Sequence[LearnMetrics]) -> LearnMetrics:
         """The tallies of several processes as one; they agree on the gradient norm."""
         return cls(
             grad_norm=tallies[0].grad_norm,
@@ -210,7 +210,7 @@ class LearningTally:
             gap_max=max(tally.gap_max for tally in tallies),
         )
 
-    def metrics(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float]:
         """Means over tokens; {} where nothing was learned from."""
         if not self.tokens:
             return {}

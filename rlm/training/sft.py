@@ -20,19 +20,23 @@ from typing import Any
 
 import datasets
 import torch
+import transformers
 import trl
+from peft import PeftModel
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from rlm.cli import terminal
-from rlm.cli.options import UsageError
 from rlm.data.prompts import IGNORED
 from rlm.model.adapters import adapter_tensors
 from rlm.model.base import decoder_and_head, kernels_for
+from rlm.model.hardware import Device
 from rlm.runs.checkpoints import check_space
 from rlm.runs.directory import RunDirectory
-from rlm.runs.resume import differences, newest_checkpoint, optimizer_tensors, restore_optimizer
+from rlm.runs.resume import optimizer_tensors, restore_tensors, resume_run
 from rlm.training.logprobs import score_tokens
+from rlm.training.sft_config import SFTConfig
+from rlm.training.sft_examples import Example, check_loss_mask
 from rlm.training.state import LOG_BYTES
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
@@ -42,8 +46,8 @@ KEEP = 2  # checkpoints
 # of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
-    *("eval_samples", "micro_batch", "attn", "use_4bit", "max_minutes", "tracker", "use_wandb"),
-    *("output", "run_dir", "dry_run"),
+    *("eval_samples", "micro_batch", "use_4bit", "max_minutes", "tracker", "use_wandb"),
+    *("attn_implementation", "output", "run_dir", "dry_run"),
 }
 
 
@@ -76,7 +80,7 @@ class SFTTrainer(trl.SFTTrainer):
         return self.evaluate(datasets.Dataset.from_list(list(examples)))["eval_loss"]
 
     def train_from(self, step: int) -> None:
-        """Train from a step on, whose adapter and optimizer are `Progress`'s to restore."""
+        """Train from a step on, whose adapter and optimizer `CheckpointCallback` restores."""
         if step == 0:
             self.train()
             return
@@ -90,8 +94,63 @@ class SFTTrainer(trl.SFTTrainer):
         """transformers' step of resuming that would look for an adapter's files."""
 
 
-class Progress(TrainerCallback):
-    """What happens between two steps: a report, a checkpoint, and whether to stop."""
+def make_trainer(
+    config: SFTConfig,
+    device: Device,
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[Example],
+) -> SFTTrainer:
+    """The trainer of a run. That its batches learn what the examples say is checked."""
+    trainer = SFTTrainer(
+        model=policy,
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(examples),
+        args=trainer_arguments(config, device, config.steps(len(examples))),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
+    for tensor in policy.parameters():
+        if tensor.requires_grad:
+            tensor.data = tensor.data.float()
+    first = examples[: config.micro_batch]
+    check_loss_mask(trainer.data_collator(first), first)
+    return trainer
+
+
+def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTConfig:
+    gpu = device.type == "cuda"
+    arguments = trl.SFTConfig(
+        output_dir=str(config.run_dir),
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.micro_batch,
+        per_device_eval_batch_size=config.micro_batch,
+        gradient_accumulation_steps=config.batch_size // config.micro_batch,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(config.warmup_share * steps),
+        max_grad_norm=1.0,
+        logging_steps=max(1, steps // 20),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        train_sampling_strategy="group_by_length",  # little padding
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        # Autocast, which on a CPU takes twice the time of computing in bf16 as it is.
+        bf16=gpu and device.dtype == torch.bfloat16,
+        fp16=gpu and device.dtype == torch.float16,
+        use_cpu=not gpu,
+        gradient_checkpointing=gpu,
+        seed=config.seed,
+    )
+    if arguments.device.type == "cuda":  # which counts the GPUs: one of them is enough
+        arguments._n_gpu = 1
+    return arguments
+
+
+class CheckpointCallback(TrainerCallback):
+    """Between two steps: a report, a checkpoint of ours, and whether to stop."""
 
     def __init__(
         self,
@@ -104,7 +163,7 @@ class Progress(TrainerCallback):
         """
         Args:
             steps: of the whole run.
-            origin: its config, data, base and start; what goes on must have the same.
+            origin: `run_origin`: what goes on must have the same.
             max_minutes: stop at the step after so many, counted from here.
 
         Raises:
@@ -113,8 +172,7 @@ class Progress(TrainerCallback):
         self.run, self.steps, self.origin = run, steps, origin
         self.adapter = adapter_tensors(policy)
         self.step = 0  # what was done before
-        self._seconds_before = 0.0
-        self._max_minutes = max_minutes
+        self._seconds_before, self._max_minutes = 0.0, max_minutes
         self._loaded: dict[str, Tensor] = {}
         self._schedule: dict[str, Any] = {}
         self._epoch_began = torch.get_rng_state()
@@ -133,19 +191,11 @@ class Progress(TrainerCallback):
         Raises:
             UsageError: there is none, or it is of another run.
         """
-        tensors, state = newest_checkpoint(self.run, ("origin", "schedule"))
-        if state["origin"]["base_hash"] != self.origin["base_hash"]:
-            raise UsageError(f"--resume: {self.run.path} was trained on another model")
-        changes = differences(state["origin"], self.origin, MAY_CHANGE)
-        if changes:
-            raise UsageError(
-                f"--resume: {self.run.path} was begun otherwise ({'; '.join(changes)}); name what "
-                "it was begun with, or leave out --resume to start anew"
-            )
-        self.step, self._loaded, self._schedule = state["step"], tensors, state["schedule"]
+        self._loaded, state = resume_run(
+            self.run, self.origin, self.adapter, may_change=MAY_CHANGE, expected_keys=["schedule"]
+        )
+        self.step, self._schedule = state["step"], state["schedule"]
         self._seconds_before = state["seconds"]
-        self.run.truncate(self.step)
-        terminal.line(f"resumed {self.run.path} before step {self.step + 1}")
 
     def mean_loss(self) -> float:
         """Over all steps, from the log: a row has the mean of the steps since the one before."""
@@ -156,28 +206,20 @@ class Progress(TrainerCallback):
         return total / done
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **_: object,
+        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
+        self._optimizer, self._scheduler = parts["optimizer"], parts["lr_scheduler"]
+        optimizer, scheduler = self._optimizer, self._scheduler
         name_of = {id(tensor): name for name, tensor in self.adapter.items()}
         self._names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        if not self._loaded:
-            return
-        with torch.no_grad():
-            for name, tensor in self.adapter.items():
-                tensor.copy_(self._loaded[f"adapter/{name}"])
-        restore_optimizer(optimizer, self._names, self._loaded)
-        lr_scheduler.load_state_dict(self._schedule)
-        for group, rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        if self._loaded:
+            restore_tensors(self._loaded, self.adapter, optimizer, self._names)
+            scheduler.load_state_dict(self._schedule)
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         # The order of the epoch is drawn next. A resumed epoch draws it again, skips what was done,
         # and goes on with the generator as it was there.
@@ -189,14 +231,14 @@ class Progress(TrainerCallback):
         self._epoch_began = torch.get_rng_state()
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         if self._loaded:
             torch.set_rng_state(self._loaded["random/now"])
             self._loaded = {}
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         minutes = (time.monotonic() - self._started) / 60
         if self._max_minutes is not None and minutes >= self._max_minutes:
@@ -206,39 +248,27 @@ class Progress(TrainerCallback):
         control.should_log |= control.should_training_stop or state.global_step == self.steps
         control.should_log |= self._save_is_due()  # also between the twentieths of the run
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **_: object,
-    ) -> None:
-        if not logs or "loss" not in logs:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        logs, done = parts.get("logs") or {}, state.global_step
+        if "loss" not in logs:
             return
-        done = state.global_step
-        figures = {ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs}
-        self.run.log({"step": done - 1, **figures})
+        metrics = {ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs}
+        self.run.log({"step": done - 1, **metrics})
         a_step = (time.monotonic() - self._started) / (done - self.step)
         left = terminal.duration(a_step * (self.steps - done))
         terminal.line(f"step {done}/{self.steps}  loss {float(logs['loss']):.3f}  {left} left")
         if done < self.steps and (self._save_is_due() or control.should_training_stop):
-            self._save(done, optimizer, lr_scheduler)
+            self._save(done)
 
     def _save_is_due(self) -> bool:
         return time.monotonic() - self._saved >= SAVE_SECONDS
 
-    def _save(self, step: int, optimizer: Any, lr_scheduler: Any) -> None:
+    def _save(self, step: int) -> None:
         tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
-        tensors |= optimizer_tensors(optimizer, self._names)
+        tensors |= optimizer_tensors(self._optimizer, self._names)
         tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
-        state = {
-            "origin": self.origin,
-            "schedule": lr_scheduler.state_dict(),
-            "seconds": self.seconds,
-        }
+        state = {"origin": self.origin, "seconds": self.seconds}
+        state["schedule"] = self._scheduler.state_dict()
         self.run.sync_logs()
         self.run.checkpoints.save(step, tensors, state, keep=KEEP)
         self._saved = time.monotonic()

@@ -1,4 +1,4 @@
-"""What SFT learns: problems as token ids, of which the completions alone are in the loss."""
+"""SFT examples: problems as token ids, with the loss on the completions alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def to_examples(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     format: Format,
-    *,
     dataset: str,
     max_length: int,
 ) -> list[Example]:
-    """What is learned, without what is too long.
+    """Problems as examples to learn from, without those that are too long.
 
     Raises:
         UsageError: a problem has no solution.
@@ -48,7 +47,7 @@ def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: For
 
 
 def check_loss_mask(batch: Mapping[str, Tensor], examples: Sequence[Example]) -> None:
-    """That the batch the trainer will see learns exactly what the examples say, padding apart.
+    """Check that a collated batch learns exactly what the examples say, padding apart.
 
     Raises:
         RuntimeError: the collator changed ids or labels.
@@ -63,12 +62,8 @@ def check_loss_mask(batch: Mapping[str, Tensor], examples: Sequence[Example]) ->
 
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
-    """The rendered text, the part that is learned marked."""
-    learned = [
-        i
-        for i, label in zip(example["input_ids"], example["labels"], strict=True)
-        if label != IGNORED
-    ]
-    context = example["input_ids"][: len(example["input_ids"]) - len(learned)]
+    """Print the rendered text, the part that is learned marked."""
+    prompt = example["labels"].count(IGNORED)
+    context, learned = example["input_ids"][:prompt], example["input_ids"][prompt:]
     terminal.line(f"--- not learned ({len(context)} tokens)\n{tokenizer.decode(context)}")
     terminal.line(f"--- learned ({len(learned)} tokens)\n{tokenizer.decode(learned)}\n")

@@ -11,7 +11,16 @@ import pytest
 import yaml
 
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, check_values, explicit, flag, parse, to_dict
+from rlm.cli.options import (
+    UsageError,
+    _say,
+    check_values,
+    flag,
+    parse,
+    read_options,
+    resolve_config,
+    to_dict,
+)
 
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 
@@ -22,9 +31,9 @@ class Config:
     learning_rate: float = flag(1e-5, "peak learning rate, 100% of it", group="optimizer")
     batch_size: int = flag(8, "sequences per step", aliases=["--batch", "micro_batch"])
     limit: int | None = flag(None, "use the first N")
-    use_lora: bool = flag(True, "train adapters", aliases=["lora"])
-    dtype: str = flag("bf16", "weights", choices=["bf16", "fp32"], group="model")
-    attention: str = flag("sdpa", "kernel", choices=["sdpa", "eager"], group="model")
+    use_lora: bool = flag(True, "train adapters", aliases=["lora"], old=["adapters"])
+    dtype: str = flag("bf16", "weights", choices=["bf16", "fp32"], old=["precision"], group="model")
+    fp32: bool = flag(False, "the same as --dtype fp32", same_as=("dtype", "fp32"))
     steps: tuple[int, ...] = flag((1, 2), "evaluate at")
     layers: tuple[str, ...] | None = flag(None, "adapt these")
     tags: tuple[str, ...] = flag((), "labels")
@@ -49,33 +58,43 @@ def mistake(*argv, **source):
     return str(caught.value)
 
 
-def test_defaults_are_not_explicit():
-    config = read()
-    assert config == Config()
-    assert explicit(config) == frozenset() == explicit(Config())
+@pytest.mark.parametrize(
+    ("argv", "text", "expected"),
+    [
+        ((), None, (1e-5, 8, None)),
+        (("--preset", "tiny"), None, (0.5, 1, None)),
+        (("--preset", "tiny", "--limit", "9"), "batch_size: 2\nlimit: 50", (0.5, 2, 9)),
+        # A value equal to the default beats a preset.
+        (("--preset", "tiny", "--batch-size", "8"), None, (0.5, 8, None)),
+        (("--preset", "tiny"), "batch_size: 8", (0.5, 8, None)),
+        # YAML may name a preset, and the command line another.
+        ((), "preset: tiny", (0.5, 1, None)),
+        (("--preset", "big"), "preset: tiny", (1e-5, 64, None)),
+    ],
+)
+def test_layers(argv, text, expected, tmp_path):
+    config = read(*argv, text=text, tmp_path=tmp_path)
+    assert (config.learning_rate, config.batch_size, config.limit) == expected
 
 
-def test_layers(tmp_path):
-    source = {"text": "batch_size: 2\nlimit: 50\n", "tmp_path": tmp_path}
-    config = read("--preset", "tiny", "--limit", "9", **source)
-    assert (config.learning_rate, config.batch_size, config.limit) == (0.5, 2, 9)
-    assert explicit(config) == {"learning_rate", "batch_size", "limit"}
+def test_only_what_was_set_is_given_and_it_is_resolved_last(tmp_path):
+    seen = []
 
+    @dataclass
+    class Resolved(Config):
+        @classmethod
+        def resolve(cls, given):
+            seen.append(given)
+            return {"limit": 70} | given
 
-def test_a_value_equal_to_the_default_beats_a_preset(tmp_path):
-    assert read("--preset", "tiny", "--batch-size", "8").batch_size == 8
-    assert read("--preset", "tiny", text="batch_size: 8", tmp_path=tmp_path).batch_size == 8
-    assert explicit(read("--batch-size=8")) == {"batch_size"}
-
-
-def test_yaml_may_name_a_preset_and_the_command_line_another(tmp_path):
-    source = {"text": "preset: tiny\n", "tmp_path": tmp_path}
-    assert read(**source).batch_size == 1
-    config = read("--preset", "big", **source)
-    assert (config.batch_size, config.learning_rate) == (64, 1e-5)
-    assert "--preset: expected tiny|big, got 'huge'" in mistake("--preset", "huge")
-    with pytest.raises(UsageError, match="unknown option --preset"):
-        parse(Config, ["--preset", "tiny"])
+    argv = ["--preset", "big", "--batch-size=8"]
+    assert resolve_config(Resolved, argv, presets=PRESETS).limit == 70
+    assert seen == [{"batch_size": 8}] == [read_options(Config, argv, presets=PRESETS)]
+    assert parse(Resolved, argv, presets=PRESETS).limit is None
+    with pytest.raises(UsageError, match="--limit 4 is less"):
+        resolve_config(Resolved, ["--limit=4"])
+    assert len(seen) == 1  # the contradiction was found first
+    assert resolve_config(Config, argv, presets=PRESETS) == read(*argv)
 
 
 def test_a_preset_is_checked_too():
@@ -84,19 +103,12 @@ def test_a_preset_is_checked_too():
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--batch-size", "3"],
-        ["--batch_size", "3"],
-        ["--batch_size=3"],
-        ["--batch", "3"],
-        ["--micro-batch", "3"],
-        ["--micro_batch=3"],
-        ["--batch-size", "2", "--batch", "3"],
-    ],
-)
-def test_spellings_of_a_flag(argv):
-    assert read(*argv).batch_size == 3
+    "typed",
+    ["--batch-size 3", "--batch_size 3", "--batch_size=3", "--batch 3", "--micro_batch=3",
+     "--batch-size 2 --batch 3"],
+)  # fmt: skip
+def test_spellings_of_a_flag(typed):
+    assert read(*typed.split()).batch_size == 3
 
 
 @pytest.mark.parametrize("name", ["use-lora", "use_lora", "lora"])
@@ -112,30 +124,18 @@ def test_positional():
 
 
 @pytest.mark.parametrize(
-    ("argv", "name", "value"),
+    ("source", "name", "value"),
     [
         (["--learning-rate", "1e-4"], "learning_rate", 1e-4),
         (["--learning-rate", "3"], "learning_rate", 3.0),
         (["--limit", "none"], "limit", None),
         (["--dtype", "fp32"], "dtype", "fp32"),
-        (["--attention", "eager"], "attention", "eager"),
         (["--steps", "3,4"], "steps", (3, 4)),
         (["--steps", "3", "--steps", "4, 5"], "steps", (3, 4, 5)),
         (["--steps", ""], "steps", ()),
         (["--layers", "q,v"], "layers", ("q", "v")),
         (["--layers", "none"], "layers", None),
         (["--output", "a/b"], "output", Path("a/b")),
-    ],
-)
-def test_values_of_the_command_line(argv, name, value):
-    got = getattr(read(*argv), name)
-    assert got == value
-    assert type(got) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "value"),
-    [
         ("learning_rate: 1e-4", "learning_rate", 1e-4),  # PyYAML reads a string
         ("learning_rate: 3", "learning_rate", 3.0),
         ("learning-rate: 0.5", "learning_rate", 0.5),
@@ -149,10 +149,30 @@ def test_values_of_the_command_line(argv, name, value):
         ("question: why", "question", "why"),
     ],
 )
-def test_values_of_yaml(text, name, value, tmp_path):
-    got = getattr(read(text=text, tmp_path=tmp_path), name)
+def test_values_that_are_typed_or_in_yaml(source, name, value, tmp_path):
+    typed = read(*source) if isinstance(source, list) else read(text=source, tmp_path=tmp_path)
+    got = getattr(typed, name)
     assert got == value
     assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "said"),
+    [
+        (("--precision=fp32",), None, "--precision is now --dtype"),
+        (("--no_adapters",), None, "--no-adapters is now --no-use-lora"),
+        ((), "\nadapters: false", "c.yaml:2: adapters is now use_lora"),
+        (("--no-lora",), "lora: true", ""),  # another name, not an old one
+    ],
+)
+def test_an_old_name_is_accepted_with_one_line(argv, text, said, tmp_path, capsys):
+    _say.cache_clear()
+    for _ in range(2):  # as a script that looks at its command line before its imports
+        config = read(*argv, text=text, tmp_path=tmp_path)
+    assert not config.use_lora or config.dtype == "fp32"
+    error = capsys.readouterr().err
+    assert error.count("\n") == bool(said)
+    assert said in error
 
 
 @pytest.mark.parametrize(
@@ -166,12 +186,12 @@ def test_values_of_yaml(text, name, value, tmp_path):
         (["--learning-rate", "1e999"], "--learning-rate: expected float, got '1e999'"),
         (["--steps", "1,x"], "--steps: expected int,..., got '1,x'"),
         (["--dtype", "fp64"], "--dtype: expected bf16|fp32, got 'fp64'"),
-        (["--attention", "flash"], "--attention: expected sdpa|eager, got 'flash'"),
         (["--output", ""], "--output: expected path, got ''"),
         (["--limit"], "--limit: expected one argument"),
         (["--config", "nowhere.yaml"], "--config: cannot read 'nowhere.yaml': No such file"),
         (["--config", "a", "--config=b"], "--config is given twice"),
         (["--preset", "tiny", "--preset", "tiny"], "--preset is given twice"),
+        (["--preset", "huge"], "--preset: expected tiny|big, got 'huge'"),
         (["--learning-rat", "1"], "unknown option --learning-rat; did you mean --learning-rate?"),
         (["--learning_rat=1"], "unknown option --learning_rat; did you mean --learning-rate?"),
         (["--no-use-lor"], "unknown option --no-use-lor; did you mean --no-use-lora?"),
@@ -196,7 +216,6 @@ def test_mistakes_on_the_command_line(argv, message):
         ("learning_rate: 1" + "0" * 400, ":1: learning_rate: expected float, got 1000"),
         ("use_lora: 1", ":1: use_lora: expected bool, got 1"),
         ("\ndtype: 3", ":2: dtype: expected bf16|fp32, got 3"),
-        ("attention: 3", ":1: attention: expected sdpa|eager, got 3"),
         ("steps: 1,2", ":1: steps: expected int list, got '1,2'"),
         ("steps: ['1']", ":1: steps: expected int list, got ['1']"),
         ("steps: {a: 1}", ":1: steps: expected int list, got {'a': 1}"),
@@ -224,25 +243,35 @@ def test_mistakes_in_yaml(text, message, tmp_path):
 
 def test_a_contradiction_is_a_usage_error():
     assert mistake("--limit", "4") == "--limit 4 is less than\n--batch-size 8"
+    with pytest.raises(UsageError, match="unknown option --preset"):
+        parse(Config, ["--preset", "tiny"])
 
 
-@dataclass
+@pytest.mark.parametrize(
+    ("argv", "text", "dtype"),
+    [
+        (["--fp32"], None, "fp32"),
+        (["--no-fp32"], "dtype: fp32", "bf16"),
+        (["--dtype=bf16"], "fp32: true", "bf16"),
+        (["--fp32", "--dtype=fp32"], None, "fp32"),
+        (["--no-fp32", "--dtype=fp32"], None, "fp32"),
+        ([], "fp32: true", "fp32"),
+    ],
+)
+def test_a_switch_is_another_way_to_set_a_field(argv, text, dtype, tmp_path):
+    assert read(*argv, text=text, tmp_path=tmp_path).dtype == dtype
+
+
+@dataclass(frozen=True)
 class Bounded:
     count: int | None = flag(1, "", min=1)
     share: float = flag(0.5, "", above=0, max=1)
     sizes: tuple[int, ...] = flag((2,), "", min=2)
     kind: str = flag("a", "", choices=("a", "b"))
-    fine: int = flag(0, "")
     place: Path | None = flag(None, "")
 
     def __post_init__(self):
         check_values(self)
-
-
-def test_a_text_from_python_becomes_the_path_that_it_names():
-    assert Bounded(place="a/b").place == Path("a/b")
-    assert Bounded(place="~/x").place == Path.home() / "x"
-    assert Bounded().place is None
 
 
 @pytest.mark.parametrize(
@@ -252,26 +281,25 @@ def test_a_text_from_python_becomes_the_path_that_it_names():
         ({"share": 0.0}, "--share must be above 0"),
         ({"share": 1.01}, "--share must be at most 1"),
         ({"sizes": (2, 1)}, "--sizes must be at least 2"),
+        ({"sizes": [2, 1]}, "--sizes must be at least 2"),  # as JSON hands them to a process
         ({"kind": "c"}, "--kind: unknown 'c'; there are a, b"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_in_python_and_when_typed(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Bounded(**values)
-    typed = [f"--{name}={str(value).strip('()')}" for name, value in values.items()]
+    typed = [f"--{name}={str(value).strip('()[]')}" for name, value in values.items()]
     with pytest.raises(UsageError, match=message if "kind" not in values else "a|b"):
         parse(Bounded, typed)
 
 
-def test_a_list_is_held_against_the_bounds_as_a_tuple_is():
-    assert Bounded(sizes=[3, 2]).sizes == [3, 2]  # as JSON hands them to a process of its own
-    with pytest.raises(ValueError, match="--sizes must be at least 2"):
-        Bounded(sizes=[2, 1])
-
-
-def test_a_value_on_a_bound_is_taken():
-    Bounded(count=None, share=1.0, sizes=(), kind="b", fine=-1)
+def test_values_that_python_may_give():
+    """On a bound, a list for a tuple, and a text that becomes the path that it names."""
+    Bounded(count=None, share=1.0, sizes=(), kind="b")
     assert parse(Bounded, ["--count=1", "--share=1", "--sizes=2,3"]).sizes == (2, 3)
+    assert Bounded(sizes=[3, 2]).sizes == [3, 2]
+    assert Bounded(place="a/b").place == Path("a/b")
+    assert Bounded(place="~/x").place == Path.home() / "x"
 
 
 def test_to_dict_survives_json_and_yaml(tmp_path):
@@ -281,18 +309,20 @@ def test_to_dict_survives_json_and_yaml(tmp_path):
     assert read(text=yaml.safe_dump(to_dict(config)), tmp_path=tmp_path) == config
 
 
-def test_help_names_every_field_and_default(capsys):
+def test_help_names_every_field_and_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stop:
         parse(Config, ["--help"], presets=PRESETS, description="Trains.\n\n  example")
     text = capsys.readouterr().out
     assert stop.value.code == 0
     assert "Trains.\n\n  example" in text
     assert text.index("optimizer:") < text.index("--learning-rate float") < text.index("model:")
-    for part in ["question", "--batch-size int", "--limit int|none", "--no-use-lora", "--dtype"]:
+    for part in ["question", "--batch-size int", "--limit int|none", "--no-use-lora"]:
         assert part in text
-    for part in ["--steps int,...", "--attention sdpa|eager", "--output path", "--config", "tiny:"]:
+    for part in ["--steps int,...", "--dtype bf16|fp32", "--output path", "--config", "tiny:"]:
         assert part in text
-    for default in ["1e-05", "8", "none", "true", "bf16", "sdpa", "1,2", "empty", "runs"]:
+    assert "also --batch, --micro-batch (default: 8)" in " ".join(text.split())
+    for default in ["1e-05", "8", "none", "true", "bf16", "1,2", "empty", "runs"]:
         assert f"(default: {default})" in " ".join(text.split())
     assert "_" not in text[text.index("options:") : text.index("presets:")]
 

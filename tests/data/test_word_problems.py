@@ -1,3 +1,7 @@
+"""The table of the word-problem generator, and the problems that it makes."""
+
+import hashlib
+import json
 import os
 import random
 import re
@@ -13,9 +17,17 @@ from statistics import median
 import pytest
 
 from rlm.data import word_problems
-from rlm.data.word_problem_families import FAMILIES, NOUNS, Family
-from rlm.data.word_problems import SPLITS, draw_problem, generate, solve
+from rlm.data.word_problems import (
+    SPLITS,
+    Family,
+    draw_problem,
+    generate,
+    load_table,
+    solve,
+    split_of,
+)
 
+FAMILIES, NOUNS = load_table().families, load_table().nouns
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 STEP_LINE = re.compile(r"(?P<label>[a-z]+(?: [a-z]+){0,2}): (\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -28,32 +40,29 @@ def sample(split):
 
 
 @cache
-def problems(family_name):
+def draws(family_name):
     family = next(family for family in FAMILIES if family.name == family_name)
     rng = random.Random(family_name)
     return [draw_problem(family, rng) for _ in range(50)]
 
 
-def identity(record):
-    """What makes two problems the same: the solution shows every number of the problem."""
-    return record["family"], record["solution"]
+def steps(problem):
+    """(left, operator, right, value) of each line of the solution."""
+    found = [STEP_LINE.fullmatch(line).groups()[1:] for line in problem.solution.split("\n")]
+    return [(int(left), operator, int(right), int(value)) for left, operator, right, value in found]
 
 
 def slots(text):
     return {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
 
 
-# The table.
+# --- the table ------------------------------------------------------------------------------------
 
 
 def test_there_are_enough_families_of_every_level():
     trained = Counter(family.level for family in FAMILIES if not family.held_out)
-    held_out = Counter(family.level for family in FAMILIES if family.held_out)
-    assert held_out == {1: 2, 2: 2, 3: 2, 4: 2}
-    assert trained[1] >= 12
-    assert trained[2] >= 14
-    assert trained[3] >= 8
-    assert trained[4] >= 6
+    assert Counter(f.level for f in FAMILIES if f.held_out) == {1: 2, 2: 2, 3: 2, 4: 2}
+    assert all(trained[level] >= least for level, least in {1: 12, 2: 14, 3: 8, 4: 6}.items())
     assert trained.total() >= 40
 
 
@@ -64,52 +73,60 @@ def test_family_names_and_wordings_are_unique():
 
 
 @each_family
-def test_every_wording_states_every_number_and_nothing_unknown(family):
-    words = {"name", "friend", *NOUNS}
+def test_wordings_state_every_number_and_nothing_unknown(family):
+    """So a number that YAML reads as a truth value (an unquoted `on`) is found here, too."""
     assert 4 <= len(family.wordings) <= 6
     for wording in family.wordings:
-        assert slots(wording) - words == set(family.numbers)
+        assert slots(wording) - {"name", "friend", *NOUNS} == set(family.numbers)
     for distractor in family.distractors:
-        assert "extra" in slots(distractor)
-        assert slots(distractor) <= {"name", "friend", "extra"}
+        assert {"extra"} <= slots(distractor) <= {"name", "friend", "extra"}
+    assert set(family.numbers) <= {term for step in family.steps for term in step.split()}
+
+
+def test_an_entry_that_is_no_range_is_named(tmp_path, monkeypatch):
+    table = word_problems.YAML_FILE.read_text().replace("start: 4 to 40", "start: 4-40", 1)
+    monkeypatch.setattr(word_problems, "YAML_FILE", tmp_path / "words.yaml")
+    word_problems.YAML_FILE.write_text(table)
+    with pytest.raises(ValueError, match=r"words\.yaml: '4-40' is neither a list nor like"):
+        load_table.__wrapped__()
+
+
+def test_the_problems_are_those_that_published_results_were_made_with():
+    asked = [(s, seed, level) for s in SPLITS for seed in (0, 1) for level in (1, 2, 3, 4)]
+    made = [vars(p) for s, seed, level in asked for p in generate(s, 40, seed, [level])]
+    digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
+    assert digest == "6aa68b1246bd756e5431fdd02a0dd491b8729155e17462092bb1446a8c1ab70d"
+
+
+def test_the_table_is_read_at_first_use():
+    code = (
+        "import rlm.data.loaders\n"
+        "from rlm.data import word_problems\n"
+        "assert word_problems.load_table.cache_info().currsize == 0\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- the problems ---------------------------------------------------------------------------------
 
 
 @each_family
-def test_every_number_is_used_by_a_step(family):
-    terms = {term for step in family.steps for term in step.split()}
-    assert set(family.numbers) <= terms
-
-
-# The problems.
-
-
-@each_family
-def test_solutions_recompute(family):
-    for problem in problems(family.name):
-        record = problem.record()
-        lines = record["solution"].split("\n")
-        assert len(lines) == record["level"] == family.level
-        for line in lines:
-            _, left, operator, right, value = STEP_LINE.fullmatch(line).groups()
-            assert OPERATORS[operator](int(left), int(right)) == int(value) > 0
-            assert operator != "/" or int(left) % int(right) == 0
-        assert record["answer"] == value
-
-
-@each_family
-def test_operands_are_given_or_known_from_an_earlier_step(family):
+def test_solutions_recompute_from_what_is_known(family):
     literals = {int(term) for step in family.steps for term in step.split() if term.isdigit()}
-    for problem in problems(family.name):
+    for problem, _ in draws(family.name):
+        assert len(steps(problem)) == problem.columns["level"] == family.level
         known = literals | {int(number) for number in re.findall(r"\d+", problem.question)}
-        assert set(problem.numbers.values()) <= known
-        for step in problem.steps:
-            assert {step.left, step.right} <= known
-            known.add(step.value)
+        for left, operator, right, value in steps(problem):
+            assert {left, right} <= known
+            assert OPERATORS[operator](left, right) == value > 0
+            assert operator != "/" or left % right == 0
+            known.add(value)
+        assert problem.answer == str(value)
 
 
 @each_family
 def test_questions_are_well_formed(family):
-    for problem in problems(family.name):
+    for problem, _ in draws(family.name):
         question = problem.question
         assert not re.search(r"[{}]|  |\banswer\b", question, re.IGNORECASE)
         assert question == question.strip()
@@ -121,15 +138,15 @@ def test_questions_are_well_formed(family):
 
 @each_family
 def test_answers_of_a_family_are_spread(family):
-    answers = Counter(problem.steps[-1].value for problem in problems(family.name))
+    answers = Counter(problem.answer for problem, _ in draws(family.name))
     assert len(answers) >= 12
     assert answers.most_common(1)[0][1] <= 12
 
 
 def test_questions_are_short():
     words = {level: [] for level in (1, 2, 3, 4)}
-    for record in sample("train"):
-        words[record["level"]].append(len(record["question"].split()))
+    for problem in sample("train"):
+        words[problem.columns["level"]].append(len(problem.question.split()))
     limits = {1: 20, 2: 30, 3: 35, 4: 40}
     assert all(median(words[level]) <= limit for level, limit in limits.items())
 
@@ -139,80 +156,65 @@ def test_distractors_change_only_the_text():
     for family in filter(lambda family: family.distractors, FAMILIES):
         plain_family = replace(family, distractors=())
         for seed in range(20):
-            problem = draw_problem(family, random.Random(seed))
-            plain = draw_problem(plain_family, random.Random(seed))
-            assert problem.steps == plain.steps
-            assert problem.numbers == plain.numbers
+            problem, split = draw_problem(family, random.Random(seed))
+            plain, plain_split = draw_problem(plain_family, random.Random(seed))
+            assert (problem.solution, split) == (plain.solution, plain_split)
             total += 1
             if problem.question != plain.question:
                 with_distractor += 1
                 kept = set(re.split(r"(?<=[.?]) ", plain.question))
                 added = set(re.split(r"(?<=[.?]) ", problem.question)) - kept
                 assert len(added) == 1
-                (extra,) = map(int, re.findall(r"\d+", added.pop()))
-                assert extra not in problem.numbers.values()
+                (extra,) = re.findall(r"\d+", added.pop())
+                assert extra not in re.findall(r"\d+", plain.question)
     assert 0.15 < with_distractor / total < 0.35
 
 
-# The splits.
+# --- the splits -----------------------------------------------------------------------------------
 
 
 def test_splits_share_no_problem_whatever_the_seed_and_levels():
     seen = {}
     for split in SPLITS:
         for seed, levels in [(0, (1, 2, 3, 4)), (1, (1,)), (2, (2, 3)), (3, (4, 1))]:
-            for record in generate(split, 100, seed, levels):
-                assert seen.setdefault(identity(record), split) == split
-
-
-def test_the_split_ignores_the_wording():
-    for problem in problems("gather_more"):
-        assert replace(problem, question="Another wording.").split == problem.split
+            for problem in generate(split, 100, seed, levels):
+                # The solution shows every number of the problem.
+                identity = problem.columns["family"], problem.solution
+                assert seen.setdefault(identity, split) == split
 
 
 def test_buckets_hold_about_80_10_10_percent():
     trained = [family.name for family in FAMILIES if not family.held_out]
-    shares = Counter(problem.split for name in trained for problem in problems(name))
+    shares = Counter(split for name in trained for _, split in draws(name))
     assert shares["train"] / shares.total() == pytest.approx(0.8, abs=0.04)
     assert shares["validation"] / shares.total() == pytest.approx(0.1, abs=0.03)
     assert shares["test"] / shares.total() == pytest.approx(0.1, abs=0.03)
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_family_of_the_split_appears_evenly(split):
+def test_a_split_is_even_and_without_repeats(split):
     expected = {f.name for f in FAMILIES if f.held_out == (split == "test_families")}
-    counts = Counter(record["family"] for record in sample(split))
+    counts = Counter(problem.columns["family"] for problem in sample(split))
     assert set(counts) == expected
     assert max(counts.values()) - min(counts.values()) <= 1
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_no_answer_is_common(split):
-    answers = Counter(record["answer"] for record in sample(split))
+    answers = Counter(problem.answer for problem in sample(split))
     assert answers.most_common(1)[0][1] <= 0.08 * len(sample(split))
+    assert len({problem.question for problem in sample(split)}) == len(sample(split))
+    assert len({problem.id for problem in sample(split)}) == len(sample(split))
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_questions_and_ids_are_unique(split):
-    assert len({record["question"] for record in sample(split)}) == len(sample(split))
-    assert len({record["id"] for record in sample(split)}) == len(sample(split))
+# --- generate -------------------------------------------------------------------------------------
 
 
-# The function.
+def test_problems_have_the_promised_fields():
+    (problem,) = generate("train", 1)
+    assert list(problem.columns) == ["family", "level"]
+    assert re.fullmatch(problem.columns["family"] + "-[0-9a-f]{12}", problem.id)
+    assert isinstance(problem.answer, str)
 
 
-def test_records_have_the_promised_fields():
-    (record,) = generate("train", 1)
-    assert list(record) == ["id", "question", "answer", "solution", "family", "level"]
-    assert re.fullmatch(record["family"] + "-[0-9a-f]{12}", record["id"])
-    assert isinstance(record["answer"], str)
-
-
-def test_a_smaller_count_gives_a_prefix():
+def test_a_smaller_count_gives_a_prefix_and_seeds_differ():
     assert generate("test", 10, seed=5) == generate("test", 100, seed=5)[:10]
-
-
-def test_seeds_differ():
     assert generate("train", 20, seed=1) != generate("train", 20, seed=2)
 
 
@@ -229,11 +231,11 @@ def test_the_hash_seed_of_python_does_not_matter():
 
 
 def test_levels_and_families_narrow_the_selection():
-    assert {record["level"] for record in generate("train", 80, levels=[1, 3])} == {1, 3}
     names = ["bus_stop", "give_away"]
-    assert {record["family"] for record in generate("test", 20, families=names)} == set(names)
-    only_two_steps = generate("test", 20, levels=[2], families=names)
-    assert {record["family"] for record in only_two_steps} == {"bus_stop"}
+    of = lambda column, *args, **only: {p.columns[column] for p in generate(*args, **only)}  # noqa: E731
+    assert of("level", "train", 80, levels=[1, 3]) == {1, 3}
+    assert of("family", "test", 20, families=names) == set(names)
+    assert of("family", "test", 20, levels=[2], families=names) == {"bus_stop"}
 
 
 @pytest.mark.parametrize(
@@ -263,10 +265,16 @@ TINY = Family(
 
 
 def test_an_exhausted_selection_says_how_many_there_are(monkeypatch):
-    monkeypatch.setattr(word_problems, "FAMILIES", (replace(TINY, held_out=True),))
+    table = replace(load_table(), families=[replace(TINY, held_out=True)])
+    monkeypatch.setattr(word_problems, "load_table", lambda: table)
     assert len(generate("test_families", 9)) == 9
     with pytest.raises(ValueError, match=r"cannot make 10 different .* ran out after about 9"):
         generate("test_families", 10)
+
+
+def test_the_split_is_that_of_the_numbers():
+    assert split_of(TINY, {"first": 2, "second": 3}) in SPLITS[:3]
+    assert split_of(replace(TINY, held_out=True), {"first": 2, "second": 3}) == "test_families"
 
 
 def test_ranges_that_cannot_work_are_reported():
@@ -277,12 +285,12 @@ def test_ranges_that_cannot_work_are_reported():
         draw_problem(hopeless, random.Random(0))
 
 
-# The steps.
+# --- the steps ------------------------------------------------------------------------------------
 
 
 def test_solve_fills_in_literals_and_earlier_values():
-    steps = solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4})
-    assert [str(step) for step in steps] == ["two sides: 3 + 4 = 7", "perimeter: 7 * 2 = 14"]
+    solved = solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4})
+    assert [str(step) for step in solved] == ["two sides: 3 + 4 = 7", "perimeter: 7 * 2 = 14"]
 
 
 @pytest.mark.parametrize("step", ["x = a - b", "x = b - b", "x = a / b"])

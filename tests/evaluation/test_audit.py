@@ -10,7 +10,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS
 from rlm.evaluation import audit as module
-from rlm.evaluation.audit import MathVerify, audit, read_samples
+from rlm.evaluation.audit import MathVerify, audit, audit_run
 
 TAGS = FORMATS["deepseek"]
 GROUPS = [
@@ -53,9 +53,9 @@ def test_counts_of_two_graders():
     result = audit(GROUPS, TAGS, None, None)
     assert result.completions == 6
     assert result.correct == {"strict": 2, "lenient": 4}
-    assert result.differ == {("lenient", "strict"): 2}
+    assert result.differ == {"lenient right, strict wrong": 2}
     assert result.reasons == {"no_answer": 2}
-    assert result.reward_differs == 1
+    assert result.reward_differs_from_strict == 1
     found = result.false_negatives()["lenient"]
     assert (found["share"], found["of"]) == (0.5, 4)
     assert 0 < found["low"] < 0.5 < found["high"] < 1
@@ -75,9 +75,9 @@ def test_a_third_opinion_is_asked_about_the_answer_alone():
     result = audit(GROUPS, TAGS, Second(), None)
     assert asked[1] == ("18", r"\boxed{18}")
     assert result.correct["math-verify"] == 1
-    assert result.differ["math-verify", "strict"] == 1
-    assert result.differ["strict", "math-verify"] == 1  # <answer>18</answer>
-    assert result.differ["lenient", "math-verify"] == 2
+    assert result.differ["math-verify right, strict wrong"] == 1
+    assert result.differ["strict right, math-verify wrong"] == 1  # <answer>18</answer>
+    assert result.differ["lenient right, math-verify wrong"] == 2
 
 
 def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
@@ -138,9 +138,14 @@ def test_from_the_command_line(run_dir, tmp_path, monkeypatch, capsys):
     assert len(written["examples"]["lenient right, strict wrong"]) == 2
 
 
-def test_samples_that_are_not_there_or_torn(run_dir, tmp_path):
+def test_samples_that_are_not_there_or_torn(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(MathVerify, "installed", staticmethod(lambda: False))
     with pytest.raises(UsageError, match="--run-dir"):
-        list(read_samples(tmp_path / "nowhere"))
+        audit_run(tmp_path / "nowhere", tmp_path)
     with (run_dir / "samples.jsonl").open("a") as stream:
         stream.write('{"step": 2, "torn')
-    assert len(list(read_samples(run_dir))) == 2
+    assert audit_run(run_dir, tmp_path) == 0
+    assert json.loads((tmp_path / "audit.json").read_text())["completions"] == 6
+    (run_dir / "samples.jsonl").write_text("")
+    with pytest.raises(UsageError, match="no completions"):
+        audit_run(run_dir, tmp_path)

@@ -1,4 +1,4 @@
-"""Statistics against values worked out by hand or by brute force; `evaluate` without a model."""
+"""`evaluate` without a model, what is summed up of it, and how it is shown."""
 
 import itertools
 import json
@@ -6,26 +6,14 @@ import math
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.evaluation.evaluate import (
-    Evaluation,
-    Graded,
-    bootstrap_interval,
-    evaluate,
-    majority,
-    majority_score,
-    mcnemar,
-    mean_at_k,
-    paired_bootstrap,
-    pass_at_k,
-    wilson_interval,
-)
-from rlm.evaluation.report import report
-from rlm.grading.answers import Verdict, grade
+from rlm.evaluation.evaluate import Evaluation, Graded, evaluate
+from rlm.evaluation.report import report, show_table
+from rlm.evaluation.statistics import wilson_interval
+from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
 from rlm.runs.plots import accuracy_bars, learning_curves
 from rlm.sampling import Completion, prompt_seed
@@ -36,144 +24,6 @@ PNG = b"\x89PNG\r\n"
 def test_the_statistics_load_no_torch():
     code = "import sys, rlm.evaluation.evaluate, rlm.runs.plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-# --- intervals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("correct", "total", "low", "high"),
-    [
-        # With p = 0: (z²/2n ± z²/2n) / (1 + z²/n) = 0 and z² / (n + z²) = 3.8416 / 13.8416.
-        (0, 10, 0.0, 0.277540),
-        (10, 10, 0.722460, 1.0),
-        # With p = 1/2 the centre is 1/2 and the half-width z / (2 √(n + z²)) = 0.263405.
-        (5, 10, 0.236595, 0.763405),
-        # Newcombe 1998, table I: 81 of 263 is 0.2553 … 0.3662.
-        (81, 263, 0.255289, 0.366211),
-    ],
-)
-def test_wilson_interval(correct, total, low, high):
-    assert wilson_interval(correct, total) == pytest.approx((low, high), abs=2e-5)
-
-
-@pytest.mark.parametrize(("correct", "total"), [(0, 0), (3, 2), (-1, 2)])
-def test_wilson_interval_refuses_what_is_no_proportion(correct, total):
-    with pytest.raises(ValueError, match="no proportion"):
-        wilson_interval(correct, total)
-
-
-def test_wilson_interval_holds_the_proportion_within_0_and_1():
-    for total in (1, 2, 7, 1319):
-        for correct in {0, 1, total // 2, total - 1, total}:
-            low, high = wilson_interval(correct, total)
-            assert 0 <= low <= correct / total <= high <= 1
-
-
-def test_bootstrap_interval_is_that_of_drawing_indices():
-    values = np.random.default_rng(1).choice([0, 0.25, 0.5, 1], size=80)
-    indices = np.random.default_rng(2).integers(80, size=(20_000, 80))
-    expected = np.percentile(values[indices].mean(1), [2.5, 97.5])
-    assert bootstrap_interval(values, resamples=20_000) == pytest.approx(expected, abs=0.006)
-
-
-# --- several completions --------------------------------------------------------------------------
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
-    for n in range(1, 7):
-        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-            subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
-            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_pass_at_1_is_the_mean():
-    assert pass_at_k(8, 3, 1) == mean_at_k([True] * 3 + [False] * 5) == 3 / 8
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 2)])
-def test_pass_at_k_refuses_what_it_cannot_estimate(n, c, k):
-    with pytest.raises(ValueError, match="needs"):
-        pass_at_k(n, c, k)
-
-
-@pytest.mark.parametrize(
-    ("answers", "winners"),
-    [
-        ([5, 7, 5], [5]),
-        ([5, 7, None, None, None], [5, 7]),
-        ([7, 5, 7, 5, 6], [7, 5]),
-        ([None, None], []),
-        ([], []),
-    ],
-)
-def test_majority(answers, winners):
-    assert majority(answers) == winners
-
-
-# --- two models -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("only_a", "only_b", "p"),
-    [
-        (0, 0, 1.0),
-        (0, 1, 1.0),
-        (0, 6, 2 / 2**6),
-        (6, 0, 2 / 2**6),
-        (1, 9, 2 * (1 + 10) / 2**10),
-        (5, 5, 1.0),
-        (3, 12, 2 * (1 + 15 + 105 + 455) / 2**15),
-    ],
-)
-def test_mcnemar_is_the_exact_binomial_test(only_a, only_b, p):
-    a = [True] * only_a + [False] * only_b + [True, False] * 4
-    b = [False] * only_a + [True] * only_b + [True, False] * 4
-    assert mcnemar(a, b) == pytest.approx(p)
-
-
-def test_mcnemar_takes_thousands_of_problems():
-    assert 0 < mcnemar([True] * 3000 + [False] * 3200, [False] * 3000 + [True] * 3200) < 0.05
-
-
-def test_paired_bootstrap_of_equals_is_exactly_zero():
-    scores = [0, 1, 0.1, 0.7, 1 / 3] * 10
-    difference = paired_bootstrap(scores, scores)
-    assert (difference.points, difference.low, difference.high) == (0, 0, 0)
-
-
-def test_paired_bootstrap_has_the_sign_of_b_minus_a_in_points():
-    difference = paired_bootstrap([0, 0, 0, 1], [1, 0, 1, 1])
-    assert difference.points == 50
-    assert 0 <= difference.low <= 50 <= difference.high <= 100
-
-
-def test_paired_bootstrap_is_seeded():
-    a, b = np.random.default_rng(0).integers(2, size=(2, 50))
-    assert paired_bootstrap(a, b, seed=1) == paired_bootstrap(a, b, seed=1)
-    assert paired_bootstrap(a, b, seed=1) != paired_bootstrap(a, b, seed=2)
-
-
-def test_paired_bootstrap_covers_a_known_shift_95_times_in_100():
-    rng = np.random.default_rng(3)
-    covered = 0
-    for _ in range(300):
-        a = rng.random(100) < 0.4
-        b = a | (rng.random(100) < 0.25)  # right where a is, and on a quarter of the rest
-        difference = paired_bootstrap(a, b, resamples=1000)
-        covered += difference.low <= 100 * 0.6 * 0.25 <= difference.high
-    assert 0.90 <= covered / 300 <= 0.99
-
-
-def test_paired_bootstrap_is_close_to_the_normal_interval():
-    difference = paired_bootstrap([0] * 100, [0.5] * 50 + [0] * 50)
-    half = 1.96 * 25 / math.sqrt(100)
-    assert (difference.low, difference.high) == pytest.approx((25 - half, 25 + half), abs=0.5)
-
-
-def test_paired_bootstrap_refuses_other_problems():
-    with pytest.raises(ValueError, match="not paired"):
-        paired_bootstrap([0, 1], [0])
 
 
 # --- Evaluation -----------------------------------------------------------------------------------
@@ -231,14 +81,6 @@ def test_evaluation_of_one_completion_each():
     assert result.by_column("year", strict=True) == {}
 
 
-def test_choices_are_voted_for_by_their_letter():
-    texts = ["B", "B) Paris", "Option B", "C", "C"]
-    whole = [f"<think>x</think><answer>{text}</answer>" for text in texts]
-    verdicts = [grade(text, "B", strict=True, kind="choice") for text in whole]
-    assert majority_score(verdicts) == 1
-    assert majority_score(verdicts[2:]) == 0
-
-
 def test_evaluation_of_several_completions_each():
     right, wrong, mute = (
         graded("correct", answer="1,000"),
@@ -254,15 +96,13 @@ def test_evaluation_of_several_completions_each():
         ],
     )
     assert result.per_problem(strict=True) == [0.5, 0.25, 0]
-    assert result.mean_accuracy(strict=True)["mean"] == pytest.approx(0.25)
+    assert result.accuracy(strict=True)["mean"] == pytest.approx(0.25)
     assert result.majority_accuracy(strict=True)["mean"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert result.pass_at(4, strict=True)["mean"] == pytest.approx(2 / 3)
     assert result.pass_at(1, strict=True)["mean"] == pytest.approx(0.25)
     assert result.pass_at(2, strict=True)["mean"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6 + 0) / 3)
-    interval = result.mean_accuracy(strict=True)
+    interval = result.accuracy(strict=True)
     assert 0 <= interval["low"] <= interval["mean"] <= interval["high"] <= 0.5
-    with pytest.raises(ValueError, match="mean_accuracy"):
-        result.accuracy(strict=True)
 
 
 def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
@@ -281,13 +121,19 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
     for grading in ("strict", "lenient"):
         assert said["SFT − base"][grading]["points"] == 50
         assert said["SFT − base"][grading]["mcnemar_p"] == 0.5  # two against none: 2 / 2²
-    assert "SFT − base: +50.0 points strict" in capsys.readouterr().out
+    assert (
+        "SFT − base: +50.0 (+0.0 to +100.0) points strict, McNemar p = 0.5"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_claim_that_is_no_number_has_no_vote():
-    hedged = graded("several_numbers", answer="5 or 6")
-    result = Evaluation([problem()], [[hedged, hedged, graded("correct", answer="2")]])
-    assert result.majority_accuracy(strict=False)["mean"] == 1
+def test_a_table_has_a_column_for_every_key_and_is_not_cut_in_a_file(capsys):
+    rows = {"base": {"accuracy": 1, "wide": "x" * 150}, "SFT": {"tokens": 3, "wide": ""}}
+    show_table("toys", rows, "model")
+    lines = capsys.readouterr().out.splitlines()
+    title, heads, _, base, sft = (line.split() for line in lines if line.strip())
+    assert (title, heads) == (["toys"], ["model", "accuracy", "wide", "tokens"])
+    assert (base, sft) == (["base", "1", "x" * 150], ["SFT", "3"])
 
 
 # --- evaluate -------------------------------------------------------------------------------------

@@ -31,12 +31,12 @@ def inputs(dtype, heads, shared):
 def test_attention_and_its_gradients_equal_torchs(
     heads, shared, dtype, rows, is_compiled, monkeypatch
 ):
-    monkeypatch.setattr(attention, "ROWS", rows)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
     made = kernels(dtype) if is_compiled else None
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask = attention_mask(SEGMENTS, dtype)
-    out = attention.attend(*ours, mask, 0.3, made)
+    out = attention.block_attention(*ours, mask, 0.3, made)
     # Rows of padding see nothing: what comes out of them is never read, and must be finite.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
@@ -51,7 +51,7 @@ def test_attention_and_its_gradients_equal_torchs(
 
 
 def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
-    monkeypatch.setattr(attention, "ROWS", 3)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 3)
     mask = attention_mask(SEGMENTS, torch.bfloat16)
     first, padded = attention._blocks(mask)
     blocks = [(block.rows.start, block.rows.stop, block.columns.tolist()) for block in first]
@@ -66,7 +66,7 @@ def test_each_mask_has_its_own_blocks():
     """They are kept for the layers of a pass; the next micro-batch must not get them."""
     q, k, v = inputs(torch.float32, 4, 2)
     masks = [attention_mask(segments, torch.float32) for segments in (SEGMENTS, SEGMENTS.flip(0))]
-    outs = [attention.attend(q, k, v, mask, 0.5) for mask in (*masks, masks[0])]
+    outs = [attention.block_attention(q, k, v, mask, 0.5) for mask in (*masks, masks[0])]
     assert torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], outs[1])
 
@@ -74,8 +74,8 @@ def test_each_mask_has_its_own_blocks():
 def test_one_mask_may_serve_all_sequences():
     q, k, v = inputs(torch.float32, 4, 2)
     mask = attention_mask(SEGMENTS[:1], torch.float32)
-    out = attention.attend(q, k, v, mask, 0.5)
-    assert torch.equal(out, attention.attend(q, k, v, mask.repeat(2, 1, 1, 1), 0.5))
+    out = attention.block_attention(q, k, v, mask, 0.5)
+    assert torch.equal(out, attention.block_attention(q, k, v, mask.repeat(2, 1, 1, 1), 0.5))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -85,7 +85,7 @@ def test_a_model_scores_the_same_with_it(family, tmp_path):
     padding = torch.ones_like(ids)
     padding[1, 9:] = 0
     logits = {}
-    for attn in ("sdpa", attention.NAME):
+    for attn in ("sdpa", attention.ATTN_IMPLEMENTATION):
         model = load_base(str(tmp_path), Device("cpu", torch.float32, ""), attn=attn)
         logits[attn] = model(input_ids=ids, attention_mask=padding, use_cache=False).logits
     ours, theirs = (part[padding.bool()] for part in logits.values())
@@ -93,7 +93,7 @@ def test_a_model_scores_the_same_with_it(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "taken"), [(torch.bfloat16, attention.NAME), (torch.float32, "sdpa")]
+    ("dtype", "taken"), [(torch.bfloat16, attention.ATTN_IMPLEMENTATION), (torch.float32, "sdpa")]
 )
 def test_it_is_chosen_where_a_cpu_computes_in_bf16(model_dir, dtype, taken):
     model = load_base(str(model_dir), Device("cpu", dtype, ""), attn="auto")
@@ -106,5 +106,5 @@ def test_it_is_chosen_where_a_cpu_computes_in_bf16(model_dir, dtype, taken):
 def test_what_it_does_not_do_is_one_line(option):
     q, k, v = inputs(torch.float32, 2, 2)
     mask = attention_mask(SEGMENTS, torch.float32)
-    with pytest.raises(UsageError, match="use --attn eager"):
-        attention._for_transformers(torch.nn.Module(), q, k, v, mask, **option)
+    with pytest.raises(UsageError, match="use --attn-implementation eager"):
+        attention.attention_forward(torch.nn.Module(), q, k, v, mask, **option)

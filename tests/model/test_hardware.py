@@ -5,12 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from rlm.cli.options import parse
+from rlm.cli.options import resolve_config
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.model.base import base_hash
-from rlm.training import setup as start
-from rlm.training.config import DEFAULT_SFT_ADAPTER, GPU_DEFAULTS, GRPOConfig
+from rlm.training.config import DEFAULT_SFT_ADAPTER, PRESETS, GRPOConfig
 from train_sft import SFTConfig
 
 
@@ -25,56 +24,82 @@ def having(monkeypatch):
     return pretend
 
 
+def resolved(cls, *argv):
+    return resolve_config(cls, argv, presets=PRESETS)
+
+
 @pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
 @pytest.mark.parametrize(
     ("gpu", "hub", "expected"),
     [
-        (True, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "4bit")),
-        (True, False, ("smollm2-135m", "word-problems:1", "none")),
-        (False, True, ("smollm2-135m", "word-problems:1", "none")),
+        (True, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "4bit", True)),
+        (True, False, ("smollm2-135m", "word-problems:1", "none", False)),
+        (False, True, ("smollm2-135m", "word-problems:1", "none", False)),
     ],
 )
 def test_model_and_data_are_chosen_by_the_machine(having, capsys, cls, gpu, hub, expected):
     having(gpu, hub)
-    config = machine.fill_in(parse(cls, []), {"learning_rate": 0.5})
-    assert (config.model, config.dataset, config.quantize) == expected
-    assert (config.learning_rate == 0.5) == (gpu and hub)
-    out = capsys.readouterr().out
-    assert f"chosen: model {expected[0]}, dataset {expected[1]} (" in out
+    config = resolved(cls, *(["--sft-adapter=none"] if cls is GRPOConfig else []))
+    is_changed = config.learning_rate != cls.learning_rate
+    assert (config.model, config.dataset, config.quantize, is_changed) == expected
+    assert config.use_4bit == (config.quantize == "4bit")
+    assert f"chosen: model {expected[0]}, dataset {expected[1]} (" in capsys.readouterr().out
 
 
-def test_what_was_typed_is_left_alone(having):
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        # Only our own choice of model is packed, and has the larger numbers.
+        (["--model=mine"], {"model": "mine", "dataset": "gsm8k", "quantize": "none", "steps": 20}),
+        # The default, but typed.
+        (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "4bit"}),
+        (["--no-use-4bit"], {"model": machine.GPU_MODEL, "quantize": "none"}),
+        (["--preset=drgrpo"], {"fixed_length_normalizer": 512}),  # of the length that was chosen
+        (["--preset=reasoning_small"], {"learning_rate": 5e-6, "steps": 200, "quantize": "4bit"}),
+        (["--model=mine", "--dataset=word-problems"], {"steps": 20, "quantize": "none"}),
+        (["--model=mine", "--dataset=gsm8k", "--preset=reasoning_small"], {"quantize": "4bit"}),
+    ],
+)
+def test_what_was_set_is_left_alone(having, argv, expected):
     having(gpu=True, hub=True)
-    typed = ["--model=mine", "--max-new-tokens=96", "--steps=7"]
-    config = machine.fill_in(parse(GRPOConfig, typed), GPU_DEFAULTS)
-    assert (config.model, config.dataset, config.steps) == ("mine", "gsm8k", 7)
-    assert config.max_new_tokens == 96  # the default, but typed
-    assert config.quantize == "none"  # only our own choice of model is packed
-    config = machine.fill_in(parse(GRPOConfig, ["--no-use-4bit"]), GPU_DEFAULTS)
-    assert (config.model, config.quantize) == (machine.GPU_MODEL, "none")
-    both = parse(GRPOConfig, ["--model=mine", "--dataset=word-problems"])
-    assert machine.fill_in(both, GPU_DEFAULTS) == both
+    config = resolved(GRPOConfig, "--sft-adapter=none", *argv)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_a_start_adapter_decides_how_its_base_is_packed(having):
+def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
     having(gpu=False, hub=False)
-    run = {"base_model": "theirs", "dataset": "gsm8k", "quantize": "8bit"}
-    for typed, model in (([], "theirs"), (["--model=a/copy"], "a/copy")):
-        config = machine.fill_in(parse(GRPOConfig, typed), GPU_DEFAULTS, run)
-        assert (config.model, config.dataset, config.quantize) == (model, "gsm8k", "8bit")
+    argv = ["--sft-adapter=none", "--preset=reasoning_small"]
+    assert resolved(GRPOConfig, *argv).quantize == "none"
+    assert "4-bit base is for CUDA GPUs" in capsys.readouterr().out
+    assert resolved(GRPOConfig, *argv, "--use-4bit").quantize == "4bit"
+    assert "CUDA" not in capsys.readouterr().out
 
 
-def test_what_is_good_for_the_7b_model_is_for_no_other(having, capsys):
-    """A small one may be packed, too."""
+@pytest.mark.parametrize(
+    ("run", "given", "expected"),
+    [
+        ({"base_model": "theirs", "quantize": "8bit"}, {}, ("theirs", "word-problems:1", "8bit")),
+        (
+            {"base_model": "theirs", "dataset": "gsm8k", "quantize": "8bit"},
+            {"model": "a/copy"},
+            ("a/copy", "gsm8k", "8bit"),
+        ),
+        ({"base_model": "theirs", "dataset": None}, {}, ("theirs", "word-problems:1", "none")),
+        ({"stage": "sft"}, {}, ("smollm2-135m", "word-problems:1", "none")),
+    ],
+)
+def test_a_start_adapter_decides_model_data_and_packing(having, run, given, expected):
+    """It may not say its data, as `GRPOTrainer` leaves one that was given the caller's own."""
     having(gpu=False, hub=False)
-    run = {"base_model": "smollm2-135m", "dataset": "word-problems:1", "quantize": "4bit"}
-    config = machine.fill_in(GRPOConfig(), GPU_DEFAULTS, run)
-    assert (config.quantize, config.steps) == ("4bit", GRPOConfig().steps)
+    values = machine.default_values(given, run, {"steps": 200})
+    assert tuple(values[name] for name in ("model", "dataset", "quantize")) == expected
+    assert "steps" not in values  # which are the 7B model's
+
+
+def test_the_7b_model_has_its_numbers_with_a_start_adapter_too(having):
     having(gpu=True, hub=True)
-    config = machine.fill_in(parse(GRPOConfig, ["--model=a/small-one"]), GPU_DEFAULTS)
-    assert (config.dataset, config.steps) == ("gsm8k", GRPOConfig().steps)
     run = {"base_model": machine.GPU_MODEL, "dataset": "gsm8k", "quantize": "4bit"}
-    assert machine.fill_in(GRPOConfig(), GPU_DEFAULTS, run).steps == GPU_DEFAULTS["steps"]
+    assert machine.default_values({}, run, {"steps": 200})["steps"] == 200
 
 
 def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, monkeypatch):
@@ -87,14 +112,6 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
     (tmp_path / "memory.current").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {2**21}\nactive_file 9\n")
     assert machine.available_memory("cpu") == 3 * 2**20
-
-
-def test_a_start_adapter_that_does_not_say_its_data(having):
-    """As `GRPOTrainer` leaves one that was given problems of the caller's own."""
-    having(gpu=False, hub=False)
-    config = machine.fill_in(GRPOConfig(), {}, {"base_model": "theirs", "dataset": None})
-    assert (config.model, config.dataset) == ("theirs", "word-problems:1")
-    assert machine.fill_in(GRPOConfig(), {}, {"stage": "sft"}).model == "smollm2-135m"
 
 
 @pytest.mark.parametrize("same_weights", [True, False])
@@ -110,7 +127,7 @@ def test_nothing_is_taken_from_an_adapter_of_another_base(
     for name in ADAPTER_FILES:
         (DEFAULT_SFT_ADAPTER / name).write_text("{}")
     (DEFAULT_SFT_ADAPTER / "run.json").write_text(json.dumps(run))
-    config = start.settle(parse(GRPOConfig, ["--model", str(model_dir)]))
+    config = resolved(GRPOConfig, "--model", str(model_dir))
     expected = ("gsm8k:here", "8bit") if same_weights else ("word-problems:1", "none")
     assert (config.dataset, config.quantize) == expected
 

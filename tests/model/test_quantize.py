@@ -19,7 +19,7 @@ import train_sft
 from rlm.cli.options import UsageError, parse
 from rlm.model.adapters import merged_weight, new_adapter
 from rlm.model.base import load_base
-from rlm.model.quantize import QUANTIZATIONS, unpacked
+from rlm.model.quantize import QUANTIZATIONS, dequantized_weight
 from rlm.sampling import Sampler, SamplingParams
 from rlm.training.config import GRPOConfig
 from rlm.training.fused_layers import use_fused_layers
@@ -101,11 +101,13 @@ def test_weights_unpack_to_what_the_layer_multiplies_with(model_dir, quantize):
     model = load_base(str(model_dir), CPU, quantize=quantize)
     full = load_base(str(model_dir), CPU)
     for name, layer in packed_layers(model).items():
-        weight = unpacked(layer)
+        weight = dequantized_weight(layer)
         assert weight.dtype == model.dtype == torch.float32
         product = layer(torch.eye(layer.in_features)).detach()
         assert torch.allclose(product.t(), weight, atol=1e-3), name
-        assert torch.equal(unpacked(layer), weight)  # also after a forward pass, which moves scales
+        assert torch.equal(
+            dequantized_weight(layer), weight
+        )  # also after a forward pass, which moves scales
         exact = full.get_submodule(name).weight
         error = (weight - exact).norm() / exact.norm()
         assert 0 < error < {"4bit": 0.15, "8bit": 0.02}[quantize]
@@ -127,7 +129,7 @@ def test_a_merged_copy_keeps_the_whole_update(model_dir, quantize):
     for name, module in policy.named_modules():
         if name.endswith("q_proj"):
             up, down = (getattr(module, side)["default"].weight for side in ("lora_B", "lora_A"))
-            update = (merged_weight(module) - unpacked(module.get_base_layer())).detach()
+            update = (merged_weight(module) - dequantized_weight(module.get_base_layer())).detach()
             expected = module.scaling["default"] * up @ down
             similarity = torch.cosine_similarity(update.flatten(), expected.flatten(), dim=0)
             assert similarity > 0.999
@@ -216,7 +218,7 @@ def test_attention_is_what_was_asked_for(model_dir, attn):
 
 
 def test_attention_that_is_not_installed_is_one_line(model_dir):
-    with pytest.raises(UsageError, match="--attn flash_attention_2: "):
+    with pytest.raises(UsageError, match="--attn-implementation flash_attention_2: "):
         load_base(str(model_dir), CPU, attn="flash_attention_2")
 
 

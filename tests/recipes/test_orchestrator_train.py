@@ -486,11 +486,11 @@ def test_the_published_names_touch_no_disk(tmp_path, monkeypatch):
     config.orchestrator_id, config.agent_model_id = "a", "b"
     with pytest.raises(AttributeError):
         config.trajectories = 5
-    found = config.resolve()
+    found = config.to_options()
     assert (found.steps, found.batch_size, found.group_size, found.eval_samples) == (7, 3, 5, 9)
     assert (found.model, found.agent_model, found.kl_weight) == ("a", "b", 0.2)
     assert found.output == dataclasses.replace(found).output == Path("elsewhere/adapters_lora")
-    assert Config().resolve() == OrchestratorConfig()
+    assert Config().to_options() == OrchestratorConfig()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,6 +5,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -20,8 +21,10 @@ from rlm.rewards import (
     ReasoningQualityReward,
     RewardFunction,
     TruncationPenalty,
+    functions,
 )
-from rlm.rewards.scorer import as_scorer, load_reward
+from rlm.rewards.reward_function import load_reward
+from rlm.rewards.scorer import Scorer
 
 PROBLEMS = [Problem("a", "1 + 1?", "2", columns={"level": 1}), Problem("b", "2 + 3?", "5")]
 RIGHT = FORMATS["deepseek"].completion("so", "2")
@@ -29,18 +32,18 @@ GROUPS = [[RIGHT, RIGHT.replace("2", "3")], ["5", FORMATS["deepseek"].completion
 
 
 def test_correctness_is_strict_and_counts_reasons():
-    scores = as_scorer(CorrectnessReward())(PROBLEMS, GROUPS)
+    scores = Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
     assert scores.rewards == [[1.0, 0.0], [0.0, 1.0]]
     assert scores.metrics == {
         "reason/correct": 0.5, "reason/wrong": 0.25, "reason/no_reasoning": 0.25,
     }  # fmt: skip
-    again = as_scorer(CorrectnessReward())(PROBLEMS, GROUPS)
+    again = Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
     assert again.metrics == scores.metrics
 
 
 def test_other_tags_are_another_format():
     simple = FORMATS["simple"].completion("so", "2")
-    scorer = as_scorer(CorrectnessReward(), reasoning_format="simple")
+    scorer = Scorer(CorrectnessReward(), reasoning_format="simple")
     assert scorer(PROBLEMS[:1], [[simple, RIGHT]]).rewards == [[1.0, 0.0]]
 
 
@@ -51,7 +54,7 @@ def test_a_plain_function_has_trls_contract():
         seen.update(prompts=prompts, completions=completions, answer=answer, **columns)
         return [0.0, None, math.nan, 1.0]
 
-    assert as_scorer(reward)(PROBLEMS, GROUPS).rewards == [[0.0, None], [None, 1.0]]
+    assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[0.0, None], [None, 1.0]]
     assert seen == {
         "prompts": ["1 + 1?"] * 2 + ["2 + 3?"] * 2,
         "completions": [text for group in GROUPS for text in group],
@@ -61,7 +64,7 @@ def test_a_plain_function_has_trls_contract():
 
 
 def test_a_function_gets_only_what_it_takes():
-    assert as_scorer(lambda completions: [float(len(c)) for c in completions])(
+    assert Scorer(lambda completions: [float(len(c)) for c in completions])(
         PROBLEMS[:1], [["a", "bb"]]
     ).rewards == [[1.0, 2.0]]
 
@@ -71,12 +74,68 @@ def test_a_reward_class_needs_only_call():
         def __call__(self, completion, reference_answer, **columns):
             return 1.0 if reference_answer in completion else 0.0
 
-    assert as_scorer(MyReward())(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    assert Scorer(MyReward())(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_wrong_number_of_rewards_is_a_mistake():
     with pytest.raises(ValueError, match="1 rewards for 4"):
-        as_scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
+        Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
+
+
+# --- where calls run ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
+
+
+def test_built_in_rewards_start_no_thread(no_threads):
+    parts = [CorrectnessReward(), FormatReward(), GSM8KReward(), MathReward(), TruncationPenalty()]
+    for reward in (*parts, ReasoningQualityReward(), CombinedReward(parts)):
+        assert "reward/failed" not in Scorer(reward)(PROBLEMS, GROUPS).metrics
+
+
+def test_a_built_in_reward_that_fails_costs_its_own_rollout(no_threads, monkeypatch, capsys):
+    wrong = GROUPS[0][1]
+    grade = functions.grade
+    fail = lambda text, *args, **kind: 1 / (text != wrong) and grade(text, *args, **kind)  # noqa: E731
+    monkeypatch.setattr(functions, "grade", fail)
+    assert Scorer(CorrectnessReward())(PROBLEMS, GROUPS).rewards == [[1.0, None], [0.0, 1.0]]
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_reward_call_is_at_most_six_frames_from_train_to_the_grader(monkeypatch):
+    """Two of them are the trainer's: `train` and the method that scores a step."""
+    grade, depths = functions.grade, []
+
+    def spy(*args, **options):
+        names = [frame.name for frame in traceback.extract_stack()]
+        depths.append(names[::-1].index("score_a_step"))
+        return grade(*args, **options)
+
+    def score_a_step():
+        return Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
+
+    monkeypatch.setattr(functions, "grade", spy)
+    assert score_a_step().rewards[0][0] == 1
+    assert max(depths) + 2 <= 6
+
+
+def test_a_users_reward_has_one_thread_for_a_step():
+    threads = set()
+
+    class Mine(CorrectnessReward):
+        def __call__(self, completion, reference_answer, **columns):
+            threads.add(threading.get_ident())
+            return super().__call__(completion, reference_answer, **columns)
+
+    mine = Mine()
+    for reward in (mine, CombinedReward([mine, FormatReward()])):
+        threads.clear()
+        Scorer(reward)(PROBLEMS, [[RIGHT] * 20, [RIGHT] * 20])
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
 
 
 # --- the rewards of the package -----------------------------------------------------------------
@@ -161,7 +220,7 @@ def test_reasoning_quality_reward_counts_different_things_once():
 def test_truncation_penalty():
     assert TruncationPenalty()("x", "5", is_truncated=True) == -1.0
     assert TruncationPenalty(penalty=-0.5)("x", "5", is_truncated=False) == 0.0
-    scorer = as_scorer(TruncationPenalty())
+    scorer = Scorer(TruncationPenalty())
     assert scorer(PROBLEMS[:1], [["a", "b"]], [[True, False]]).rewards == [[-1.0, 0.0]]
 
 
@@ -176,7 +235,7 @@ def test_a_combined_reward_is_the_weighted_mean():
     assert combined(RIGHT, "2") == pytest.approx(expected)
     total = CombinedReward(parts, normalize=False)
     assert total(RIGHT, "2") == pytest.approx(2.225)
-    scores = as_scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])
+    scores = Scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])
     assert scores.rewards == [[pytest.approx(expected), 0.0]]
     assert scores.metrics == pytest.approx(
         {
@@ -229,7 +288,7 @@ def test_a_penalty_alone_never_becomes_a_reward():
     for other in (Silent(), Unsure()):
         combined = CombinedReward([other, Penalty()])
         assert combined(RIGHT, "2") is None
-        assert combined.figures() == {"reward/Penalty": 1.0}
+        assert combined.pop_metrics() == {"reward/Penalty": 1.0}
         assert CombinedReward([other, Penalty()], normalize=False)(RIGHT, "2") == -1
 
 
@@ -312,7 +371,7 @@ def test_the_right_answer_is_worth_the_most(reward):
 )
 def test_choices_and_texts(kind, gold, text, strict, lenient):
     problem = Problem("a", "?", gold, answer_type=kind)
-    assert as_scorer(CorrectnessReward())([problem], [[text]]).rewards == [[float(strict)]]
+    assert Scorer(CorrectnessReward())([problem], [[text]]).rewards == [[float(strict)]]
     from rlm.grading.answers import grade
 
     assert grade(text, gold, strict=False, kind=kind).correct == bool(lenient)
@@ -359,7 +418,7 @@ def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
         return [how() if text == "bad" else 1.0 for text in completions]
 
     seconds = 0.2 if how is hang else 30.0
-    scorer = as_scorer(reward if plain else Moody(how), time_limit=seconds)
+    scorer = Scorer(reward if plain else Moody(how), time_limit=seconds)
     scores = scorer(PROBLEMS, [["good", "bad"], ["good", "good"]])
     assert scores.rewards == [[1.0, None], [1.0, 1.0]]
     assert scores.metrics.get("reward/failed", 0) == (0.25 if message else 0)
@@ -372,7 +431,7 @@ def test_an_async_call_that_exits_costs_its_own_rollout_too():
             await asyncio.sleep(0)
             return sys.exit("bye") if completion == "bad" else 1.0
 
-    scores = as_scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
+    scores = Scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
     assert scores.rewards == [[1.0, None], [1.0, 1.0]]
 
 
@@ -383,17 +442,33 @@ def test_calls_that_all_hang_do_not_add_up(capsys):
         asked.append("bad")
         hang()
 
-    scorer = as_scorer(Moody(hang_too), time_limit=0.2)
+    scorer = Scorer(Moody(hang_too), time_limit=0.2)
     rewards = scorer(PROBLEMS, [["good"] + ["bad"] * 50, ["bad"] * 51]).rewards
     assert len(asked) == 3  # the time limits that a step waits for
     assert rewards[0][:2] == [1.0, None]
     assert capsys.readouterr().out.count("warning") == 2
 
 
+def test_a_thread_that_was_left_behind_asks_nothing_more():
+    asked, threads, awake = [], {}, threading.Event()
+
+    class Slow(RewardFunction):
+        def __call__(self, completion, reference_answer, **columns):
+            asked.append(completion)
+            threads[completion] = threading.current_thread()
+            return awake.wait(10) if completion == "slow" else 1.0
+
+    scores = Scorer(Slow(), time_limit=0.2)(PROBLEMS, [["a", "slow"], ["b", "c"]])
+    assert scores.rewards == [[1.0, None], [1.0, 1.0]]
+    awake.set()
+    threads["slow"].join(10)
+    assert asked == ["a", "slow", "b", "c"]
+
+
 def test_a_reward_that_never_works_ends_the_run():
     with pytest.raises(UsageError, match="every completion: ZeroDivisionError"):
-        as_scorer(Moody(divide))(PROBLEMS, [["bad"], ["bad"]])
-    scorer = as_scorer(Moody(divide))
+        Scorer(Moody(divide))(PROBLEMS, [["bad"], ["bad"]])
+    scorer = Scorer(Moody(divide))
     scorer(PROBLEMS, [["good"], ["bad"]])  # it has worked: one bad step is bad luck
     scorer(PROBLEMS, [["bad"], ["bad"]])
     scorer(PROBLEMS, [["bad"], ["bad"]])
@@ -406,7 +481,7 @@ def test_ctrl_c_in_a_reward_is_not_swallowed():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        as_scorer(Moody(interrupt))(PROBLEMS, [["bad"], ["good"]])
+        Scorer(Moody(interrupt))(PROBLEMS, [["bad"], ["good"]])
 
 
 def test_an_async_reward_waits_for_all_at_once():
@@ -421,11 +496,11 @@ def test_an_async_reward_waits_for_all_at_once():
             waiting -= 1
             return 1 / (completion != "bad")
 
-    scorer = as_scorer(Judge(), time_limit=3.0)
+    scorer = Scorer(Judge(), time_limit=3.0)
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
     assert most == 6
-    combined = as_scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
+    combined = Scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
     assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
 
 
@@ -434,7 +509,7 @@ def test_an_async_plain_function():
         await asyncio.sleep(0)
         return [float(a in c) for c, a in zip(completions, answer, strict=True)]
 
-    assert as_scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():
@@ -450,7 +525,7 @@ def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():
                 raise ValueError
             return [1.0] * len(completions)
 
-    scorer = as_scorer(Batch())
+    scorer = Scorer(Batch())
     assert scorer(PROBLEMS, GROUPS).rewards == [[1.0, 1.0], [1.0, 1.0]]
     assert sizes[0][:2] == (4, [1, 1, None, None])
     assert scorer(PROBLEMS[:1], [["bad"]]).rewards == [[2.0]]
@@ -465,7 +540,7 @@ def test_columns_and_extras_reach_a_reward():
             seen.update(columns, completion=completion, answer=reference_answer)
             return 0.0
 
-    as_scorer(Look(), reasoning_format="simple")(PROBLEMS[:1], [["x"]], [[True]])
+    Scorer(Look(), reasoning_format="simple")(PROBLEMS[:1], [["x"]], [[True]])
     assert seen == {
         "completion": "x", "answer": "2", "question": "1 + 1?", "level": 1,
         "answer_type": "number", "reasoning_format": "simple", "is_truncated": True,
@@ -473,7 +548,7 @@ def test_columns_and_extras_reach_a_reward():
 
 
 def test_no_rollouts_no_call():
-    assert as_scorer(Moody(divide))([], []).rewards == []
+    assert Scorer(Moody(divide))([], []).rewards == []
 
 
 # --- --reward FILE.py:NAME ------------------------------------------------------------------------
@@ -491,7 +566,7 @@ def test_a_reward_from_a_file(tmp_path):
         "number = 3\n"
     )
     for name, expected in (("Mine", [[1.0, 0.0]]), ("short", [[0.0, 1.0]])):
-        assert as_scorer(load_reward(f"{file}:{name}"))(PROBLEMS[:1], [["yes", "no"]]).rewards == (
+        assert Scorer(load_reward(f"{file}:{name}"))(PROBLEMS[:1], [["yes", "no"]]).rewards == (
             expected
         )
     assert load_reward(None) is None

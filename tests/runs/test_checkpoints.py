@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
 from rlm.cli.options import UsageError
 from rlm.runs.atomic_files import replace_file
-from rlm.runs.directory import RunDirectory, lock
+from rlm.runs.directory import RunDirectory
 
 
 def saved(folder, *steps, keep=9):
@@ -47,40 +46,12 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def truncate_and_seal(folder):
-    truncate(folder)
-    seal(folder)
-
-
-def empty_state(folder):
-    (folder / "state.json").write_text("")
-
-
-def empty_state_and_seal(folder):
-    empty_state(folder)
-    seal(folder)
-
-
-def deep_state(folder):
-    (folder / "state.json").write_text("[" * 100_000)
-    seal(folder)
-
-
-def state_without_a_step(folder):
-    (folder / "state.json").write_text("[1]")
-    seal(folder)
-
-
-def manifest_that_names_nothing(folder):
-    (folder / "manifest.json").write_text("{}")
-
-
-def manifest_that_is_a_list(folder):
-    (folder / "manifest.json").write_text('["state.json", "state.safetensors"]')
-
-
-def manifest_of_another_step(folder):
-    shutil.copy(folder.with_name("step_000001") / "manifest.json", folder)
+def a_tensor_longer_than_its_file(folder):
+    file = folder / "state.safetensors"
+    content = file.read_bytes()
+    lie = content.replace(b'"shape":[4]', b'"shape":[9]')
+    assert lie != content
+    file.write_bytes(lie)
 
 
 def copy_of_another_step(folder):
@@ -88,26 +59,45 @@ def copy_of_another_step(folder):
     shutil.copytree(folder.with_name("step_000001"), folder)
 
 
+def manifest_of_another_step(folder):
+    shutil.copy(folder.with_name("step_000001") / "manifest.json", folder)
+
+
 def without(name):
-    def remove(folder):
-        (folder / name).unlink()
-
-    remove.__name__ = f"without_{name}"
-    return remove
+    return lambda folder: (folder / name).unlink()
 
 
-DAMAGE = [
-    flip_a_byte, flip_a_byte_of_the_state, truncate, truncate_and_seal, empty_state,
-    empty_state_and_seal, deep_state, state_without_a_step, manifest_that_names_nothing,
-    manifest_that_is_a_list, manifest_of_another_step, copy_of_another_step,
-    without("manifest.json"), without("state.json"), without("state.safetensors"),
-]  # fmt: skip
+def with_text(name, text):
+    return lambda folder: (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def sealed(damage):
+    return lambda folder: (damage(folder), seal(folder))
+
+
+DAMAGE = {
+    "a byte of the tensors": flip_a_byte,
+    "a byte of the state": flip_a_byte_of_the_state,
+    "truncated": truncate,
+    "truncated, sealed": sealed(truncate),
+    "a lie about a size, sealed": sealed(a_tensor_longer_than_its_file),
+    "empty state": with_text("state.json", ""),
+    "empty state, sealed": sealed(with_text("state.json", "")),
+    "deep state, sealed": sealed(with_text("state.json", "[" * 100_000)),
+    "state without a step, sealed": sealed(with_text("state.json", "[1]")),
+    "manifest of nothing": with_text("manifest.json", "{}"),
+    "manifest that is a list": with_text("manifest.json", '["state.json", "state.safetensors"]'),
+    "manifest of another step": manifest_of_another_step,
+    "copy of another step": copy_of_another_step,
+    **{f"no {name}": without(name) for name in ("manifest.json", "state.json",
+                                                "state.safetensors")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(tmp_path, capsys, damage):
     checkpoints = saved(tmp_path, 1, 2)
-    damage(tmp_path / "step_000002")
+    DAMAGE[damage](tmp_path / "step_000002")
     tensors, state = checkpoints.load()
     assert (tensors["x"].tolist(), state["step"]) == ([1.0] * 4, 1)
     assert "step_000002 is damaged and set aside: " in capsys.readouterr().out
@@ -276,6 +266,8 @@ def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
         RunDirectory(tmp_path, resume=resume)
     assert data.read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "mine.jsonl"]
+    with pytest.raises(UsageError, match=r"--run-dir .*mine.jsonl cannot be written"):
+        RunDirectory(data, resume=resume)
 
 
 def test_what_a_kill_left_before_the_lock_is_no_obstacle(tmp_path):
@@ -304,7 +296,7 @@ def test_a_held_run_is_not_moved_away(tmp_path):
         assert run.checkpoints.steps() == []
         assert Checkpoints(tmp_path / "run.prev" / "checkpoints").steps() == [1]
         with pytest.raises(UsageError, match="trains there"):  # the new one is held too
-            lock(path)
+            RunDirectory(path, resume=True)
 
 
 def test_a_link_leads_to_the_new_run_where_the_old_one_was(tmp_path):
@@ -341,12 +333,6 @@ def test_the_current_directory_is_not_moved_away(tmp_path, monkeypatch):
         assert run.checkpoints.steps() == [1]
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match=r"--run-dir .*run cannot be written"):
-        RunDirectory(tmp_path / "run", resume=False)
-
-
 def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
     folder = tmp_path / "checkpoints"
     saved(folder, 1)
@@ -354,15 +340,3 @@ def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
         shutil.copytree(folder / "step_000001", folder / name)
     with RunDirectory(tmp_path, resume=True):
         assert [p.name for p in folder.iterdir()] == ["step_000001"]
-
-
-def test_a_safetensors_file_that_lies_about_its_size(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2)
-    file = tmp_path / "step_000002" / "state.safetensors"
-    save_file({"x": torch.zeros(4)}, file)
-    content = file.read_bytes().replace(b'"shape":[4]', b'"shape":[9]')
-    assert content != file.read_bytes()
-    file.write_bytes(content)
-    seal(file.parent)
-    assert checkpoints.load()[1]["step"] == 1
-    assert load_file(tmp_path / "step_000001" / "state.safetensors")["x"].tolist() == [1.0] * 4

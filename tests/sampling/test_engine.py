@@ -14,13 +14,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
-from rlm.model import hardware as machine
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
-from rlm.sampling.draw import draw, truncate, uniforms
+from rlm.sampling.draw import apply_top_k_top_p, sample_tokens, uniforms
 from rlm.sampling.kv_cache import CacheConfig
-from rlm.training.grpo import Rollout
-from rlm.training.logprobs import split, token_logprobs
+from rlm.training.batches import Rollout, make_micro_batches
+from rlm.training.logprobs import token_logprobs
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -32,10 +31,10 @@ def passes(request, monkeypatch):
 
 @pytest.fixture(params=["compiled", "torch"])
 def drawing(request):
-    """`draw`, in compiled code and in torch."""
+    """`sample_tokens`, in compiled code and in torch."""
     if request.param == "torch":
-        return draw
-    return partial(draw, kernels=kernels(torch.float32, 1, 8))
+        return sample_tokens
+    return partial(sample_tokens, kernels=kernels(torch.float32, 1, 8))
 
 
 def some_prompts(count, seed=0, longest=24):
@@ -73,58 +72,20 @@ def test_greedy_equals_generate(family, merged, tokenizer):
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("passes")
 def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer):
-    model, prompts = tiny_model(), some_prompts(12)
-    params, seeds = SamplingParams(24, temperature=1.0), [prompt_seed(0, i) for i in range(12)]
+    model, prompts = tiny_model(), some_prompts(7, longest=90)
+    params, seeds = SamplingParams(72, temperature=1.0), [prompt_seed(0, i) for i in range(7)]
 
     def sample(prompts, n, seeds, max_num_seqs):
-        return ids(
-            Sampler(model, tokenizer, max_num_seqs=max_num_seqs, merged=merged).sample(
-                prompts, n, params, seeds
-            )
-        )
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs, merged=merged)
+        return ids(sampler.sample(prompts, n, params, seeds))
 
-    expected = sample(prompts, 4, seeds, max_num_seqs=64)
-    for max_num_seqs in (1, 7, 48):
-        assert sample(prompts, 4, seeds, max_num_seqs) == expected
-    order = random.Random(2).sample(range(12), 12)
-    shuffled = sample([prompts[i] for i in order], 4, [seeds[i] for i in order], 9)
+    expected = sample(prompts, 3, seeds, max_num_seqs=64)
+    for max_num_seqs in (1, 5, 21):
+        assert sample(prompts, 3, seeds, max_num_seqs) == expected
+    order = random.Random(2).sample(range(7), 7)
+    shuffled = sample([prompts[i] for i in order], 3, [seeds[i] for i in order], 9)
     assert shuffled == [expected[i] for i in order]
     assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
-
-
-def boundary_distance(model, prompt, completion, seed, params):
-    """How far the uniform number of the last token lies from the edge of that token's share."""
-    text = torch.tensor([[*prompt, *completion[:-1]]])
-    with torch.no_grad():
-        logits = model(text).logits[0, -1].double()
-    edges = (logits / params.temperature).softmax(-1).cumsum(-1)
-    u = uniforms([seed], [len(completion) - 1])
-    return (edges - u).abs().min().item()
-
-
-@pytest.mark.slow
-def test_twenty_thousand_tokens_do_not_depend_on_the_batch(tokenizer):
-    """Few and many rows give the same ids, but where a uniform number is on an edge."""
-    model, prompts = tiny_model(), some_prompts(100, longest=60)
-    params, seeds = SamplingParams(100, temperature=1.0), [prompt_seed(1, i) for i in range(100)]
-    batches = []
-    for max_num_seqs in (3, 128):
-        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
-        sampler.stop_ids = frozenset()  # every completion has its 100 tokens
-        batches.append(sampler.sample(prompts, 3, params, seeds))
-    one, many = batches
-    tokens = mismatches = 0
-    for p, (left, right) in enumerate(zip(one, many, strict=True)):
-        for row, (a, b) in enumerate(zip(left, right, strict=True)):
-            tokens += len(a.token_ids)
-            if a.token_ids != b.token_ids:
-                mismatches += 1
-                pairs = zip(a.token_ids, b.token_ids, strict=False)
-                first = next(i for i, (x, y) in enumerate(pairs) if x != y)
-                text = a.token_ids[: first + 1]
-                assert boundary_distance(model, prompts[p], text, seeds[p] + row, params) < 1e-5
-    assert tokens == 30_000
-    assert mismatches <= 3
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -155,7 +116,7 @@ def sampled_and_scored(model, temperature, merged, tokenizer):
         for p, group in enumerate(groups)
         for c in group
     ]
-    for micro in split(rollouts, max_rows=7, max_tokens=999, device="cpu"):
+    for micro in make_micro_batches(rollouts, max_rows=7, max_tokens=999, device="cpu"):
         with torch.no_grad():
             logprobs, _ = token_logprobs(policy, micro, temperature)
         gap = (logprobs - micro.sampler_logprobs)[micro.completion_mask].abs()
@@ -212,10 +173,10 @@ def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenize
 
 def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     model = tiny_model()
-    assert "merged copy" in Sampler(model, tokenizer).path
-    assert "as asked" in Sampler(model, tokenizer, merged=False).path
-    monkeypatch.setattr("rlm.model.hardware.available_memory", lambda device: 1000)
-    assert "would take" in Sampler(model, tokenizer).path
+    assert "merged copy" in Sampler(model, tokenizer).description
+    assert "as asked" in Sampler(model, tokenizer, merged=False).description
+    monkeypatch.setattr("rlm.sampling.weights.available_memory", lambda device: 1000)
+    assert "would take" in Sampler(model, tokenizer).description
     with pytest.raises(UsageError, match="not of the Llama family"):
         Sampler(another_architecture(), tokenizer, merged=True)
 
@@ -242,7 +203,7 @@ def another_architecture(kind="phi"):
 def test_another_architecture_runs_on_the_same_scheduler(kind, tokenizer):
     model, prompts = another_architecture(kind), some_prompts(16)
     sampler = Sampler(model, tokenizer, max_num_seqs=5)
-    assert "not of the Llama family" in sampler.path
+    assert "not of the Llama family" in sampler.description
     groups = sampler.sample(prompts, 1, SamplingParams(12, temperature=0), [0] * 16)
     for prompt, (completion,) in zip(prompts, groups, strict=True):
         full = model.generate(
@@ -259,9 +220,11 @@ def test_an_architecture_with_attention_of_its_own_is_refused(tokenizer):
 def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
     """The learning pass counts on its memory."""
     sampler = Sampler(tiny_model(), tokenizer, merged=False)
-    sampler.reserve(CacheConfig(max_num_seqs=4, slots=4, prompt_tokens=64, new_tokens=32))
-    sampler.submit(Request([1, 2, 3], SamplingParams(4), 0))
-    while not sampler.idle:
+    sampler.allocate_cache(
+        CacheConfig(max_num_seqs=4, prompt_slots=4, prompt_tokens=64, new_tokens=32)
+    )
+    sampler.add_request(Request([1, 2, 3], SamplingParams(4), 0))
+    while sampler.has_unfinished_requests():
         sampler.step()
     cache = weakref.ref(sampler._cache)
     sampler._cache = None
@@ -289,7 +252,7 @@ def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monk
 def test_an_adapter_that_is_more_than_plain_lora_is_left_to_peft(tokenizer):
     config = LoraConfig(r=4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
     policy = get_peft_model(tiny_model(), config).eval()
-    assert "more than plain LoRA" in Sampler(policy, tokenizer).path
+    assert "more than plain LoRA" in Sampler(policy, tokenizer).description
     with pytest.raises(UsageError, match="more than plain LoRA"):
         Sampler(policy, tokenizer, merged=True)
 
@@ -299,13 +262,15 @@ def test_an_adapter_that_is_more_than_plain_lora_is_left_to_peft(tokenizer):
 
 def a_running_sampler(tokenizer, **options):
     sampler = Sampler(tiny_model(), tokenizer, **options)
-    sampler.reserve(CacheConfig(max_num_seqs=4, slots=4, prompt_tokens=64, new_tokens=32))
+    sampler.allocate_cache(
+        CacheConfig(max_num_seqs=4, prompt_slots=4, prompt_tokens=64, new_tokens=32)
+    )
     return sampler
 
 
 def run(sampler):
     tokens = []
-    while not sampler.idle:
+    while sampler.has_unfinished_requests():
         tokens += sampler.step()
     return tokens
 
@@ -327,11 +292,11 @@ def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
         Request(p, c, seed=i) for i, (p, c) in enumerate(zip(prompts, choices, strict=True))
     ]
     sampler = a_running_sampler(tokenizer)
-    handles = [sampler.submit(request) for request in requests]
+    handles = [sampler.add_request(request) for request in requests]
     tokens = run(sampler)
     for handle, request in zip(handles, requests, strict=True):
         alone = a_running_sampler(tokenizer)
-        again = alone.submit(request)
+        again = alone.add_request(request)
         assert of(tokens, handle) == of(run(alone), again)
         assert len(of(tokens, handle)) <= request.params.max_new_tokens
 
@@ -340,29 +305,29 @@ def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokeniz
     prompts, params = some_prompts(3), SamplingParams(20)
     quiet = a_running_sampler(tokenizer)
     quiet.stop_ids = frozenset()
-    expected = quiet.submit(Request(prompts[0], params, 1))
+    expected = quiet.add_request(Request(prompts[0], params, 1))
     expected = of(run(quiet), expected)
 
     sampler = a_running_sampler(tokenizer)
     sampler.stop_ids = frozenset()
-    kept = sampler.submit(Request(prompts[0], params, 1))
-    running = sampler.submit(Request(prompts[1], params, 2, n=8))  # more than max_num_seqs
-    queued = sampler.submit(Request(prompts[2], params, 3))
+    kept = sampler.add_request(Request(prompts[0], params, 1))
+    running = sampler.add_request(Request(prompts[1], params, 2, n=8))  # more than max_num_seqs
+    queued = sampler.add_request(Request(prompts[2], params, 3))
     tokens = sampler.step() + sampler.step()
     assert {token.request for token in tokens} == {kept, running}
-    sampler.cancel(running)
-    sampler.cancel(queued)
+    sampler.abort_request(running)
+    sampler.abort_request(queued)
     rest = run(sampler)
     assert {token.request for token in rest} == {kept}
     assert of(tokens + rest, kept) == expected
     for _ in range(5):  # slots would run out if cancelling leaked them
         for i in range(4):
-            sampler.submit(Request(prompts[i % 3], params, i, n=2))
+            sampler.add_request(Request(prompts[i % 3], params, i, n=2))
         sampler.step()
-        for handle in range(sampler.submit(Request(prompts[0], params, 9)) + 1):
-            sampler.cancel(handle)
-        assert sampler.idle
-    sampler.submit(Request(prompts[0], params, 1))
+        for handle in range(sampler.add_request(Request(prompts[0], params, 9)) + 1):
+            sampler.abort_request(handle)
+        assert not sampler.has_unfinished_requests()
+    sampler.add_request(Request(prompts[0], params, 1))
     assert [token.id for token in run(sampler)] == expected
 
 
@@ -377,9 +342,9 @@ def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
 
     sampler = a_running_sampler(tokenizer)
     sampler.stop_ids = frozenset()
-    free = sampler.submit(Request([1, 2, 3], SamplingParams(8), 5))
+    free = sampler.add_request(Request([1, 2, 3], SamplingParams(8), 5))
     free = of(run(sampler), free)
-    handle = sampler.submit(Request([1, 2, 3], SamplingParams(8), 5, steer=steer))
+    handle = sampler.add_request(Request([1, 2, 3], SamplingParams(8), 5, force_tokens=steer))
     tokens = run(sampler)
     got = of(tokens, handle)
     assert got[:3] == free[:3]
@@ -388,13 +353,13 @@ def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
     assert [math.isnan(t.logprob) for t in tokens] == [False] * 3 + [True] * 3 + [False] * 2
     assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 6), (0, 7)]
     # What follows is drawn as if the model had written the forced tokens itself.
-    again = sampler.submit(Request([1, 2, 3, *got[:6]], SamplingParams(2, temperature=0), 0))
-    greedy = sampler.submit(
+    again = sampler.add_request(Request([1, 2, 3, *got[:6]], SamplingParams(2, temperature=0), 0))
+    greedy = sampler.add_request(
         Request(
             [1, 2, 3],
             SamplingParams(8, temperature=0),
             0,
-            steer=lambda r, b, t: got[len(b) : 6] or None,
+            force_tokens=lambda r, b, t: got[len(b) : 6] or None,
         )
     )
     both = run(sampler)
@@ -404,11 +369,11 @@ def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
 def test_a_stop_text_ends_a_completion_also_across_tokens(tokenizer):
     sampler = a_running_sampler(tokenizer)
     sampler.stop_ids = frozenset()
-    handle = sampler.submit(Request([1, 2, 3], SamplingParams(30), 7))
+    handle = sampler.add_request(Request([1, 2, 3], SamplingParams(30), 7))
     text = tokenizer.decode(of(run(sampler), handle))
     stop = text[9:12]
     end = text.index(stop) + len(stop)
-    handle = sampler.submit(Request([1, 2, 3], SamplingParams(30, stop=("@@@@@", stop)), 7))
+    handle = sampler.add_request(Request([1, 2, 3], SamplingParams(30, stop=("@@@@@", stop)), 7))
     tokens = run(sampler)
     assert tokenizer.decode(of(tokens, handle)) == text[:end]
     assert tokens[-1].finish_reason == "stop"
@@ -419,17 +384,19 @@ def test_a_stop_text_may_take_several_tokens_a_letter(tokenizer):
     said = tokenizer.encode(f"x{stop}y", add_special_tokens=False)
     assert len(said) == 2 + 18  # a byte each
     params = SamplingParams(30, stop=(stop,))
-    handle = sampler.submit(Request([1, 2], params, 7, steer=lambda r, b, t: said[len(b) :]))
+    handle = sampler.add_request(
+        Request([1, 2], params, 7, force_tokens=lambda r, b, t: said[len(b) :])
+    )
     assert of(run(sampler), handle) == said[:-1]
 
 
 def test_what_was_not_reserved_is_refused(tokenizer):
     sampler = a_running_sampler(tokenizer)
     with pytest.raises(ValueError, match="reserved"):
-        sampler.submit(Request([1] * 66, SamplingParams(3), 0))
+        sampler.add_request(Request([1] * 66, SamplingParams(3), 0))
     with pytest.raises(ValueError, match="reserved"):
-        sampler.submit(Request([1], SamplingParams(33), 0))
-    sampler.submit(Request([1] * 65, SamplingParams(3), 0))
+        sampler.add_request(Request([1], SamplingParams(33), 0))
+    sampler.add_request(Request([1] * 65, SamplingParams(3), 0))
     with pytest.raises(RuntimeError, match="running"):
         sampler.sample([[1]], 1, SamplingParams(2), [0])
 
@@ -441,9 +408,9 @@ def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, mon
     expected = ids(Sampler(model, tokenizer).sample(prompts, 3, params, seeds))
     each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
     sampler = Sampler(model, tokenizer)
-    monkeypatch.setattr(machine, "available_memory", lambda device: 2 * each * 120)  # half of it
+    monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 120)  # half of it
     assert ids(sampler.sample(prompts, 3, params, seeds)) == expected
-    monkeypatch.setattr(machine, "available_memory", lambda device: 2 * each * 30)
+    monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 30)
     with pytest.raises(UsageError, match="max-new-tokens"):
         sampler.sample(prompts, 3, params, seeds)
 
@@ -452,10 +419,10 @@ def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, mon
 def test_a_prompt_that_begins_otherwise_is_read_whole(tokenizer):
     sampler, params = a_running_sampler(tokenizer), SamplingParams(12, temperature=0)
     prompts = [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]]
-    plain = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
+    plain = [sampler.add_request(Request(prompt, params, 0)) for prompt in prompts]
     plain = [of(tokens, handle) for tokens in [run(sampler)] for handle in plain]
-    sampler.reserve(CacheConfig(4, 4, 64, 32), prefix=[9, 8, 7])
-    shared = [sampler.submit(Request(prompt, params, 0)) for prompt in prompts]
+    sampler.allocate_cache(CacheConfig(4, 4, 64, 32), prefix=[9, 8, 7])
+    shared = [sampler.add_request(Request(prompt, params, 0)) for prompt in prompts]
     assert [of(tokens, handle) for tokens in [run(sampler)] for handle in shared] == plain
 
 
@@ -538,7 +505,7 @@ def test_top_k_and_top_p_are_exact():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()[:, [2, 0, 3, 1]]  # shuffled
 
     def kept(**options):
-        return truncate(logits, SamplingParams(1, **options))[0].isfinite().tolist()
+        return apply_top_k_top_p(logits, SamplingParams(1, **options))[0].isfinite().tolist()
 
     assert kept() == [True] * 4
     assert kept(top_k=1) == [False, True, False, False]
@@ -547,7 +514,7 @@ def test_top_k_and_top_p_are_exact():
     assert kept(top_p=0.6) == [False, True, False, True]
     assert kept(top_p=0.81) == [True, True, False, True]
     assert kept(top_p=1e-300) == [False, True, False, False]  # zero in single precision
-    _, logprob = draw(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1))
+    _, logprob = sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1))
     assert logprob.item() == pytest.approx(0)  # under the distribution that was drawn from
 
 

@@ -8,10 +8,10 @@ import torch
 from conftest import tiny_model
 from torch import Tensor, nn
 
-from rlm.kernels.build import Kernels
+from rlm.kernels import Kernels
 from rlm.sampling import Sampler, SamplingParams
-from rlm.sampling.linear import gated_product, product
-from rlm.sampling.weights import MergedWeights, ModelWeights
+from rlm.sampling.linear import fused_gate_up, fused_linear
+from rlm.sampling.weights import MergedWeights, UnmergedWeights
 
 BF16 = torch.bfloat16
 PATHS = [(torch.float32, False), (BF16, False), (BF16, True)]
@@ -20,7 +20,7 @@ PATHS = [(torch.float32, False), (BF16, False), (BF16, True)]
 def kernels() -> Kernels:
     """What multiplies by itself; a CPU that does not is no failure."""
     made = conftest.kernels(BF16, 2, 8)
-    if not made.multiplies:
+    if not made.has_linear:
         pytest.skip("this CPU does not multiply pairs of bf16 numbers")
     return made
 
@@ -88,11 +88,11 @@ def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, threads
     made = layers(inputs, outputs, bias, BF16)
     x, residual = torch.randn(rows, inputs).to(BF16), torch.randn(rows, sum(outputs)).to(BF16)
     wanted = torch.cat([double(layer, x) for layer in made], 1)
-    rounded_once(product(*made, kernels=kernels())(x), wanted)
-    rounded_once(product(*made, kernels=kernels())(x, residual), wanted + residual.double())
+    rounded_once(fused_linear(*made, kernels=kernels())(x), wanted)
+    rounded_once(fused_linear(*made, kernels=kernels())(x, residual), wanted + residual.double())
     norm = ones(inputs, BF16)
     wanted = torch.cat([double(layer, norm(x)) for layer in made], 1)
-    rounded_once(product(*made, norm=norm, kernels=kernels())(x), wanted)
+    rounded_once(fused_linear(*made, norm=norm, kernels=kernels())(x), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 64])
@@ -103,7 +103,7 @@ def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, threads):
     gate, up = layers(inputs, [outputs, outputs], bias, BF16)
     norm, x = ones(inputs, BF16), (9 * torch.randn(rows, inputs)).to(BF16)
     wanted = nn.functional.silu(double(gate, norm(x))) * double(up, norm(x))
-    rounded_once(gated_product(gate, up, norm, kernels())(x), wanted)
+    rounded_once(fused_gate_up(gate, up, norm, kernels())(x), wanted)
 
 
 @pytest.mark.parametrize(("dtype", "compiled_too"), PATHS)
@@ -118,19 +118,19 @@ def test_every_path_computes_the_same(inputs, biases, dtype, compiled_too):
             layer.bias = None
     norm, x = Norm(torch.rand(inputs).to(dtype) + 0.5), torch.randn(9, inputs).to(dtype)
     residual = torch.randn(9, 40).to(dtype)
-    near(product(first, kernels=how)(x, residual), double(first, x) + residual.double())
+    near(fused_linear(first, kernels=how)(x, residual), double(first, x) + residual.double())
     wanted = torch.cat([double(layer, norm(x)) for layer in (first, second)], 1)
-    near(product(first, second, norm=norm, kernels=how)(x), wanted)
+    near(fused_linear(first, second, norm=norm, kernels=how)(x), wanted)
     wanted = nn.functional.silu(double(first, norm(x))) * double(second, norm(x))
-    near(gated_product(first, second, norm, how)(x), wanted)
+    near(fused_gate_up(first, second, norm, how)(x), wanted)
 
 
 def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads():
     torch.manual_seed(0)
     gate, up = layers(576, [200, 200], True, BF16)
     linear, gated = (
-        product(gate, kernels=kernels()),
-        gated_product(gate, up, ones(576, BF16), kernels()),
+        fused_linear(gate, kernels=kernels()),
+        fused_gate_up(gate, up, ones(576, BF16), kernels()),
     )
     x, residual = torch.randn(77, 576).to(BF16), torch.randn(77, 200).to(BF16)
     usual = torch.get_num_threads()
@@ -149,9 +149,9 @@ def test_what_is_not_a_number_stays_in_its_row():
     torch.manual_seed(0)
     (layer,) = layers(64, [50], False, BF16)
     x = torch.randn(20, 64).to(BF16)
-    usual = product(layer, norm=ones(64, BF16), kernels=kernels())(x)
+    usual = fused_linear(layer, norm=ones(64, BF16), kernels=kernels())(x)
     x[3, 7], x[11, 0] = torch.nan, torch.inf
-    found = product(layer, norm=ones(64, BF16), kernels=kernels())(x)
+    found = fused_linear(layer, norm=ones(64, BF16), kernels=kernels())(x)
     assert found[3].isnan().all()
     assert not found[11].isfinite().all()
     rest = [i for i in range(20) if i not in (3, 11)]
@@ -161,7 +161,7 @@ def test_what_is_not_a_number_stays_in_its_row():
 def test_rows_may_lie_apart_and_nothing_is_written_but_the_answer():
     torch.manual_seed(0)
     (layer,) = layers(64, [50], False, BF16)
-    made = product(layer, kernels=kernels())
+    made = fused_linear(layer, kernels=kernels())
     wide, other = torch.randn(9, 100).to(BF16), torch.randn(9, 80).to(BF16)
     before = wide.clone(), other.clone(), layer.weight.clone()
     found = made(wide[:, 20:84], other[:, 10:60])
@@ -179,12 +179,12 @@ def attention_of_one(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) 
 def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family):
     model = tiny_model(family)
     ids, positions = torch.arange(20)[:, None], torch.arange(20)[:, None] % 7
-    wanted = ModelWeights(model).hidden(ids, positions, attention_of_one)
+    wanted = UnmergedWeights(model).forward(ids, positions, attention_of_one)
     model.to(BF16)
-    itself = ModelWeights(model).hidden(ids, positions, attention_of_one)
+    itself = UnmergedWeights(model).forward(ids, positions, attention_of_one)
     weights = MergedWeights(model, kernels())
     weights.refresh()
-    merged = weights.hidden(ids, positions, attention_of_one)
+    merged = weights.forward(ids, positions, attention_of_one)
     error, usual = ((part.float() - wanted).square().mean().sqrt() for part in (merged, itself))
     assert error < 1.5 * usual
 
@@ -200,7 +200,7 @@ def test_in_bf16_seats_and_threads_change_no_completion(tokenizer):
         for max_num_seqs, threads in [(64, 1), (5, 1), (64, 2)]:
             torch.set_num_threads(threads)
             sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
-            assert "products compiled" in sampler.path
+            assert "products compiled" in sampler.description
             groups = sampler.sample(prompts, 4, params, range(6))
             drawn.append([(c.token_ids, c.logprobs) for group in groups for c in group])
     finally:

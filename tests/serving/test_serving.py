@@ -16,7 +16,7 @@ from conftest import tiny_model
 from live_server import ADD, FORMAT, LIMITS, events, live, make_service, wait_until
 
 from rlm.data.prompts import render_prompt
-from rlm.sampling.engine import Sampler
+from rlm.sampling import Sampler
 from rlm.sampling.params import Request, SamplingParams, prompt_seed
 from rlm.serving.access import Keys
 from rlm.serving.app import create_app
@@ -506,7 +506,7 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
         assert told[-1][0] == "error"
         assert json.loads(told[-1][1])["code"] == "deadline"
         wait_until(lambda: service.engine.seats_taken == 0)
-        assert sampler.idle
+        assert not sampler.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,9 @@ def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
         wait_until(lambda: service.requests == 1)
         time.sleep(seconds)
         connection.close()
-        wait_until(lambda: service.requests == 0 and sampler.idle, seconds=20)
+        wait_until(
+            lambda: service.requests == 0 and not sampler.has_unfinished_requests(), seconds=20
+        )
         assert sampler.steps < 150  # of the 300 until it would have ended by itself
         sampler.pause = 0
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
@@ -568,7 +570,7 @@ def test_leaving_the_queue_or_the_batch_disturbs_nobody(tokenizer):
         assert not staying.done()  # nobody had to wait for it
         sampler.pause = 0
         assert staying.result().json()["response"] == LONG
-        assert sampler.idle
+        assert not sampler.has_unfinished_requests()
 
 
 def test_answer_now(tokenizer):
@@ -671,7 +673,7 @@ def test_one_bad_request_fails_alone(tokenizer, where, monkeypatch):
         assert "".join(deltas) == ("word " * 30).strip()
         assert [a.result().json()["response"] for a in answers[1:]] == [LONG] * 3
         assert server.get("/ready").status_code == 200
-        wait_until(lambda: sampler.idle)
+        wait_until(lambda: not sampler.has_unfinished_requests())
 
 
 @pytest.mark.parametrize(
@@ -699,7 +701,7 @@ def test_a_stream_never_goes_on_with_another_text(tokenizer, drawn_again):
         assert "word word" in "".join(deltas)
         assert "term" not in "".join(deltas)
         assert whole.result().json()["response"] == script["long"]  # nobody had seen the other
-        wait_until(lambda: sampler.idle)
+        wait_until(lambda: not sampler.has_unfinished_requests())
 
 
 def test_a_newcomer_is_not_let_in_while_another_is_on_probation(tokenizer):
@@ -789,6 +791,6 @@ def test_a_hundred_disconnects_leak_nothing(tokenizer):
             connection = send(server.port, {"prompt": "loop", "stream": bool(i % 2)})
             time.sleep(0.003 * (i % 7))
             connection.close()
-        wait_until(lambda: service.requests == 0 and sampler.idle)
-        assert len(sampler._free_slots) == sampler._cache.room.slots
+        wait_until(lambda: service.requests == 0 and not sampler.has_unfinished_requests())
+        assert len(sampler._scheduler.free_slots) == sampler._cache.config.prompt_slots
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"

@@ -102,7 +102,7 @@ def run(tokenizer, script: str, *, max_new_tokens: int = 400, after: str | None 
     )
     prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
     texts = []
-    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, steer=thinking)
+    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, force_tokens=thinking)
     for token in sampler.stream([request]):
         texts.append(thinking.take(token))
     row = thinking.rows[0]
@@ -168,7 +168,7 @@ def test_answer_now_closes_at_the_next_token(tokenizer):
     sampler = ScriptedSampler(tiny_model(), tokenizer, {"": LONG})
     thinking = Thinking(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=400)
     prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
-    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, steer=thinking)]):
+    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, force_tokens=thinking)]):
         thinking.take(token)
         thinking.answer_now |= thinking.rows[0].reasoning.endswith("three")
     row = thinking.rows[0]

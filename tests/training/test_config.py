@@ -1,12 +1,13 @@
 """Presets, what an algorithm fills in, what is refused, and which layer wins."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from rlm.cli.options import UsageError, changed, explicit, parse, set_by_preset, to_dict
+from rlm.cli.options import UsageError, parse, to_dict
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import PRESETS, GRPOConfig, _warn_once, algorithms_help
 
@@ -35,7 +36,7 @@ DAPO = GRPO | {
             | {
                 "fixed_length_normalizer": 512, "group_size": 8, "batch_size": 4,
                 "train_batch_size": 2, "max_new_tokens": 512, "learning_rate": 5e-6,
-                "lora_r": 16, "use_4bit": True,
+                "lora_r": 16, "quantize": "auto",
             },
         ),
         (
@@ -43,7 +44,7 @@ DAPO = GRPO | {
             DAPO
             | {
                 "overlong_buffer": 409, "group_size": 16, "batch_size": 8, "train_batch_size": 4,
-                "max_new_tokens": 2048, "learning_rate": 1e-6, "use_4bit": True,
+                "max_new_tokens": 2048, "learning_rate": 1e-6, "quantize": "auto",
             },
         ),
     ],
@@ -75,33 +76,33 @@ def test_preset_below_yaml_below_command_line(tmp_path):
     config = parse(GRPOConfig, argv, presets=PRESETS)
     got = (config.batch_size, config.group_size, config.train_batch_size, config.max_new_tokens)
     assert got == (3, 10, 5, 2048)
-    assert set_by_preset(config) == {
-        "algorithm", "max_new_tokens", "learning_rate", "use_lora", "use_4bit",
-    }  # fmt: skip
-    assert explicit(config) > set_by_preset(config)
     # The default, typed, beats the preset too.
     assert parse(GRPOConfig, ["--preset", "dapo", "--algorithm", "grpo"], presets=PRESETS).choices
-    typed = ["--preset", "reasoning_small", "--batch-size", "20", "--no-use_4bit"]
-    config = parse(GRPOConfig, typed, presets=PRESETS)
-    assert (config.batch_size, config.use_4bit) == (20, False)
+    typed = ["--preset", "reasoning_small", "--batch-size", "20"]
+    assert parse(GRPOConfig, typed, presets=PRESETS).batch_size == 20
 
 
-def test_another_spelling_of_an_option_beats_it_in_a_lower_layer(tmp_path):
-    small = ["--preset", "reasoning_small"]  # which sets use_4bit
+def test_a_switch_beats_its_field_in_a_lower_layer_and_is_beaten(tmp_path):
+    small = ["--preset", "reasoning_small"]  # which sets quantize
     for typed, quantize in {
-        (): "4bit",
+        (): "auto",
         ("--quantize", "none"): "none",
         ("--quantize", "8bit"): "8bit",
+        ("--use_4bit",): "4bit",
         ("--no-use-4bit",): "none",
     }.items():
         config = parse(GRPOConfig, [*small, *typed], presets=PRESETS)
         assert (config.quantize, config.use_4bit) == (quantize, quantize == "4bit")
-        assert ("use_4bit" in set_by_preset(config)) == (not typed)
-    assert GRPOConfig.from_preset("reasoning_small", quantize="8bit").quantize == "8bit"
+    for options, quantize in (
+        ({"quantize": "8bit"}, "8bit"), ({"use_4bit": True}, "4bit"), ({"use_4bit": False}, "none"),
+    ):  # fmt: skip
+        assert GRPOConfig.from_preset("reasoning_small", **options).quantize == quantize
     file = tmp_path / "c.yaml"
     file.write_text("use_4bit: true\nuse_wandb: true\n")
     config = parse(GRPOConfig, ["--config", str(file), "--quantize=none", "--tracker=trackio"])
-    assert (config.quantize, config.tracker) == ("none", "trackio")
+    assert (config.quantize, config.use_4bit, config.tracker) == ("none", False, "trackio")
+    with pytest.raises(ValueError, match="--use-4bit and --quantize 8bit contradict"):
+        GRPOConfig(quantize="8bit", use_4bit=True)
 
 
 def test_what_is_saved_reads_back_as_the_same_config(tmp_path):
@@ -111,15 +112,9 @@ def test_what_is_saved_reads_back_as_the_same_config(tmp_path):
     assert parse(GRPOConfig, ["--config", str(file)], presets=PRESETS) == config
 
 
-def test_another_length_fills_in_again():
-    """Not Dr. GRPO's old constant, nor DAPO's old buffer."""
-    drgrpo = changed(GRPOConfig.from_preset("reasoning_small"), max_new_tokens=100)
-    assert drgrpo.fixed_length_normalizer == 100
-    assert "use_4bit" in set_by_preset(drgrpo)
-    assert changed(GRPOConfig(algorithm="dapo"), max_new_tokens=50).overlong_buffer == 10
-    given = GRPOConfig(algorithm="drgrpo", fixed_length_normalizer=7)
-    assert changed(given, max_new_tokens=100).fixed_length_normalizer == 7
-    assert changed(given, algorithm="grpo").fixed_length_normalizer == 7
+def test_a_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GRPOConfig().steps = 7
 
 
 def test_options_change_the_formula():
@@ -178,6 +173,17 @@ def test_what_cannot_be_is_refused_with_the_reason(options, why):
         parse(GRPOConfig, typed, presets=PRESETS)
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("num-generations", "group_size"), ("max-completion-length", "max_new_tokens"),
+        ("num_iterations", "updates_per_batch"), ("max_steps", "steps"), ("seats", "max_num_seqs"),
+    ],
+)  # fmt: skip
+def test_names_of_trl_and_of_earlier_versions(name, field):
+    assert getattr(parse(GRPOConfig, [f"--{name}", "7"]), field) == 7
+
+
 def test_a_small_group_warns_once(caplog):
     _warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -197,8 +203,11 @@ def test_dashes_underscores_and_the_seeds_flags():
     config = parse(GRPOConfig, argv.split(), presets=PRESETS)
     got = (config.max_samples, config.batch_size, config.group_size, config.reasoning_format)
     assert got == (5000, 2, 4, "simple")
-    assert "use_4bit" not in set_by_preset(config)  # typed: the user's own wish
-    assert parse(GRPOConfig, ["--max_steps", "7"], presets=PRESETS).steps == 7
+    assert config.quantize == "4bit"  # typed: the user's own wish
+    trls = ["--beta=0.5", "--epsilon=0.1", "--epsilon-high=0.3", "--gradient-checkpointing"]
+    config = parse(GRPOConfig, trls)
+    assert (config.kl_weight, config.clip_eps_low, config.clip_eps_high) == (0.5, 0.1, 0.3)
+    assert config.checkpointing
 
 
 def test_the_docs_have_every_formula_and_source():

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from benchmarks.evidence import training
 from benchmarks.evidence.plan import START, Cell
-from rlm.sampling.engine import Sampler
+from rlm.sampling import Sampler
 from tests.benchmarks.test_evidence import toy
 from tests.test_train_grpo import a_start_adapter
 

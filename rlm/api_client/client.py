@@ -1,0 +1,277 @@
+"""Sends requests to an OpenAI-compatible server through the `openai` package.
+
+Its own retries are off: here each try waits for the rate limit and is paid from the budget.
+`openai` (a third of a second) is imported for the first client, not with this module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rlm.api_client.limits import FREE, Budget, Price, RateLimit, Usage
+from rlm.cli.options import UsageError
+
+if TYPE_CHECKING:
+    import openai
+
+MAX_RETRY_AFTER = 60.0  # seconds; who asks for more is told to the user instead
+TEMPLATE_TOKENS = 64  # that a server may put around a conversation (its system prompt, roles)
+
+
+class APIError(UsageError):
+    """A request was refused, or failed every time; `status` is HTTP's, None without an answer."""
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """text is empty where the server sent none (a reasoning model cut off while it thinks)."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float
+    reasoning: str = ""  # where the server sends it apart (`reasoning_content`)
+
+
+class APIClient:
+    """Sends requests to one server; any number of threads may share it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str | None = None,
+        api_key: str = "",
+        price: Price = FREE,
+        budget: Budget | None = None,
+        rate_limit: RateLimit | None = None,
+        concurrency: int = 16,
+        timeout: float = 600.0,
+        attempts: int = 5,
+        backoff: float = 0.5,
+    ) -> None:
+        """
+        Args:
+            url: as in http://127.0.0.1:8000/v1; /v1 is added where there is no path.
+            api_key_env: the environment variable that holds the key. With neither it nor
+                `api_key`, no key is sent.
+            budget, rate_limit: clients may share them; every try counts.
+            concurrency: requests in flight at the same time; more wait for their turn.
+            timeout: seconds without a byte from the server.
+            attempts: tries of a request, the first included.
+            backoff: seconds before the second try; it doubles with each further one.
+
+        Raises:
+            UsageError: that is no URL, or the variable is not set.
+        """
+        self._key = _checked_key(api_key_env, api_key)
+        self.url = _checked_url(url)
+        self.price, self.budget = price, budget or Budget()
+        self.concurrency, self._rate_limit = concurrency, rate_limit or RateLimit()
+        self.retries = 0  # tries after the first of a request
+        self._count = threading.Lock()
+        self._attempts, self._backoff = attempts, backoff
+        self._jitter = random.Random()  # its own: the run's random numbers stay reproducible
+        self._client = _openai_client(self.url, concurrency, timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        model: str,
+        temperature: float,
+        max_tokens: int,
+        **options: Any,
+    ) -> ChatReply:
+        """One reply to a conversation.
+
+        Args:
+            options: sent as they are (top_p, seed, stop, response_format, …).
+
+        Raises:
+            APIError: the request was refused, failed every time, or the reply is none.
+            BudgetExceeded: it was not sent.
+            UsageError: no such server or model, or a key that it does not take.
+        """
+        body = {"model": model, "messages": list(messages), "temperature": temperature}
+        body |= {"max_tokens": max_tokens, **options}
+        # A token is at least one byte of text: a bound that needs no tokenizer.
+        size = len(json.dumps(body, ensure_ascii=False).encode()) + TEMPLATE_TOKENS
+        most = self.price.cost(size, max_tokens)
+        reply = self.post("chat/completions", body, most, size // 4 + max_tokens)
+        try:
+            choice, tokens = reply["choices"][0], _token_counts(reply)
+            text = _text(choice["message"]["content"])
+            reasoning = _text(choice["message"].get("reasoning_content"))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise APIError(f"{self.url}: a reply without message or usage", 200) from error
+        cost = self.price.cost(*tokens)
+        return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server offers. One try only: this finds out whether it is there.
+
+        Raises:
+            UsageError: it is not.
+        """
+        models = self._send("get", "models", Usage()).get("data")
+        if not models:
+            raise UsageError(f"{self.url} offers no model; is that an OpenAI-compatible server?")
+        return models
+
+    def post(
+        self, path: str, body: dict[str, Any], max_cost: float = 0.0, tokens: int = 0
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers ({} where it answers in plain text).
+
+        429, 5xx and broken connections are tried again, after a pause that doubles, with jitter,
+        and that is not shorter than the server asks for. Other refusals are final.
+
+        Args:
+            tokens: about as many as it takes, for the rate limit.
+        """
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return self._send("post", path, Usage(max_cost, tokens), body=body)
+            except APIError as error:
+                if error.status is not None and error.status != 429 and error.status < 500:
+                    raise
+                if attempt == self._attempts:
+                    raise APIError(f"{error} (tries: {attempt})", error.status) from error
+                if error.retry_after > MAX_RETRY_AFTER:
+                    wish = f"it asks for a pause of {error.retry_after:.0f} s"
+                    raise APIError(f"{error} ({wish})", error.status) from error
+                pause = self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1)
+                wait = error.retry_after + min(MAX_RETRY_AFTER, pause)
+            with self._count:
+                self.retries += 1
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def _send(self, method: str, path: str, usage: Usage, **body: Any) -> dict[str, Any]:
+        """One try, paid from the budget: nothing if it was refused, all if no answer tells."""
+        import httpx2
+        import openai
+
+        self._rate_limit.wait(usage)
+        with self.budget.reserve(usage):
+            try:
+                send = getattr(self._client, method)
+                # Left to itself, openai would send what OPENAI_API_KEY, … hold to any server.
+                key = f"Bearer {self._key}" if self._key else openai.Omit()
+                options = {"headers": {"Authorization": key}}
+                response = send(f"/{path}", cast_to=httpx2.Response, options=options, **body)
+            except openai.APIStatusError as error:
+                usage.cost = 0.0
+                raise self._refusal(error) from None  # the cause would quote the key
+            except openai.APIConnectionError as error:
+                cause = error.__cause__
+                what = str(cause) or type(cause).__name__  # time-outs come without a text
+                if isinstance(cause, httpx2.ConnectError | httpx2.ConnectTimeout):
+                    usage.cost = 0.0
+                    raise APIError(f"no server answers at {self.url}: {what}") from error
+                raise APIError(f"{self.url}/{path}: no reply: {what}") from error
+            if "json" not in response.headers.get("content-type", ""):
+                return {}
+            try:
+                answer = dict(response.json())
+                if "usage" in answer:
+                    counts = usage.prompt_tokens, usage.completion_tokens = _token_counts(answer)
+                    usage.cost, usage.tokens = self.price.cost(*counts), sum(counts)
+            except (ValueError, TypeError, KeyError) as error:
+                raise APIError(f"{response.url}: the reply makes no sense", 200) from error
+            return answer
+
+    def _refusal(self, error: openai.APIStatusError) -> UsageError:
+        """The exception for an answer that is not 2xx."""
+        said, response = error.body, error.response
+        for key in ("error", "message", "detail"):  # OpenAI's form, and FastAPI's
+            said = said[key] if isinstance(said, dict) and key in said else said
+        message = " ".join(str(said).split())
+        if self._key:  # some servers quote it; before the text is cut, or a part of it would stay
+            message = message.replace(self._key, "***")
+        status = error.status_code
+        text = f"{response.url}: {status} {response.reason_phrase}: {message[:300]}"
+        if status in (401, 403):
+            return UsageError(f"{text} (wrong or missing API key)")
+        if status == 404:  # a model that is not there is named; a path that is not there is not
+            hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
+            return UsageError(text + hint)
+        return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
+
+
+def _checked_key(variable: str | None, given: str) -> str:
+    key = (os.environ.get(variable, "") if variable else given).strip()
+    if variable and not key:
+        raise UsageError(f"API key not found: set the environment variable {variable}")
+    if not (key.isascii() and key.isprintable()):  # the HTTP library's own error would quote it
+        where = f"the environment variable {variable}" if variable else "what is given"
+        raise UsageError(f"{where} holds no API key")
+    return key
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parsed = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{url!r} is not a URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
+    if parsed.username or parsed.password:  # it would stand in every message
+        raise UsageError("put the key into an environment variable, not into the URL")
+    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+
+
+def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
+    import httpx2
+    import openai
+
+    http = httpx2.Client(
+        timeout=httpx2.Timeout(timeout, pool=None),
+        # Servers close idle connections (commonly after 5 s). A request that meets one just being
+        # closed would look like a crash, so the client drops them first.
+        limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
+        verify=url.startswith("https:"),  # loading certificates takes a tenth of a second
+        follow_redirects=False,  # the key is for this server
+    )
+    return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, http_client=http)
+
+
+def _token_counts(reply: dict[str, Any]) -> tuple[int, int]:
+    counts = reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]
+    if not all(isinstance(count, int) for count in counts):
+        raise TypeError("a number of tokens that is none")
+    return counts
+
+
+def _text(content: Any) -> str:
+    """What a message holds: nothing, a text, or a list of parts of which some are text."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    # A lone surrogate (a server that cut an emoji) could be neither stored nor sent on.
+    return (content or "").encode(errors="replace").decode()
+
+
+def _retry_after(value: str) -> float:
+    """Seconds of a Retry-After header: a number, or a date; 0 for what is neither."""
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        try:
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except ValueError:
+            return 0.0

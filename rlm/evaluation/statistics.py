@@ -1,0 +1,115 @@
+"""Statistics of an evaluation: 95 % intervals, paired comparison, pass@k; neither torch nor scipy.
+
+A problem is the unit of every resampling: completions of one problem are not independent, problems
+are. scipy has the same tests, but its import takes longer than all of them together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """Interval of a proportion p = correct / total, fit for small samples and for 0 and 1.
+
+    (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)   (Wilson 1927)
+    """
+    if not 0 <= correct <= total or total == 0:
+        raise ValueError(f"no proportion: {correct} correct of {total}")
+    p = correct / total
+    scale = 1 + z**2 / total
+    centre = (p + z**2 / (2 * total)) / scale
+    half = z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2)) / scale
+    # At 0 and 1 a bound is exactly that; rounding may push it past.
+    low = 0.0 if correct == 0 else centre - half
+    high = 1.0 if correct == total else centre + half
+    return low, high
+
+
+def bootstrap_interval(
+    values: Sequence[float], resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Interval of a mean: percentiles of the means of resamples (Efron and Tibshirani 1993).
+
+    A mean does not depend on the order, so a resample is drawn as how often it holds each
+    distinct value, which is multinomial: the same distribution as drawing indices, less memory.
+    Equal values give an interval of no width, which says nothing about a small sample.
+    """
+    if not len(values):
+        raise ValueError("no values to resample")
+    distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(
+        len(values), counts / len(values), size=resamples
+    )  # (resamples, distinct)
+    low, high = np.percentile(drawn @ distinct / len(values), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[str, float]:
+    """mean, low and high of the problems' scores in 0…1.
+
+    Args:
+        trials: each is 0 or 1 and independent: Wilson's interval instead of the bootstrap's, and
+            `correct` and `total` with it.
+    """
+    mean, total = sum(scores) / len(scores), len(scores)
+    if not trials:
+        low, high = bootstrap_interval(scores)
+        return {"mean": mean, "low": low, "high": high}
+    correct = round(sum(scores))
+    low, high = wilson_interval(correct, total)
+    return {"mean": mean, "low": low, "high": high, "correct": correct, "total": total}
+
+
+def mean_at_k(correct: Sequence[bool]) -> float:
+    """Share of k completions that are right; its expectation is that of one completion."""
+    return sum(correct) / len(correct)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n completions, c of them right, hold a right one: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased for k ≤ n, unlike 1 - (1 - c/n)^k (Chen et al. 2021, arXiv:2107.03374).
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} completions, {c} right: needs 0 ≤ c ≤ n and 1 ≤ k ≤ n")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """b - a in percentage points, with its interval."""
+
+    points: float
+    low: float
+    high: float
+
+
+def paired_bootstrap(
+    a: Sequence[float], b: Sequence[float], resamples: int = 10_000, seed: int = 0
+) -> Difference:
+    """How much better b is than a, from scores in 0…1 of the same problems in the same order.
+
+    What both find hard or easy cancels, so the interval is narrower than two separate ones.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"not paired: {len(a)} and {len(b)} scores")
+    points = 100 * (np.asarray(b, dtype=float) - np.asarray(a, dtype=float))
+    return Difference(float(points.mean()), *bootstrap_interval(points, resamples, seed))
+
+
+def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
+    """Two-sided exact p of "a and b are equally good", from what only one of them gets right.
+
+    p = min(1, 2 · P(X ≤ m)), X ~ Binomial(n, 1/2); n problems with one right, m the fewer ones
+    (McNemar 1947; exact form: Fagerland et al. 2013). Without such problems p is 1.
+    """
+    only_a = sum(x and not y for x, y in zip(a, b, strict=True))
+    only_b = sum(y and not x for x, y in zip(a, b, strict=True))
+    n = only_a + only_b
+    tail = sum(math.comb(n, i) for i in range(min(only_a, only_b) + 1))
+    return min(1.0, 2 * tail / 2**n)

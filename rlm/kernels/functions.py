@@ -1,0 +1,275 @@
+"""What is compiled for the CPU, as functions of tensors, and the signatures of the C functions.
+
+decode.c has what stands between the products of a decoding step, learn.c of the learning pass,
+logits.c draws and scores tokens, products.c multiplies where the CPU does it with pairs of bf16.
+Without a compiler torch does the same in many small passes, and oneDNN the products: equal up to
+rounding, and slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlm.kernels.build import BuildError, load_library
+
+VOCAB_BLOCK = 256  # tokens; blocks of a vocabulary and tokens of a block are about equally many
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+# The arguments of each C function, but for its last, the number of threads.
+_SIGNATURES = {
+    "attend": (_P, _I, _F, _P, _I, _P, _I, _P, _I, _P),
+    "rotate": (_P, _P, _P, _I, _I, _I),
+    "norm": (_P, _P, _P, _I, _I, _F),
+    "norm_back": (_P, _P, _P, _P, _I, _I, _F),
+    "gating": (_P, _P, _P, _I),
+    "gating_back": (_P, _P, _P, _P, _P, _I),
+    "masked_softmax": (_P, _P, _I, _I, _I),
+    "draw": (_P, _I, _I, _F, _I, _P, _P, _P),
+    "score_targets": (_P, _I, _I, _P, _F, _I, _P, _P),
+    "multiply": (_P,),
+}
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("slots", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("slot", ctypes.c_void_p),
+        ("length", ctypes.c_void_p),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("parts", _Segment * 3),
+    )
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "gated", "normed")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+@functools.cache
+def load_kernels(dtype: torch.dtype, queries: int, head_dim: int) -> tuple[Kernels | None, str]:
+    """What is compiled for a number type and a shape of heads, and words that say so or why not.
+
+    Args:
+        queries: query heads per key-value head.
+    """
+    missing = "passes between products not compiled: "
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None, f"{missing}no code for {str(dtype).removeprefix('torch.')}"
+    macros = [f"QUERIES={queries}", f"WIDTH={head_dim}", f"DRAWN={VOCAB_BLOCK}"]
+    try:
+        library = load_library([*macros, "BF16"] if dtype == torch.bfloat16 else macros)
+    except BuildError as error:
+        return None, f"{missing}{error}"
+    return Kernels(library, dtype), "passes between products compiled"
+
+
+class Kernels:
+    """The functions of the C files, for tensors on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._columns = library.block_columns()
+        # Whether products are compiled for this CPU and number type.
+        self.has_linear = self._columns > 0
+        names = [name for name in _SIGNATURES if name != "multiply" or self.has_linear]
+        self._functions = {name: getattr(library, name) for name in names}
+        for name, function in self._functions.items():
+            function.argtypes = (*_SIGNATURES[name], ctypes.c_int)
+
+    def linear(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        epsilon: float | None = None,
+    ) -> Callable[..., Tensor]:
+        """A linear layer as a function: x (rows, inputs)[, residual (rows, outputs) to add] →
+        (rows, outputs).
+
+        Args:
+            weights: (outputs, inputs), copied; of a gate and of what its SiLU gates, if two.
+            biases: (outputs,) of each, or None.
+            epsilon: if given, rows are divided by their root mean square first.
+        """
+        kept, shifts = self._in_blocks(weights), None
+        if any(bias is not None for bias in biases):
+            zero = weights[0].new_zeros(len(weights[0]))
+            shifts = self._in_columns([zero if bias is None else bias for bias in biases]).float()
+        outputs, inputs = weights[0].shape
+        what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
+        what.weights, what.bias = kept.data_ptr(), shifts.data_ptr() if shifts is not None else None
+        what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
+        what.alive = kept, shifts  # it holds their addresses
+
+        def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            assert x.dtype == self.dtype
+            rows = x.shape[0]
+            x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
+            added = None if residual is None else residual.contiguous()
+            what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
+            what.residual = None if added is None else added.data_ptr()
+            self._call("multiply", ctypes.byref(what))
+            return out
+
+        return multiply
+
+    def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Matrices (outputs, inputs) as (blocks, matrices, inputs / 2, columns, 2)."""
+        # Two inputs are moved as one number of 32 bits.
+        pairs = [matrix.contiguous().view(torch.int32) for matrix in matrices]
+        blocks = self._in_columns(pairs).transpose(-1, -2).contiguous()
+        return blocks.view(matrices[0].dtype)
+
+    def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
+        """(outputs, …) each, as (blocks, parts, columns, …); zeros fill up the last block."""
+        missing = -len(parts[0]) % self._columns
+        whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
+        return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
+
+    def decode_attention(
+        self,
+        stores: Sequence[tuple[Tensor, Tensor]],
+        slots: Sequence[Sequence[int]],
+        lengths: Sequence[Sequence[int]],
+    ) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
+        """The attention of a decoding step: a function of (layer, q, k, v, scale).
+
+        Args:
+            stores: keys (L, slots, H, D, T) and values (L, slots, H, T, D) of each segment; the
+                new token's are written to the last, at its length less one.
+            slots: in each segment, where each row reads.
+            lengths: in each segment, how many tokens each row reads.
+        """
+        numbers = [[torch.tensor(part) for part in parts] for parts in (slots, lengths)]
+        step = _Step(rows=len(slots[0]), heads=stores[0][0].shape[2])
+        step.alive = stores, numbers  # it holds their addresses
+        for part, (keys, values), slot, length in zip(step.parts, stores, *numbers, strict=True):
+            part.keys, part.values = keys.data_ptr(), values.data_ptr()
+            part.slots, part.tokens = keys.shape[1], keys.shape[-1]
+            part.slot, part.length = slot.data_ptr(), length.data_ptr()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype)
+            # One token a row: what is left is (N, heads, D), of which rows may lie apart.
+            parts = [_heads_together(part[:, :, 0]) for part in (q, k, v)]
+            rows = [value for part in parts for value in (part, part.stride(0))]
+            if self._call("attend", ctypes.byref(step), layer, float(scale), *rows, out):
+                raise MemoryError("no memory for the scores of attention")
+            return out
+
+        return attend
+
+    def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary position embedding of (rows, heads, D), in place; cos and sin (rows, D)."""
+        x, cos, sin = _heads_together(x), cos.contiguous(), sin.contiguous()
+        self._call("rotate", x, cos, sin, *x.shape[:2], x.stride(0))
+        return x
+
+    def sample(
+        self, logits: Tensor, uniform: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draw a token of each row: ids (N,) and log-probabilities; None if a logit is not finite.
+
+        Args:
+            logits: (N, V), of the number type that this was compiled for.
+            uniform: (N,), in [0, 1).
+        """
+        assert logits.dtype == self.dtype
+        logits, uniform = logits.contiguous(), uniform.double().contiguous()
+        tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
+        how = float(temperature or 1), temperature == 0
+        failed = self._call("draw", logits, *logits.shape, *how, uniform, tokens, logprobs)
+        return None if failed else (tokens, logprobs)
+
+    def token_logprobs(
+        self, logits: Tensor, targets: Tensor, temperature: float, gradients: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Score each row: the target's log-probability and the entropy, two (M,) in fp32.
+
+        Args:
+            logits: (M, V), of the number type that this was compiled for.
+            gradients: overwrite the logits by the derivatives of the log-probability by them,
+                times the temperature.
+
+        Raises:
+            IndexError: a target is no token of the vocabulary.
+        """
+        if len(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[1]:
+            raise IndexError(f"a target is not among {logits.shape[1]} tokens")
+        assert logits.is_contiguous()
+        assert logits.dtype == self.dtype
+        targets = targets.contiguous()
+        logprobs, entropy = torch.empty(2, len(logits))
+        what = logits, *logits.shape, targets, float(temperature), gradients
+        self._call("score_targets", *what, logprobs, entropy)
+        return logprobs, entropy
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        """weight · x / rms(x) of each row of (rows, width); without a weight, of 1."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._pass("norm", x, weight, out, *x.shape, float(epsilon))
+        return out
+
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, epsilon: float, by_out: Tensor
+    ) -> Tensor:
+        """The gradient of `rms_norm` by x, from the one by what it gave."""
+        by_x = torch.empty_like(x)
+        self._pass("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
+        return by_x
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up, elementwise."""
+        out = torch.empty_like(gate)
+        self._pass("gating", gate, up, out, gate.numel())
+        return out
+
+    def silu_and_mul_backward(
+        self, gate: Tensor, up: Tensor, by_out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of `silu_and_mul` by gate and up, from the one by what it gave."""
+        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
+        self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
+        return by_gate, by_up
+
+    def masked_softmax(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
+        rows, columns = mask.shape
+        if self._pass(
+            "masked_softmax", scores, mask, scores.numel() // mask.numel(), rows, columns
+        ):
+            raise MemoryError("no memory for a row of attention")
+        return scores
+
+    def _pass(self, name: str, *values: Tensor | float | None) -> int:
+        """`_call`, of contiguous tensors of this number type."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
+        return self._call(name, *values)
+
+    def _call(self, name: str, *values: object) -> int:
+        """Call a C function with the addresses of tensors, numbers, and the number of threads."""
+        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        return self._functions[name](*passed, torch.get_num_threads())
+
+
+def _heads_together(rows: Tensor) -> Tensor:
+    """(N, heads, D) whose heads lie side by side."""
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()

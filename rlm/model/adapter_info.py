@@ -1,0 +1,68 @@
+"""What is known of an adapter without loading it: its base and its training, from its run.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlm.cli.options import UsageError
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """An adapter's base model and how it was trained; defaults where another tool made it.
+
+    quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
+    run: all of run.json.
+    """
+
+    path: Path
+    base_model: str | None = None
+    base_hash: str | None = None
+    quantize: str = "none"
+    dataset: str | None = None
+    stage: str = "unknown"  # sft | grpo | orchestrator | …
+    reasoning_format: str = "deepseek"
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> AdapterInfo:
+        """Read the run.json beside an adapter, also one of an older version.
+
+        Raises:
+            UsageError: the file is there and is no JSON object.
+        """
+        file = path / "run.json"
+        if not file.exists():
+            return cls(path)
+        try:
+            run = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{file} is not valid JSON: {error}") from error
+        return cls(
+            path,
+            base_model=run.get("base_model"),
+            base_hash=run.get("base_hash"),
+            # Before --quantize there was --use-4bit.
+            quantize=run.get("quantize") or ("4bit" if run.get("use_4bit") else "none"),
+            dataset=run.get("dataset"),
+            stage=run.get("stage", "unknown"),
+            reasoning_format=run.get("config", {}).get("reasoning_format", "deepseek"),
+            run=run,
+        )
+
+    def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
+        """The base model and its quantization: as flags name them, else as in training.
+
+        Raises:
+            UsageError: neither names a base.
+        """
+        model = model or self.base_model
+        if model is None:
+            raise UsageError(
+                f"{self.path} does not say what it was trained on; name it with --model"
+            )
+        return model, self.quantize if quantize == "auto" else quantize

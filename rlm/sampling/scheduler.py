@@ -1,0 +1,158 @@
+"""Which requests are prefilled next and which sequences run: continuous batching's bookkeeping."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rlm.sampling.params import Request, Token
+
+# Prompts of one prefill. More saves little: a few hundred tokens already fill a CPU.
+PREFILL_PROMPTS = 8
+
+
+@dataclass
+class RequestState:
+    """A request: waiting for its prefill (slot None), then holding a prompt slot of the cache."""
+
+    id: int
+    request: Request
+    prefix_length: int  # tokens it shares with all requests: cached once
+    slot: int | None = None
+    unfinished: int = 0  # sequences
+
+    @property
+    def cached_tokens(self) -> Sequence[int]:
+        """What its slot holds. The prompt's last token is the first that each sequence reads."""
+        return self.request.prompt[self.prefix_length : -1]
+
+
+@dataclass
+class SequenceState:
+    """One of a request's n completions while it is generated."""
+
+    parent: RequestState
+    index: int  # among the n
+    last_token: int  # the next input
+    ids: list[int] = field(default_factory=list)
+    forced: deque[int] = field(default_factory=deque)  # tokens to take instead of drawn ones
+    finished: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.parent.request
+
+    def forced_instead_of(self, token: int) -> Sequence[int]:
+        """Tokens that the request puts in the place of a drawn one, if any."""
+        force_tokens = self.request.force_tokens
+        if self.forced or not force_tokens:
+            return ()
+        return force_tokens(self.index, self.ids, token) or ()
+
+    def append(
+        self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]
+    ) -> Token:
+        """Append the next token, forced or else drawn, and see whether it is the last."""
+        if self.forced:
+            token, logprob = self.forced.popleft(), math.nan
+        self.ids.append(token)
+        self.last_token = token
+        stopped = is_stopped(self)
+        self.finished = stopped or len(self.ids) == self.request.params.max_new_tokens
+        reason = ("stop" if stopped else "length") if self.finished else None
+        return Token(self.parent.id, self.index, token, logprob, reason)
+
+
+class Scheduler:
+    """Moves requests from waiting (not prefilled) over ready (prefilled) to running.
+
+    `running` is the batch: sequence i has row i of the cache.
+    """
+
+    def __init__(self, max_num_seqs: int, prompt_slots: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.waiting: deque[RequestState] = deque()
+        self.ready: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
+        self.free_slots = list(reversed(range(prompt_slots)))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.ready or self.running)
+
+    def abort(self, request_id: int) -> None:
+        """Take a request out of waiting and ready, and mark its running sequences as finished."""
+        self.waiting = deque(state for state in self.waiting if state.id != request_id)
+        gone = [sequence for sequence in self.ready if sequence.parent.id == request_id]
+        self.ready = deque(s for s in self.ready if s.parent.id != request_id)
+        for sequence in gone:
+            self._finish(sequence)
+        for sequence in self.running:
+            sequence.finished = sequence.parent.id == request_id
+
+    def fill_batch(self, prefill: Callable[[list[RequestState]], None]) -> None:
+        """Let ready sequences run while rows are free; prefill more requests if there are none."""
+        while len(self.running) < self.max_num_seqs:
+            if not self.ready:
+                requests = self._next_to_prefill()
+                if not requests:
+                    return
+                prefill(requests)
+            self.running.append(self.ready.popleft())
+
+    def _next_to_prefill(self) -> list[RequestState]:
+        """Give waiting requests the free slots: those of one prefill, with one prefix length."""
+        chosen: list[RequestState] = []
+        while (
+            self.waiting
+            and self.free_slots
+            and len(chosen) < PREFILL_PROMPTS
+            and (not chosen or self.waiting[0].prefix_length == chosen[0].prefix_length)
+        ):
+            state = self.waiting.popleft()
+            state.slot, state.unfinished = self.free_slots.pop(), state.request.n
+            chosen.append(state)
+            last = state.request.prompt[-1]
+            self.ready.extend(SequenceState(state, i, last) for i in range(state.request.n))
+        return chosen
+
+    def free_finished(self, copy_row: Callable[[int, int, int], None]) -> None:
+        """Remove finished sequences; the last of the batch take their rows.
+
+        Args:
+            copy_row: called with the cache's (source row, target row, tokens) to copy.
+        """
+        row = 0
+        while row < len(self.running):
+            sequence = self.running[row]
+            if not sequence.finished:
+                row += 1
+                continue
+            self._finish(sequence)
+            last = self.running.pop()
+            if last is not sequence:
+                self.running[row] = last
+                if not last.finished:
+                    copy_row(len(self.running), row, len(last.ids))
+
+    def _finish(self, sequence: SequenceState) -> None:
+        state = sequence.parent
+        state.unfinished -= 1
+        if state.unfinished == 0:
+            self.free_slots.append(state.slot)
+            self.free_slots.sort(reverse=True)  # low slots first: few are then looked at
+
+
+def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, short of the last token of the shortest.
+
+    >>> common_prefix_length([[1, 2, 3, 4], [1, 2, 5]]), common_prefix_length([[1, 2], [1, 2]])
+    (2, 1)
+    """
+    if len(prompts) < 2:
+        return 0  # nothing to share
+    limit = min(len(prompt) for prompt in prompts) - 1
+    first, last = min(prompts), max(prompts)  # the two that differ most
+    return next((i for i in range(limit) if first[i] != last[i]), limit)

@@ -1,0 +1,82 @@
+"""Group-relative advantages: how much better each completion was than the others of its prompt.
+
+Letters: P problems, G group size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlm.data.problem import Problem
+from rlm.sampling.params import Completion
+from rlm.training.algorithms import soft_overlong
+from rlm.training.config import GRPOConfig
+
+ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one problem, sampled and scored."""
+
+    problem: Problem
+    prompt: Sequence[int]
+    completions: Sequence[Completion]  # G
+    texts: Sequence[str]
+    rewards: Sequence[float | None]  # None: no verdict
+
+
+def reward_tensor(groups: Sequence[Group]) -> Tensor:
+    """(P, G), NaN where there is no verdict."""
+    return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
+
+
+def group_advantages(rewards: Tensor, scale_by_std: bool) -> Tensor:
+    """How much better each rollout is than its group: (P, G) → (P, G).
+
+    A = r - mean, divided by (std + 1e-4) where scaled; std with n - 1, as in TRL. A rollout
+    without a verdict (NaN) stays out of the group's mean and std and gets 0; so does the rest of
+    a group that has fewer than two verdicts. A group without a difference gets exactly 0.
+
+    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), scale_by_std=False)
+    tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
+    """
+    judged = ~rewards.isnan()
+    count = judged.sum(1, keepdim=True)  # (P, 1)
+    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(judged, rewards - mean, 0.0)
+    if scale_by_std:
+        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (std + ADVANTAGE_EPS)
+    return torch.where((count >= 2) & has_signal(rewards)[:, None], centred, 0.0)
+
+
+def has_signal(rewards: Tensor) -> Tensor:
+    """Which groups can teach something, (P,) of bool: two verdicts in it differ.
+
+    Asked of the rewards, not of the advantages: rounding in the mean can leave 1e-9 where an
+    all-equal group should have 0.
+    """
+    high = rewards.nan_to_num(nan=-torch.inf).amax(1)
+    low = rewards.nan_to_num(nan=torch.inf).amin(1)
+    return high - low > 1e-8
+
+
+def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
+    """What is added to each rollout's reward for its length: (P, G), all 0 without a buffer."""
+    limits = {
+        "max_new_tokens": config.max_new_tokens,
+        "buffer": config.overlong_buffer,
+        "penalty": config.overlong_penalty,
+    }
+    return torch.tensor(
+        [
+            [soft_overlong(len(c.token_ids), c.truncated, **limits) for c in group.completions]
+            for group in groups
+        ]
+    )

@@ -1,0 +1,270 @@
+"""What a step samples and what it learns from: problems, rollouts, packed micro-batches.
+
+Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, B packed
+sequences, S padded length of those, M completion tokens, T padded completion length.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlm.data.problem import Problem
+from rlm.sampling.params import prompt_seed
+from rlm.training.advantages import Group, has_signal, reward_tensor
+from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
+
+T = TypeVar("T")
+
+
+def draw_problems(
+    problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
+) -> list[Problem]:
+    """The problems that a step samples next: `count`, then one for each group without signal.
+
+    Empty when every place is filled, or no other problem is left.
+
+    Args:
+        groups: what the step has sampled already.
+    """
+    if not groups:
+        return problems_for_step(problems, step, count, seed)
+    missing = count - int(has_signal(reward_tensor(groups)).sum())
+    return refill_problems(problems, step, missing, seed, [group.problem for group in groups])
+
+
+def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
+    """The problems of a training step: a pure function, so that a resume replays nothing.
+
+    Passes over the data are shuffled, each in its own way.
+    """
+    chosen: list[T] = []
+    orders: dict[int, list[int]] = {}
+    for position in range(step * count, (step + 1) * count):
+        epoch, index = divmod(position, len(problems))
+        if epoch not in orders:
+            shuffle = random.Random(f"{seed} {epoch}")
+            orders[epoch] = shuffle.sample(range(len(problems)), len(problems))
+        chosen.append(problems[orders[epoch][index]])
+    return chosen
+
+
+def refill_problems(
+    problems: Sequence[T], step: int, count: int, seed: int, drawn: Sequence[T]
+) -> list[T]:
+    """Other problems in place of those without signal (dynamic sampling).
+
+    A pure function, like `problems_for_step`; fewer than `count` where the data run out.
+
+    Args:
+        drawn: what the step has drawn already.
+    """
+    fresh = [problem for problem in problems if problem not in drawn]
+    rng = random.Random(f"{seed} {step} {len(drawn)}")
+    return rng.sample(fresh, min(count, len(fresh)))
+
+
+def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
+    """What the groups of these problems are sampled with, a pure function like the drawing.
+
+    A problem that stands there twice (fewer problems than places) gets two different groups.
+    """
+    seen: Counter[str] = Counter()
+    seeds = []
+    for problem in problems:
+        again = [seen[problem.id]] if seen[problem.id] else []
+        seeds.append(prompt_seed(seed, step, refill, problem.id, *again))
+        seen[problem.id] += 1
+    return seeds
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion on its way into the loss. `weight` is what one of its tokens counts."""
+
+    problem: int  # rollouts of one problem share the prompt's computation
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    advantage: float
+    weight: float
+    sampler_logprobs: Sequence[float] = ()
+
+
+def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
+    """What one token of each rollout counts in the loss of the step.
+
+    The denominator is the whole step's, so the gradient does not depend on how the rollouts are
+    cut into micro-batches:
+        sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
+        constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
+        token     1 / Σ |o_i|              DAPO: every token counts the same within the step
+    Rollouts that are left out of the batch (no signal) must be in `lengths`: they are samples.
+    One whose tokens are masked has length 0: it is a sample without tokens.
+
+    >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
+    ([0.25, 0.125], [0.0625, 0.0625])
+    """
+    samples = len(lengths)
+    if aggregation == "sequence":
+        return [1 / (samples * max(length, 1)) for length in lengths]
+    if aggregation == "constant":
+        return [1 / (samples * constant) for _ in lengths]
+    if aggregation == "token":
+        return [1 / max(sum(lengths), 1)] * samples
+    raise ValueError(f"unknown aggregation {aggregation!r}")
+
+
+def make_rollouts(
+    groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
+) -> list[Rollout]:
+    """The rollouts of a step that the loss needs, with the weights that the whole step gives them.
+
+    A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
+    still counts in the denominator, so the update equals the textbook's at a fraction of the
+    price. With a KL term it is computed. `mask_truncated` takes the tokens of completions without
+    an end token out of every loss term and denominator of tokens; as samples, and in the group's
+    mean and std, they stay (as in TRL).
+
+    Args:
+        advantages: (P, G).
+        kept: (P,) of bool, which groups take part; one that was replaced counts nowhere.
+    """
+    rows = [
+        (problem, group.prompt, completion, advantage)
+        for problem, (group, values) in enumerate(zip(groups, advantages.tolist(), strict=True))
+        if kept[problem]
+        for completion, advantage in zip(group.completions, values, strict=True)
+    ]
+    masked = [config.mask_truncated and row[2].truncated for row in rows]
+    lengths = [0 if out else len(row[2].token_ids) for row, out in zip(rows, masked, strict=True)]
+    weights = row_weights(lengths, config.aggregation, config.fixed_length_normalizer)
+    return [
+        Rollout(problem, prompt, completion.token_ids, advantage, weight, completion.logprobs)
+        for (problem, prompt, completion, advantage), weight, out in zip(
+            rows, weights, masked, strict=True
+        )
+        if (config.kl_weight > 0 or advantage != 0) and not out
+    ]
+
+
+def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:
+    """This process's part of the learning: whole problems, so that their prompts stay shared."""
+    problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
+    mine = set(distributed.shard(problems))
+    return [rollout for rollout in rollouts if rollout.problem in mine]
+
+
+@dataclass
+class MicroBatch:
+    """Rollouts as tensors. The prompt of a group stands once in front of its completions.
+
+    A packed sequence is [prompt, completion 1, completion 2, …]; `segments` numbers its parts (0
+    the prompt, -1 padding), and a completion attends to the prompt and to itself alone, so what
+    is computed equals one row per completion, for a fraction of the tokens.
+    """
+
+    input_ids: Tensor  # (B, S)
+    position_ids: Tensor  # (B, S)
+    segments: Tensor  # (B, S)
+    sources: Tensor  # (M,) where in the flattened (B·S) the hidden state that predicts stands
+    targets: Tensor  # (M,) the token it must predict
+    lengths: list[int]  # n; M = sum
+    advantages: Tensor  # (n,)
+    weights: Tensor  # (n,)
+    sampler_logprobs: Tensor  # (n, T), 0 beyond the end
+    rows: list[int] = field(default_factory=list)  # which rollouts of the step these are
+    old_logprobs: Tensor | None = None  # (n, T), before the first update of the step
+    ref_logprobs: Tensor | None = None  # (n, T), by the adapter that training started from
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """(n, T) of bool, true up to and with the end token. From lengths, never from ids."""
+        lengths = torch.tensor(self.lengths, device=self.input_ids.device)
+        return torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
+
+
+def make_micro_batches(
+    rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str
+) -> list[MicroBatch]:
+    """Cut the rollouts of a step into micro-batches of similar length.
+
+    Args:
+        max_rows: completions in a micro-batch.
+        max_tokens: padded tokens in a micro-batch (a single completion may exceed it).
+    """
+
+    def length(rows: list[int]) -> int:
+        # An end token predicts nothing: it is a target and never an input.
+        return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
+
+    # One packed sequence per problem, cut where it would hold too many rows or tokens.
+    sequences: list[list[int]] = []
+    open_sequence: dict[int, list[int]] = {}  # of a problem
+    for row, rollout in enumerate(rollouts):
+        rows = open_sequence.get(rollout.problem)
+        if rows and len(rows) < max_rows and length([*rows, row]) <= max_tokens:
+            rows.append(row)
+        else:
+            open_sequence[rollout.problem] = [row]
+            sequences.append(open_sequence[rollout.problem])
+    sequences.sort(key=length, reverse=True)
+    micro_batches = []
+    while sequences:
+        taken = [sequences.pop(0)]
+        longest = length(taken[0])
+        while (
+            sequences
+            and sum(map(len, taken)) + len(sequences[0]) <= max_rows
+            and longest * (len(taken) + 1) <= max_tokens
+        ):
+            taken.append(sequences.pop(0))
+        packed = [[(i, rollouts[i]) for i in rows] for rows in taken]
+        micro_batches.append(_pack(packed, device))
+    return micro_batches
+
+
+def _pack(sequences: list[list[tuple[int, Rollout]]], device: str) -> MicroBatch:
+    ids, positions, segments = [], [], []
+    sources, targets = [], []
+    flat = [pair for sequence in sequences for pair in sequence]
+    width = max(len(s[0][1].prompt) + sum(len(r.completion) - 1 for _, r in s) for s in sequences)
+    for b, sequence in enumerate(sequences):
+        prompt = sequence[0][1].prompt
+        row_ids, row_positions = list(prompt), list(range(len(prompt)))
+        row_segments = [0] * len(prompt)
+        for number, (_, rollout) in enumerate(sequence, start=1):
+            inputs = list(rollout.completion[:-1])
+            first = len(row_ids)
+            # The prompt's last token predicts the first one, each token the one after it.
+            sources += [b * width + len(prompt) - 1]
+            sources += range(b * width + first, b * width + first + len(inputs))
+            targets += rollout.completion
+            row_ids += inputs
+            row_positions += range(len(prompt), len(prompt) + len(inputs))
+            row_segments += [number] * len(inputs)
+        padding = width - len(row_ids)
+        ids.append(row_ids + [0] * padding)
+        positions.append(row_positions + [0] * padding)
+        segments.append(row_segments + [-1] * padding)
+    return MicroBatch(
+        input_ids=torch.tensor(ids, device=device),
+        position_ids=torch.tensor(positions, device=device),
+        segments=torch.tensor(segments, device=device),
+        sources=torch.tensor(sources, device=device),
+        targets=torch.tensor(targets, device=device),
+        lengths=[len(rollout.completion) for _, rollout in flat],
+        advantages=torch.tensor([rollout.advantage for _, rollout in flat], device=device),
+        weights=torch.tensor([rollout.weight for _, rollout in flat], device=device),
+        sampler_logprobs=pad_sequence(
+            [torch.tensor(list(rollout.sampler_logprobs)) for _, rollout in flat], batch_first=True
+        ).to(device),
+        rows=[row for row, _ in flat],
+    )

@@ -1,0 +1,114 @@
+"""The policy loss: clipped ratios, KL to the reference, importance weights.
+
+Letters: n rollouts of a micro-batch, T their padded length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlm.training.algorithms import Algorithm
+from rlm.training.batches import MicroBatch
+
+IMPORTANCE_CAP = 2.0
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
+
+    policy: float
+    kl: float  # Σ weight · estimate: as the loss adds it up
+    kl_total: float  # Σ estimate
+    clipped_low: float
+    clipped_high: float
+    tokens: int
+
+
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+    """Corrects for a sampler that computes a little differently from the trainer: (n, T).
+
+    min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
+    sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
+    """
+    return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """KL(policy ‖ reference) of each token from the one that was drawn (Schulman 2020): (n, T).
+
+    With d = ref_logprobs - logprobs:
+        k1  -d               unbiased, but its gradient is noise around 0: it pulls nowhere
+        k2  d² / 2           biased value; on-policy its gradient is that of KL(policy ‖ reference)
+        k3  exp(d) - d - 1   unbiased and never negative; DeepSeekMath's, and the default
+    """
+    difference = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        return difference.exp() - difference - 1
+    raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def policy_loss(
+    logprobs: Tensor,
+    batch: MicroBatch,
+    algorithm: Algorithm,
+    *,
+    correct_sampler: bool = False,
+    kl_weight: float = 0.0,
+    kl_estimator: str = "k3",
+) -> tuple[Tensor, LossSums]:
+    """Σᵢ wᵢ Σₜ lᵢₜ + KL, to be minimised; what tells algorithms apart comes in as choices.
+
+    objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = exp(logprobs - old_logprobs).
+    With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a
+    group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
+    objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
+    loses its gradient (CISPO, arXiv 2506.13585).
+    ratio "sequence": ρ is one number a completion, the exponential of the mean over its tokens
+    (GSPO, arXiv 2507.18071).
+    TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
+
+    Args:
+        logprobs: (n, T), of the policy as it is.
+        batch: with old_logprobs, and with ref_logprobs where there is a KL term.
+        correct_sampler: whether another distribution than the policy's was sampled.
+    """
+    mask = batch.completion_mask.to(logprobs.dtype)  # (n, T)
+    scale = batch.weights[:, None] * mask
+    advantage = batch.advantages[:, None]
+    log_ratio = logprobs - batch.old_logprobs
+    if algorithm.ratio == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    rho = log_ratio.exp()  # (n, T), or (n, 1)
+    lowest, highest = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
+    clipped = rho.clamp(lowest, highest)
+    if algorithm.objective == "weighted":
+        per_token = -clipped.detach() * advantage * logprobs
+    else:
+        per_token = -torch.minimum(rho * advantage, clipped * advantage)
+    if correct_sampler:
+        per_token = per_token * importance_weights(batch.old_logprobs, batch.sampler_logprobs)
+    policy = (per_token * scale).sum()
+    loss = policy
+    kl = kl_total = torch.zeros(())
+    if batch.ref_logprobs is not None:
+        estimate = kl_estimate(logprobs, batch.ref_logprobs, kl_estimator)
+        kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
+        loss = policy + kl_weight * kl
+    low = (rho < lowest) & (advantage < 0)
+    high = (rho > highest) & (advantage > 0)
+    return loss, LossSums(
+        policy=policy.item(),
+        kl=kl.item(),
+        kl_total=kl_total.item(),
+        clipped_low=(low * mask).sum().item(),
+        clipped_high=(high * mask).sum().item(),
+        tokens=int(mask.sum()),
+    )

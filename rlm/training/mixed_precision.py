@@ -1,0 +1,55 @@
+"""Mixed precision: fp32 master weights of a LoRA adapter that computes in bf16 or fp16."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlm.model.adapters import adapter_tensors
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+class MixedPrecisionAdapter:
+    """The LoRA matrices that training changes: the model's, and their fp32 master weights.
+
+    A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
+    are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
+    same tensors, and `accumulate` and `copy_to_model` do nothing.
+
+    In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
+    below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
+    divides by it in fp32. What overflows then is not finite, and that update is skipped.
+    """
+
+    def __init__(self, policy: PeftModel) -> None:
+        self.model_weights = adapter_tensors(policy)
+        self.master_weights = self.model_weights
+        self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
+        if policy.dtype != torch.float32:
+            self.master_weights = {
+                name: torch.nn.Parameter(tensor.detach().float())
+                for name, tensor in self.model_weights.items()
+            }
+            for tensor in self.model_weights.values():
+                tensor.data = tensor.data.to(policy.dtype)
+
+    def accumulate(self) -> None:
+        """Add the gradients of a micro-batch to the master weights' (summed in fp32)."""
+        if self.master_weights is self.model_weights:
+            return
+        for name, tensor in self.model_weights.items():
+            if tensor.grad is not None:
+                master = self.master_weights[name]
+                new = tensor.grad.float() / self.loss_scale
+                master.grad = new if master.grad is None else master.grad + new
+                tensor.grad = None
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Give the model the master weights' values."""
+        if self.master_weights is not self.model_weights:
+            for name, master in self.master_weights.items():
+                self.model_weights[name].copy_(master)

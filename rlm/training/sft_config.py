@@ -1,0 +1,86 @@
+"""The options of supervised fine-tuning: what `train_sft.py --help` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlm.cli.options import check_values, flag
+from rlm.data.prompts import FORMATS
+from rlm.model.quantize import QUANTIZATIONS
+from rlm.runs.trackers import TRACKER_NAMES
+from rlm.training.config import ATTENTIONS
+
+# What changes when a GPU picks the 7B model on GSM8K.
+GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
+    dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
+    max_samples: int = flag(400, "training examples", min=1)
+    keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
+    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    max_length: int = flag(
+        1024, "longest example in tokens; longer ones are left out and counted", min=1
+    )
+    epochs: int = flag(1, "passes over the examples", aliases=["num_train_epochs"], min=1)
+    batch_size: int = flag(16, "examples per optimizer step", min=1)
+    micro_batch: int = flag(8, "examples per forward pass", min=1)
+    learning_rate: float = flag(
+        1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
+    )
+    warmup_share: float = flag(
+        0.05, "share of the steps in which the rate rises", aliases=["warmup_ratio"], min=0, max=1
+    )
+    adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
+    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
+    lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
+    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
+    use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
+    attn_implementation: str = flag("auto", "attention", choices=ATTENTIONS, old=["attn"])
+    eval_samples: int = flag(
+        50, "validation problems whose loss is measured at the end (0: none)", min=0
+    )
+    max_minutes: float | None = flag(
+        None, "stop at the step after this many minutes, and save", above=0
+    )
+    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
+    use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
+    seed: int = flag(0, "seed of data order and adapter")
+    output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
+    run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
+    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
+    dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.batch_size % self.micro_batch:
+            raise ValueError(
+                f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
+                f"{self.micro_batch}"
+            )
+        if self.adapter and self.lora_dropout:
+            raise ValueError("--lora-dropout is of a new adapter; that of --adapter has its own")
+        if self.lora_dropout == 1:
+            raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
+        if self.adapter and self.output.resolve() == self.adapter.resolve():
+            raise ValueError("--output would overwrite --adapter; name another directory")
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
+        from rlm.model.adapters import TEACH, check_adapter, read_run
+        from rlm.model.hardware import default_values
+
+        adapter = given.get("adapter")
+        start_run = read_run(check_adapter(adapter, TEACH)) if adapter else {}
+        return default_values(given, start_run, GPU_DEFAULTS)
+
+    def steps(self, examples: int) -> int:
+        """Optimizer steps of a run over so many examples."""
+        return self.epochs * -(-examples // self.batch_size)

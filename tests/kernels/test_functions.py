@@ -1,0 +1,284 @@
+"""What is compiled, against the same in torch; and sampling where nothing can be."""
+
+import functools
+
+import pytest
+import torch
+from conftest import kernels, tiny_model
+
+from rlm.kernels import load_kernels
+from rlm.sampling import Sampler, SamplingParams, engine
+from rlm.sampling.linear import TorchOps
+
+# Relative: bf16 has 8 bits, and torch's passes round more than once.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest):
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(usual)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (found.double() - wanted.double()).abs().max()
+    assert error <= TOLERANCE[found.dtype] * wanted.double().abs().max()
+
+
+# Rows read slots of their own choice; empty segments, blocks cut short, stores no block divides.
+SLOTS = [[0, 0, 0, 0, 0], [1, 0, 1, 2, 0], [0, 1, 2, 3, 4]]
+LENGTHS = [[0, 5, 5, 5, 0], [33, 0, 33, 40, 1], [1, 2, 32, 33, 71]]
+ROOM = [(1, 5), (3, 40), (5, 71)]  # slots, tokens
+
+
+def stores(heads: int, width: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two layers of keys and values; NaN wherever no row has a token."""
+    made = []
+    for (slots, tokens), where, lengths in zip(ROOM, SLOTS, LENGTHS, strict=True):
+        keys = torch.randn(2, slots, heads, width, tokens).to(dtype)
+        values = torch.randn(2, slots, heads, tokens, width).to(dtype)
+        for slot in range(slots):
+            used = max((n for s, n in zip(where, lengths, strict=True) if s == slot), default=0)
+            keys[:, slot, ..., used:] = values[:, slot, :, used:] = torch.nan
+        made.append((keys, values))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "width"), [(1, 80), (2, 8), (3, 64), (7, 128)])
+def test_attention_is_the_softmax_over_what_a_row_has(queries, width, dtype, threads):
+    torch.manual_seed(0)
+    heads, layer, scale = 2, 1, 0.3
+    kept = stores(heads, width, dtype)
+    q, k, v = (torch.randn(5, n, 1, width).to(dtype) for n in (heads * queries, heads, heads))
+    attend = kernels(dtype, queries, width).decode_attention(kept, SLOTS, LENGTHS)
+    found = attend(layer, q, k, v, scale)
+    assert found.shape == q.shape
+    for row in range(5):
+        own_keys, own_values = kept[-1]
+        assert torch.equal(own_keys[layer, row, :, :, LENGTHS[-1][row] - 1], k[row, :, 0])
+        assert torch.equal(own_values[layer, row, :, LENGTHS[-1][row] - 1], v[row, :, 0])
+        parts = [
+            (keys[layer, where[row], ..., : n[row]].mT, values[layer, where[row], :, : n[row]])
+            for (keys, values), where, n in zip(kept, SLOTS, LENGTHS, strict=True)
+        ]
+        keys, values = (torch.cat(part, 1).double() for part in zip(*parts, strict=True))
+        scores = torch.einsum("hqd,htd->hqt", q[row].double().view(heads, queries, -1), keys)
+        wanted = (scores * scale).softmax(-1) @ values
+        close(found[row, :, 0], wanted.reshape(heads * queries, width))
+
+
+def test_rows_may_lie_apart_in_memory():
+    """As in the product that makes queries, keys and values at once."""
+    torch.manual_seed(0)
+    kept = stores(2, 64, torch.float32)
+    qkv = torch.randn(5, 10, 64)
+    q, k, v = (part.unsqueeze(2) for part in qkv.split([6, 2, 2], 1))
+    attend = kernels(torch.float32).decode_attention(kept, SLOTS, LENGTHS)
+    together = [part.contiguous() for part in (q, k, v)]
+    assert torch.equal(attend(0, q, k, v, 1.0), attend(0, *together, 1.0))
+
+
+def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number():
+    kept = [(torch.zeros(1, 1, 1, 4, 3), torch.zeros(1, 1, 1, 3, 4)) for _ in range(3)]
+    keys, values = kept[1]
+    keys[..., 0, :] = torch.tensor([-3e4, 3e4, 0])
+    values[..., :, 0] = torch.tensor([1.0, 2.0, 3.0])
+    attend = kernels(torch.float32, 1, 4).decode_attention(kept, [[0]] * 3, [[0], [3], [1]])
+    q, nothing = torch.tensor([[[[1.0, 0, 0, 0]]]]), torch.zeros(1, 1, 1, 4)
+    assert attend(0, q, nothing, nothing, 1.0)[0, 0, 0].tolist() == [2, 0, 0, 0]
+    assert attend(0, q * torch.nan, nothing, nothing, 1.0).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 64])  # 64: enough work for several threads
+def test_the_passes_are_those_of_torch(rows, dtype, threads):
+    torch.manual_seed(0)
+    made = kernels(dtype)
+    x = (3 * torch.randn(rows, 577)).to(dtype)
+    close(made.rms_norm(x, None, 1e-5), TorchOps.rms_norm(x.double(), None, 1e-5))
+    heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a part, as queries and keys are
+    angles = torch.rand(rows, 32).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wanted = TorchOps.rotary_embedding(heads.double(), cos.double(), sin.double())
+    close(made.rotary_embedding(heads, cos, sin), wanted)
+    assert torch.equal(made.rotary_embedding(heads.clone(), cos, 0 * sin), heads * cos[:, None])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 256, 3001])
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
+def test_a_token_is_drawn_where_the_running_sum_passes_the_uniform_number(
+    temperature, vocabulary, dtype, threads
+):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(vocabulary, 500)).to(dtype).T  # its rows do not lie together
+    logits[::7, ::3] = -torch.inf
+    uniform = torch.rand(500, dtype=torch.float64)
+    tokens, logprobs = kernels(dtype).sample(logits, uniform, temperature)
+    p = (logits.double() / (temperature or 1)).softmax(-1)
+    chosen = p.gather(-1, tokens[:, None])
+    torch.testing.assert_close(logprobs, chosen.log()[:, 0].float(), atol=1e-5, rtol=1e-5)
+    if temperature:
+        passed = p.cumsum(-1).gather(-1, tokens[:, None])
+        assert (passed > uniform[:, None] - 1e-6).all()
+        assert (passed - chosen <= uniform[:, None] + 1e-6).all()
+    else:
+        assert torch.equal(tokens, logits.double().argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 256, 3001])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_scores_and_their_derivatives_are_those_of_the_softmax(
+    vocabulary, temperature, dtype, threads
+):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(50, vocabulary)).to(dtype)
+    logits[0, 2] = 60  # one that is certain
+    targets = torch.randint(vocabulary, (50,))
+    targets[0] = 2
+    before = logits.clone()
+    logprobs, entropy = kernels(dtype).token_logprobs(logits, targets, temperature, gradients=False)
+    assert torch.equal(logits, before)
+    every = (logits.double() / temperature).log_softmax(-1)
+    wanted = every.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), wanted, atol=2e-6, rtol=2e-6)
+    wanted_entropy = -(every.exp() * every).sum(-1)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-5)
+    again = kernels(dtype).token_logprobs(logits, targets, temperature, gradients=True)
+    assert torch.equal(logprobs, again[0])
+    assert torch.equal(entropy, again[1])
+    slopes = torch.nn.functional.one_hot(targets, vocabulary) - every.exp()
+    eps = torch.finfo(dtype).eps
+    assert ((logits.double() - slopes).abs() <= 0.6 * eps * slopes.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 65])
+def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, threads):
+    torch.manual_seed(0)
+    made = kernels(dtype)
+    x, weight, slope = (torch.randn(*shape, 577) for shape in ((rows,), (), (rows,)))
+    x, weight, slope = (3 * x).to(dtype), weight.to(dtype), slope.to(dtype)
+    exact = x.double().requires_grad_()
+    wanted = weight.double() * exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    close(made.rms_norm(x, weight, 1e-5), wanted.detach())
+    (by_x,) = torch.autograd.grad(wanted, exact, slope.double())
+    close(made.rms_norm_backward(x, weight, 1e-5, slope), by_x)
+
+    gate, up = (10 * torch.randn(rows, 577)).to(dtype), x
+    exact = [part.double().requires_grad_() for part in (gate, up)]
+    wanted = torch.nn.functional.silu(exact[0]) * exact[1]
+    close(made.silu_and_mul(gate, up), wanted.detach())
+    for found, by in zip(
+        made.silu_and_mul_backward(gate, up, slope),
+        torch.autograd.grad(wanted, exact, slope.double()),
+        strict=True,
+    ):
+        close(found, by)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 300])
+def test_the_softmax_of_attention_is_that_of_torch(columns, dtype, threads):
+    torch.manual_seed(0)
+    scores = (10 * torch.randn(3, 2 * 5, columns)).to(dtype)
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(5, columns, dtype=dtype).masked_fill_(torch.rand(5, columns) < 0.5, lowest)
+    mask[0] = lowest  # padding sees nothing; what comes out must be a number
+    added = scores.view(3, 2, 5, columns).double() + mask.double()
+    wanted = added.softmax(-1).view(scores.shape)
+    found = kernels(dtype).masked_softmax(scores, mask)
+    assert found.data_ptr() == scores.data_ptr()
+    close(found.view(3, 2, 5, columns)[:, :, 1:], wanted.view(3, 2, 5, columns)[:, :, 1:])
+    assert found.isfinite().all()
+
+
+def test_passes_of_the_learning_pass_let_through_what_is_not_a_number():
+    made, x, weight = kernels(torch.float32), torch.ones(3, 8), torch.ones(8)
+    x[1, 2] = torch.nan
+    assert made.rms_norm(x, weight, 1e-5).isnan().any(1).tolist() == [False, True, False]
+    assert made.rms_norm_backward(x, weight, 1e-5, x).isnan().any(1).tolist() == [
+        False,
+        True,
+        False,
+    ]
+    assert made.silu_and_mul(x, x).isnan().any(1).tolist() == [False, True, False]
+    assert made.masked_softmax(x, torch.zeros(3, 8)).isnan().any(1).tolist() == [False, True, False]
+
+
+def test_scores_of_what_is_not_a_number_are_none():
+    logits = torch.zeros(3, 300)
+    logits[1, 7] = torch.nan
+    logprobs, entropy = kernels(torch.float32).token_logprobs(
+        logits, torch.zeros(3).long(), 1.0, gradients=True
+    )
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
+    assert logits.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("target", [-1, 300])
+def test_a_target_outside_the_vocabulary_is_refused(target):
+    with pytest.raises(IndexError, match="300 tokens"):
+        kernels(torch.float32).token_logprobs(
+            torch.zeros(1, 300), torch.tensor([target]), 1.0, gradients=True
+        )
+
+
+def test_no_targets_have_no_scores():
+    nothing = kernels(torch.float32).token_logprobs(
+        torch.zeros(0, 300), torch.zeros(0).long(), 1.0, True
+    )
+    assert [part.shape for part in nothing] == [(0,), (0,)]
+
+
+def test_rounding_to_bf16_is_that_of_torch():
+    """To the nearest, ties to even."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4096).to(torch.bfloat16)
+    wide = x.double()
+    wanted = (wide * wide.pow(2).mean(1, keepdim=True).rsqrt()).to(torch.bfloat16)
+    found = kernels(torch.bfloat16).rms_norm(x, None, 0.0)
+    assert (found == wanted).double().mean() > 0.999  # but where fp32 itself falls across a tie
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("no-such-compiler", "No such file"),
+        ("false", "false failed"),
+        ("true", "cannot open shared object"),  # it made nothing that can be loaded
+    ],
+)
+def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch):
+    model, prompts = tiny_model(), [[1, 2, 3], [4, 5]]
+    params = SamplingParams(20, temperature=1.0)
+    with_compiler = Sampler(model, tokenizer)
+    monkeypatch.setenv("CC", compiler)
+    # What was built or was not is remembered: here by a memory that ends with the test.
+    forgetful = functools.cache(load_kernels.__wrapped__)
+    monkeypatch.setattr("rlm.model.base.load_kernels", forgetful)
+    without = Sampler(model, tokenizer)
+    assert "not compiled" in without.description
+    assert said in without.description
+    groups = [sampler.sample(prompts, 4, params, [0, 1]) for sampler in (with_compiler, without)]
+    left, right = ([[c.token_ids for c in group] for group in groups] for groups in groups)
+    assert left == right
+
+
+def test_a_number_type_without_code_is_left_to_torch():
+    made, why = load_kernels(torch.float16, 3, 64)
+    assert (made, "no code for float16" in why) == (None, True)
+
+
+def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
+    kernels(torch.float32, 2, 8)
+    model = tiny_model()
+    sampler = Sampler(model, tokenizer)
+    assert sampler.description.endswith("passes between products compiled")
+    monkeypatch.setattr(engine.KVCache, "_decode_in_torch", None)
+    sampler.sample([[1, 2]], 2, SamplingParams(5), [0])

@@ -1,0 +1,45 @@
+"""What an adapter's run.json says, old or new, and which base is taken."""
+
+import json
+
+import pytest
+
+from rlm.cli.options import UsageError
+from rlm.model.adapter_info import AdapterInfo
+
+
+def info(tmp_path, run):
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    return AdapterInfo.load(tmp_path)
+
+
+def test_what_run_json_says(tmp_path):
+    run = {"stage": "grpo", "base_model": "b", "base_hash": "h", "quantize": "8bit"}
+    run |= {"dataset": "gsm8k", "config": {"reasoning_format": "simple"}}
+    found = info(tmp_path, run)
+    assert (found.stage, found.base_model, found.base_hash) == ("grpo", "b", "h")
+    assert (found.quantize, found.dataset, found.reasoning_format) == ("8bit", "gsm8k", "simple")
+    assert found.run == run
+
+
+def test_an_older_run_and_one_of_another_tool(tmp_path):
+    nothing = AdapterInfo.load(tmp_path)
+    assert nothing == AdapterInfo(tmp_path)
+    assert (nothing.quantize, nothing.reasoning_format) == ("none", "deepseek")
+    assert info(tmp_path, {"use_4bit": True}).quantize == "4bit"
+    assert info(tmp_path, {"use_4bit": False, "dataset": None}).quantize == "none"
+
+
+def test_flags_win_over_run_json(tmp_path):
+    found = info(tmp_path, {"base_model": "b", "quantize": "4bit"})
+    assert found.resolve_base() == ("b", "4bit")
+    assert found.resolve_base("a/copy", "none") == ("a/copy", "none")
+    with pytest.raises(UsageError, match="does not say what it was trained on"):
+        AdapterInfo(tmp_path).resolve_base()
+
+
+@pytest.mark.parametrize("text", ["{", "3"])
+def test_a_broken_run_json_is_one_line(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UsageError, match=r"run\.json is not valid JSON"):
+        AdapterInfo.load(tmp_path)

@@ -1,0 +1,213 @@
+"""Completions drawn by a vLLM server, against a scripted one."""
+
+import math
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from scripted_server import (
+    BASE,
+    END,
+    HANG_UP,
+    Reply,
+    ScriptedServer,
+    completion_choice,
+    completions_reply,
+    refuse,
+)
+
+from rlm.api_client import APIClient, APIError
+from rlm.cli.options import UsageError
+from rlm.sampling import SamplingParams, VLLMSampler
+
+
+@pytest.fixture
+def server():
+    with ScriptedServer() as server:
+        yield server
+
+
+def client_of(server: ScriptedServer) -> APIClient:
+    return APIClient(server.url, backoff=0.001)
+
+
+@pytest.fixture
+def sampler(server):
+    sampler = VLLMSampler(client_of(server), [END, 7])
+    server.requests.clear()
+    return sampler
+
+
+def test_a_group_a_prompt_with_tokens_and_logprobs_from_the_server(server, sampler):
+    server.script(
+        completions_reply(  # out of order on purpose
+            completion_choice([11, 12, 13], [-1.0, -2.0, -3.0], "length", index=1),
+            completion_choice([10, END], [-0.25, -0.5], "stop", index=0),
+        )
+    )
+    (group,) = sampler.sample([[5, 6]], 2, SamplingParams(3, temperature=0.7, top_p=0.9), [40])
+    assert [c.token_ids for c in group] == [[10, END], [11, 12, 13]]  # the end token is kept
+    assert [c.logprobs for c in group] == [[-0.25, -0.5], [-1.0, -2.0, -3.0]]
+    assert [c.truncated for c in group] == [False, True]
+    assert server.asked("completions") == [
+        {
+            "model": BASE,
+            "prompt": [5, 6],
+            "n": 2,
+            "seed": 40,
+            "max_tokens": 3,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 0,
+            "min_p": 0,
+            "repetition_penalty": 1,
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "stop": [],
+            "stop_token_ids": [END, 7],
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+    ]
+
+
+def test_many_prompts_at_once_come_back_in_order(server, sampler):
+    server.delay = 0.02
+    finished = threading.Semaphore(0)
+    prompts, seeds = [[10 * i] for i in range(6)], [3 * i for i in range(6)]
+    groups = sampler.sample(prompts, 2, SamplingParams(4), seeds, finished.release)
+    # Tokens count up from 3 + the prompt's sum + seed + i.
+    assert [[c.token_ids[0] for c in group] for group in groups] == [
+        [3 + 13 * i, 4 + 13 * i] for i in range(6)
+    ]
+    assert server.most_in_flight > 1
+    assert sum(finished.acquire(blocking=False) for _ in range(99)) == 12
+    again = sampler.sample(prompts[::-1], 2, SamplingParams(4), seeds[::-1])
+    assert again[::-1] == groups
+    assert sampler.sample([], 2, SamplingParams(4), []) == []
+
+
+def test_greedy_is_asked_once(server, sampler):
+    (group,) = sampler.sample([[1]], 3, SamplingParams(4, temperature=0), [0])
+    assert server.asked("completions")[0]["n"] == 1  # vLLM refuses more at temperature 0
+    assert len(group) == 3
+    assert group[0] == group[2]
+    assert group[0].token_ids is not group[2].token_ids
+
+
+def test_stop_texts_may_end_on_any_token(server, sampler):
+    server.script(completions_reply(completion_choice([10, 11], [-1.0, -1.0], "stop")))
+    params = SamplingParams(4, stop=("</answer>",))
+    ((completion,),) = sampler.sample([[1]], 1, params, [0])
+    assert completion.finish_reason == "stop"
+    assert server.asked("completions")[0]["stop"] == ["</answer>"]
+
+
+def test_a_failed_request_is_repeated_with_its_seed(server, sampler):
+    server.script(HANG_UP)
+    sampler.sample([[1]], 2, SamplingParams(4), [9])
+    first, second = server.asked("completions")
+    assert first == second
+
+
+def test_a_refusal_ends_the_step(server, sampler):
+    server.script(refuse(400, "maximum context length is 8"))
+    with pytest.raises(APIError, match="maximum context length is 8"):
+        sampler.sample([[i] for i in range(4)], 2, SamplingParams(4), list(range(4)))
+
+
+def without(choice: dict, *keys: str) -> dict:
+    return {key: value for key, value in choice.items() if key not in keys}
+
+
+GOOD = completion_choice([10, END], [-1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        (without(GOOD, "token_ids"), "no token ids"),
+        (without(GOOD, "logprobs"), "no token ids with their log-prob"),
+        (GOOD | {"logprobs": None}, "no token ids with their log-prob"),
+        (completion_choice([10, END], [-1.0]), "no token ids with their log-prob"),
+        (completion_choice([10, END], [None, -1.0]), "no token ids with their log-prob"),
+        (completion_choice([], []), "no token ids"),
+        (completion_choice([10, 11], [-1.0, -1.0], "stop"), r"\(stop\) at token 11"),
+        (completion_choice([10, END], [-1.0, -1.0], "length"), r"\(length\) at token 2"),
+        (completion_choice([10, 11], [-1.0, -1.0], "abort"), r"\(abort\)"),
+    ],
+)
+def test_completions_that_could_not_be_trained_on(server, sampler, choice, says):
+    server.script(Reply({"choices": [choice]}))
+    with pytest.raises(UsageError, match=says):
+        sampler.sample([[1]], 1, SamplingParams(4), [0])
+
+
+@pytest.mark.parametrize(("reply", "got"), [(completions_reply(GOOD), 1), (Reply({}), 0)])
+def test_a_wrong_number_of_completions(server, sampler, reply, got):
+    server.script(reply)
+    with pytest.raises(APIError, match=f"asked for 2 completions, got {got}"):
+        sampler.sample([[1]], 2, SamplingParams(4), [0])
+
+
+def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
+    server.processed_logprobs = False
+    with pytest.raises(UsageError, match="--logprobs-mode processed_logprobs"):
+        VLLMSampler(client_of(server), [END])
+
+
+def test_it_says_what_the_trainer_asks_of_a_sampler(server, sampler):
+    assert not sampler.exact  # so importance weights are on
+    assert sampler.description == f"vLLM at {server.url}"
+
+
+def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
+    exported = []
+
+    def export() -> Path:
+        exported.append(tmp_path / str(len(exported)))
+        return exported[-1]
+
+    sampler = VLLMSampler(client_of(server), [END], export)
+    loaded = []
+    for release in (False, True, True, False):
+        sampler.sample([[1]], 1, SamplingParams(4), [0])
+        loaded += server.adapters.values()
+        if release:
+            sampler.release()
+    assert [Path(path).name for path in loaded] == ["0", "0", "1", "2"]
+
+
+def test_sync_gives_each_adapter_a_new_name_and_drops_the_last_one(server, sampler, tmp_path):
+    sampler.sync(tmp_path / "one")
+    ((first, path),) = server.adapters.items()
+    assert path == str((tmp_path / "one").resolve())
+    sampler.sample([[1]], 1, SamplingParams(4), [0])
+    sampler.sync(tmp_path / "one")  # the same directory, other content
+    ((second, _),) = server.adapters.items()
+    assert first != second
+    assert re.fullmatch(r"rlm-[0-9a-f]{12}", second)
+    sampler.sample([[1]], 1, SamplingParams(4), [0])
+    assert [body["model"] for body in server.asked("completions")] == [first, second]
+
+
+def test_the_base_is_found_among_adapters_left_by_other_runs(server):
+    server.adapters["of another run"] = "/somewhere"
+    sampler = VLLMSampler(client_of(server), [END])
+    sampler.sample([[1]], 1, SamplingParams(4), [0])
+    assert {body["model"] for body in server.asked("completions")} == {BASE}
+
+
+def test_a_refused_adapter_is_one_line_and_the_old_one_stays(server, sampler, tmp_path):
+    sampler.sync(tmp_path)
+    before = dict(server.adapters)
+    server.script(*[refuse(500, "LoRA rank 64 is greater than max_lora_rank 16.")] * 5)
+    with pytest.raises(UsageError, match=r"did not load .*max_lora_rank 16.*--max-lora-rank"):
+        sampler.sync(tmp_path)
+    server.runtime_lora = False
+    with pytest.raises(UsageError, match=r"404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING") as caught:
+        sampler.sync(Path(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert server.adapters == before
+    assert not math.isnan(sampler.sample([[1]], 1, SamplingParams(4), [0])[0][0].logprobs[0])

@@ -1,0 +1,197 @@
+"""Goldens of learning: sampled groups, losses and gradients, the adapters of short runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from golden import check, run
+from safetensors.torch import load_file
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def compute_groups(tokenizer, merged: bool) -> list:
+    """Continuous batching: five places for twelve completions; and a request of its own kind."""
+    from rlm.sampling import Request, Sampler, SamplingParams
+
+    policy, rng = a_policy(), random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in (3, 17, 8, 24)]
+    sampler = Sampler(policy, tokenizer, max_num_seqs=5, merged=merged)
+    groups = sampler.sample(prompts, 3, SamplingParams(16, temperature=0.8), [1, 2, 3, 4])
+    greedy = Request(prompts[0], SamplingParams(12, temperature=0), seed=0, n=1)
+    nucleus = Request(prompts[1], SamplingParams(12, temperature=1.3, top_p=0.7), seed=5, n=2)
+    groups += sampler.complete([greedy, nucleus])
+    return [
+        [[c.token_ids, [round(p, 6) for p in c.logprobs], c.finish_reason] for c in group]
+        for group in groups
+    ]
+
+
+def a_policy():
+    from rlm.model.adapters import adapter_tensors, new_adapter
+
+    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy).values():
+            tensor.normal_(0, 0.2)
+    return policy
+
+
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "unmerged"])
+def test_sampled_groups(tokenizer, merged):
+    check("groups", compute_groups(tokenizer, merged), abs=2e-5)
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def compute_losses() -> dict:
+    """Loss and adapter gradient of a fixed batch; one of the three groups has no difference."""
+    from rlm.data.problem import Problem
+    from rlm.model.adapters import adapter_tensors
+    from rlm.sampling import Completion
+    from rlm.training.advantages import Group, group_advantages, has_signal
+    from rlm.training.algorithms import ALGORITHMS
+    from rlm.training.batches import make_micro_batches, make_rollouts
+    from rlm.training.config import GRPOConfig
+    from rlm.training.logprobs import token_logprobs
+    from rlm.training.loss import policy_loss
+
+    policy, rng, found = a_policy(), random.Random(0), {}
+    draw = lambda count: [rng.randrange(256) for _ in range(count)]  # noqa: E731
+    prompts = [draw(6), draw(11), draw(4)]
+    ids = [[draw(rng.randint(2, 9)) for _ in range(4)] for _ in prompts]
+    groups = [
+        Group(
+            Problem(str(i), "", ""),
+            prompt,
+            [Completion(c, [-5.0 - n / 9 for n in range(len(c))], "stop") for c in group],
+            [],
+            [],
+        )
+        for i, (prompt, group) in enumerate(zip(prompts, ids, strict=True))
+    ]
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.5, float("nan"), 0.0, 1.0]])
+    for name, algorithm in ALGORITHMS.items():
+        advantages = group_advantages(rewards, scale_by_std=algorithm.scale_by_std)
+        kept = has_signal(rewards) | (not algorithm.dynamic_sampling)
+        for term in ("plain", "kl", "importance"):
+            kl_weight = 0.1 if term == "kl" else 0.0
+            config = GRPOConfig(algorithm=name, max_new_tokens=16, kl_weight=kl_weight)
+            rollouts = make_rollouts(groups, advantages, kept, config)
+            policy.zero_grad()
+            total, tokens = 0.0, 0
+            for micro in make_micro_batches(rollouts, max_rows=3, max_tokens=999, device="cpu"):
+                logprobs, _ = token_logprobs(policy, micro, 0.9)
+                # Away from the old policy and the reference, by a step that depends on the place.
+                shift = torch.linspace(-0.3, 0.3, logprobs.shape[1])
+                micro.old_logprobs = logprobs.detach() + shift
+                if term == "kl":
+                    micro.ref_logprobs = logprobs.detach() - 2 * shift
+                corrected = {"correct_sampler": term == "importance", "kl_weight": kl_weight}
+                loss, sums = policy_loss(logprobs, micro, algorithm, **corrected)
+                loss.backward()
+                total, tokens = total + loss.item(), tokens + sums.tokens
+            gradients = {n: t.grad for n, t in adapter_tensors(policy).items()}
+            norms = [g.norm().item() for g in gradients.values()]
+            few = [g.flatten()[i].item() for g in gradients.values() for i in (0, -1)]
+            found[f"{name} {term}"] = {"loss": total, "tokens": tokens, "norms": norms, "few": few}
+    return found
+
+
+def test_losses_and_gradients():
+    check("losses", compute_losses(), rel=1e-5, abs=1e-6)
+
+
+# --- training, through the command lines ----------------------------------------------------------
+
+REWARD = """
+import os, pathlib, signal
+LETTERS = set("etaoinshrdlu")
+
+def likes_letters(completions, **_):
+    stop = os.environ.get("GOLDENS_STOP", "")  # a run's metrics.jsonl: a signal in its second step
+    if stop and pathlib.Path(stop).exists():
+        del os.environ["GOLDENS_STOP"]
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(bool(LETTERS & set(text))) + len(text) % 3 / 4 for text in completions]
+"""
+SFT = "--max-samples 24 --batch-size 8 --micro-batch 4 --learning-rate 1e-2 --lora-r 4 --seed 3"
+GRPO = (
+    "--max-samples 40 --batch-size 4 --group-size 4 --max-new-tokens 12 --steps 3 --seed 3 "
+    "--learning-rate 1e-2 --eval-every 0 --save-every 1 --sample-every 0 --eval-samples 4"
+)
+RUNS = {
+    "grpo": f"{GRPO} --lora-r 4 --sft-adapter none",
+    "kl": f"{GRPO} --sft-adapter SFT --algorithm drgrpo --kl-weight 0.1 --sampler unmerged",
+    "dapo": f"{GRPO} --sft-adapter SFT --algorithm dapo --updates-per-batch 2 --temperature 0.8",
+}
+
+
+class Training:
+    """Both stages on the tiny model; `start` gives the adapter's tensors, by name."""
+
+    def __init__(self, folder: Path, model_dir: Path) -> None:
+        self.folder, self.base = folder, model_dir
+        (folder / "reward.py").write_text(REWARD)
+        numbers = [(i, i + 2, 2 * i + 2) for i in range(60)]
+        rows = [
+            {"question": f"{a} + {b}?", "answer": str(c), "solution": f"{a} + {b} = {c}"}
+            for a, b, c in numbers
+        ]
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def start(self, script: str, name: str, flags: str, code: int = 0) -> dict[str, torch.Tensor]:
+        listed = flags.replace("SFT", str(self.folder / "sft")).split()
+        if script == "train_grpo.py":
+            listed += ["--reward", self.folder / "reward.py:likes_letters"]
+        files = ["--model", self.base, "--dataset", self.folder / "data.jsonl"]
+        files += ["--output", self.folder / name, "--run-dir", self.folder / f"{name}_run"]
+        found, said = run(script, *files, *listed)
+        assert found == code, said
+        file = self.folder / name / "adapter_model.safetensors"
+        return load_file(file) if file.exists() else {}
+
+
+def numbers_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Of each tensor its norm, its sum's size, and five values."""
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    return {
+        name: [t.norm().item(), t.abs().sum().item(), *t.flatten()[:: t.numel() // 4 - 1].tolist()]
+        for name, t in tensors.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def training(model_dir, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every machine
+        made = Training(tmp_path_factory.mktemp("training"), model_dir)
+        made.sft = made.start("train_sft.py", "sft", f"{SFT} --eval-samples 4")
+        yield made
+
+
+def test_the_adapter_of_sft(training):
+    check("sft", numbers_of(training.sft), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_adapter_of_grpo_and_of_its_resume(training, monkeypatch, name):
+    """A run that a signal stops in its second step and that is resumed: bit for bit the same."""
+    whole = training.start("train_grpo.py", name, RUNS[name])
+    check(f"adapter_{name}", numbers_of(whole), rel=1e-4, abs=1e-6)
+    metrics = training.folder / f"{name}_parts_run" / "metrics.jsonl"
+    monkeypatch.setenv("GOLDENS_STOP", str(metrics))
+    training.start("train_grpo.py", f"{name}_parts", RUNS[name], code=143)
+    assert len(metrics.read_text().splitlines()) == 2
+    assert "GOLDENS_STOP" not in os.environ
+    parts = training.start("train_grpo.py", f"{name}_parts", f"{RUNS[name]} --resume")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[tensor], whole[tensor]) for tensor in whole)

@@ -1,0 +1,58 @@
+"""Advantages against values measured on TRL 1.16, and what a group can teach."""
+
+import math
+
+import pytest
+import torch
+
+from rlm.sampling import Completion
+from rlm.training.advantages import Group, group_advantages, has_signal, overlong_penalties
+from rlm.training.algorithms import soft_overlong
+from rlm.training.config import GRPOConfig
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scale_by_std", "expected"),
+    [
+        ([1, 0, 0, 0], True, [1.499700, -0.499900, -0.499900, -0.499900]),
+        ([1, 1, 0, 0], True, [0.865875, 0.865875, -0.865875, -0.865875]),
+        ([1, 0], True, [0.707007, -0.707007]),
+        ([1] + [0] * 7, True, [2.474174] + [-0.353453] * 7),
+        ([1] + [0] * 7, False, [0.875] + [-0.125] * 7),
+        ([1, 0, NAN, 0], True, [1.154501, -0.577250, 0, -0.577250]),
+        ([0, 1, 1, 1], False, [-0.75, 0.25, 0.25, 0.25]),
+    ],
+)
+def test_advantages_are_trls(rewards, scale_by_std, expected):
+    got = group_advantages(torch.tensor([rewards], dtype=torch.float32), scale_by_std)
+    assert got[0].tolist() == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("row", [[1.0] * 4, [0.0] * 4, [0.3] * 4, [NAN] * 4, [NAN, 1, NAN, NAN]])
+@pytest.mark.parametrize("scale_by_std", [True, False])
+def test_a_group_without_a_difference_gets_exactly_zero(row, scale_by_std):
+    rewards = torch.tensor([row])
+    assert group_advantages(rewards, scale_by_std).tolist() == [[0.0] * 4]
+    assert has_signal(rewards).tolist() == [False]
+
+
+def test_groups_do_not_mix_and_rewards_are_not_written():
+    rewards = torch.tensor([[1.0, 0.0], [5.0, 3.0]])
+    before = rewards.clone()
+    assert group_advantages(rewards, False).tolist() == [[0.5, -0.5], [1.0, -1.0]]
+    assert torch.equal(rewards, before)
+
+
+def test_soft_overlong_penalty_is_dapos():
+    lengths = {15: 0, 16: -0.2, 17: -0.4, 18: -0.6, 19: -0.8, 20: -1, 21: -1}
+    options = {"max_new_tokens": 20, "buffer": 5}
+    got = {n: soft_overlong(n, False, **options) for n in lengths}
+    assert got == pytest.approx(lengths)
+    assert soft_overlong(3, True, **options) == -1  # no end token, whatever its length
+    assert soft_overlong(20, True, max_new_tokens=20, buffer=0) == 0
+    ended, cut = Completion([1] * 18, [], "stop"), Completion([1] * 20, [], "length")
+    config = GRPOConfig(max_new_tokens=20, overlong_buffer=5, overlong_penalty=-2.0)
+    penalties = overlong_penalties([Group(None, [], [ended, cut], [], [])], config)
+    assert penalties.tolist() == [pytest.approx([-1.2, -2.0])]

@@ -1,0 +1,291 @@
+"""Log-probabilities of packed micro-batches, and the fused layers: values and gradients are those
+of plain rows, full logits, and the layers of transformers and PEFT."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import kernels, tiny_model
+
+from rlm.kernels import Kernels
+from rlm.model import attention
+from rlm.model.adapters import adapter_tensors, new_adapter
+from rlm.model.base import kernels_for
+from rlm.training.advantages import group_advantages
+from rlm.training.algorithms import ALGORITHMS
+from rlm.training.batches import Rollout, make_micro_batches, row_weights
+from rlm.training.fused_layers import use_fused_layers
+from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
+from rlm.training.loss import policy_loss
+from rlm.training.mixed_precision import MixedPrecisionAdapter
+from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
+
+
+def plain_logprobs(model, prompt, completion, temperature):
+    """One row, no padding, no packing: what the packed computation must equal."""
+    ids = torch.tensor([list(prompt) + list(completion)])
+    scores = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
+    return [scores[len(prompt) + t - 1, token] for t, token in enumerate(completion)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 1), (4, 1), (3, 10_000), (99, 10_000)])
+def test_packed_logprobs_equal_plain_ones(family, max_rows, max_tokens):
+    model, rollouts = tiny_model(family), some_rollouts()
+    seen = []
+    with torch.no_grad():
+        for micro in make_micro_batches(rollouts, max_rows, max_tokens, "cpu"):
+            assert len(micro.rows) <= max_rows
+            logprobs, entropy = token_logprobs(model, micro, temperature=0.7)
+            assert (entropy[micro.completion_mask] > 0).all()
+            for i, row in enumerate(micro.rows):
+                expected = plain_logprobs(
+                    model, rollouts[row].prompt, rollouts[row].completion, 0.7
+                )
+                assert logprobs[i, : len(expected)].tolist() == pytest.approx(
+                    [float(e) for e in expected], abs=1e-5
+                )
+                assert logprobs[i, len(expected) :].abs().sum() == 0
+            seen += micro.rows
+    assert sorted(seen) == list(range(len(rollouts)))
+
+
+def test_entropy_by_hand():
+    model = tiny_model()
+    rollout = Rollout(0, [1, 2], [3], 1.0, 1.0, [-1.0])
+    (micro,) = make_micro_batches([rollout], 1, 1, "cpu")
+    _, entropy = token_logprobs(model, micro, temperature=1.0)
+    p = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1].softmax(-1)
+    assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
+
+
+def gradients(policy, rollouts, max_rows, algorithm="grpo", drift=0.0):
+    """The adapter's, of one update; `drift` moves the old policy away, to both sides."""
+    policy.zero_grad()
+    for micro in make_micro_batches(rollouts, max_rows, 10_000, "cpu"):
+        logprobs, _ = token_logprobs(policy, micro, 1.0)
+        sides = torch.tensor([(-1) ** length for length in micro.lengths])
+        micro.old_logprobs = logprobs.detach() + (drift * sides * micro.advantages)[:, None]
+        policy_loss(logprobs, micro, ALGORITHMS[algorithm])[0].backward()
+    return torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
+
+
+@pytest.fixture
+def policy():
+    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(policy).items():
+            if "lora_B" in name:
+                tensor.normal_(0, 0.1)
+    return policy
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm):
+    rollouts = some_rollouts()
+    lengths = [len(rollout.completion) for rollout in rollouts]
+    weights = row_weights(lengths, ALGORITHMS[algorithm].aggregation, 8)
+    rollouts = [replace(r, weight=w) for r, w in zip(rollouts, weights, strict=True)]
+    options = {"algorithm": algorithm, "drift": 0.4}
+    expected = gradients(policy, rollouts, 99, **options)
+    assert expected.abs().max() > 1e-4
+    assert not torch.allclose(gradients(policy, rollouts, 99, algorithm=algorithm), expected)
+    for rows in (1, 2, 4, 8):
+        assert torch.allclose(gradients(policy, rollouts, rows, **options), expected, atol=1e-6)
+    shuffled = random.Random(1).sample(rollouts, len(rollouts))
+    assert torch.allclose(gradients(policy, shuffled, 4, **options), expected, atol=1e-6)
+
+
+def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):
+    expected = gradients(policy, some_rollouts(), 99)
+    monkeypatch.setattr("rlm.training.logprobs.LOGITS_CHUNK", 3)
+    assert torch.allclose(gradients(policy, some_rollouts(), 99), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_leaving_out_groups_without_signal_keeps_the_gradient(policy, aggregation):
+    rng = random.Random(0)
+    groups = [
+        a_group(
+            [rng.randrange(256) for _ in range(5)],
+            *([rng.randrange(256) for _ in range(rng.randint(1, 6))] for _ in range(3)),
+        )
+        for _ in range(4)
+    ]
+    rewards = torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]])
+    advantages = group_advantages(rewards, True).tolist()
+    groups = [
+        replace(group, completions=[replace(c, logprobs=[0.0] * len(c.token_ids))
+                                    for c in group.completions])
+        for group in groups
+    ]  # fmt: skip
+    full = rollouts_of(groups, advantages, **AGGREGATIONS[aggregation], kl_weight=0.1)
+    fewer = rollouts_of(groups, advantages, **AGGREGATIONS[aggregation])
+    assert (len(full), len(fewer)) == (12, 6)
+    assert {rollout.problem for rollout in fewer} == {0, 3}
+    assert torch.allclose(gradients(policy, fewer, 99), gradients(policy, full, 99), atol=1e-7)
+
+
+def test_a_completion_sees_its_prompt_and_itself_alone():
+    mask = attention_mask(torch.tensor([[0, 0, 1, 2, 2, -1]]), torch.float32)[0, 0] == 0
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],  # padding looks at itself: a row of nothing would be NaN
+    ]
+
+
+def test_prompt_tokens_receive_exactly_zero_gradient(policy):
+    """Only hidden states that predict a completion token carry any."""
+    (micro,) = make_micro_batches(some_rollouts(problems=1), 9, 99, "cpu")
+    kept = []
+    decoder = policy.get_base_model().get_decoder()
+
+    def keep(module, inputs, output):
+        output.last_hidden_state.retain_grad()
+        kept.append(output.last_hidden_state)
+
+    hook = decoder.register_forward_hook(keep)
+    logprobs, _ = token_logprobs(policy, micro, 1.0)
+    hook.remove()
+    logprobs.sum().backward()
+    touched = kept[0].grad.flatten(0, 1).abs().sum(-1) > 0
+    expected = torch.zeros_like(touched)
+    expected[micro.sources] = True
+    assert torch.equal(touched, expected)
+    assert not touched[: int((micro.segments == 0).sum()) - 1].any()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
+    """Values and gradients, with an active adapter, another one, and none."""
+    calls, call = Counter(), Kernels._pass
+    monkeypatch.setattr(Kernels, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
+    model = tiny_model(family)
+    model.set_attn_implementation(attention.ATTN_IMPLEMENTATION)
+    policy = new_adapter(model, r=4, alpha=8).eval()
+    policy.add_adapter("reference", policy.peft_config["default"])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            if "lora_" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    (micro,) = make_micro_batches(some_rollouts(), 99, 9999, "cpu")
+
+    def outcome():
+        found = []
+        for adapter in ("default", "reference", None):
+            policy.set_adapter(adapter or "default")
+            if adapter is None:
+                with policy.disable_adapter():
+                    found.append(token_logprobs(policy, micro, 0.8)[0].detach())
+                continue
+            logprobs, _ = token_logprobs(policy, micro, 0.8)
+            logprobs.square().sum().backward()
+            found.append(logprobs.detach())
+            found += [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+            policy.zero_grad()
+        return found
+
+    expected = outcome()
+    assert not calls
+    use_fused_layers(policy)
+    got = outcome()
+    if kernels_for(policy)[0]:  # every one in 2 layers, 3 passes forward and 2 backward
+        norms = 2 * (4 if family == "qwen3" else 2) + 1
+        first = 2  # nothing before the first norm is trained
+        assert (calls["norm"], calls["norm_back"]) == (3 * norms, 2 * norms - first)
+        assert (calls["gating"], calls["gating_back"]) == (3 * 2, 2 * 2)
+        assert calls["masked_softmax"] == (3 + 2) * 2 * len(
+            micro.input_ids
+        )  # made again to go back
+    assert len(expected) == len(got) == 2 * (1 + 2 * 7 * 2) + 1
+    for left, right in zip(expected, got, strict=True):
+        assert (left - right).abs().max() < 1e-5 * max(1, left.abs().max())
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_a_confident_token_keeps_its_gradient_in_bf16(with_kernels):
+    """1 - p is made before rounding: with p = 0.998 in bf16 it would come out twice as large."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=generator).bfloat16()
+    targets = torch.tensor([5])
+    direction = weight[5].float() / weight[5].float().square().sum()
+    hidden = (direction * 13).bfloat16()[None]
+
+    def slope(hidden, weight):
+        head = torch.nn.Linear(32, 64, bias=False)
+        head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        hidden = hidden.clone().requires_grad_()
+        made = kernels(weight.dtype) if with_kernels else None
+        logprobs, _ = score_tokens(hidden, head, targets, 1.0, made)
+        logprobs.sum().backward()
+        return logprobs.exp().item(), hidden.grad.float()
+
+    p, expected = slope(hidden.float(), weight.float())
+    assert 0.99 < p < 0.9995
+    _, got = slope(hidden, weight)
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+def test_gradients_too_small_for_fp16_are_not_lost():
+    """The loss of one of ten thousand tokens is scaled before the backward pass."""
+    rollouts = [replace(r, weight=r.weight * 1e-5) for r in some_rollouts()]
+    (micro,) = make_micro_batches(rollouts, 99, 9999, "cpu")
+
+    def gradient(dtype):
+        policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for tensor in adapter_tensors(policy).values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+        trained = MixedPrecisionAdapter(policy.to(dtype))
+        logprobs, _ = token_logprobs(policy, micro, 1.0)
+        loss = (logprobs * micro.weights[:, None] * micro.completion_mask).sum()
+        (loss * trained.loss_scale).backward()
+        trained.accumulate()
+        return torch.cat([master.grad.flatten() for master in trained.master_weights.values()])
+
+    expected, got = gradient(torch.float32), gradient(torch.float16)
+    assert got.dtype == torch.float32
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
+    policy, temperature, with_kernels, monkeypatch
+):
+    if with_kernels:
+        kernels(policy.dtype)
+        assert kernels_for(policy)[0]
+    else:
+        monkeypatch.setattr("rlm.training.logprobs.kernels_for", lambda model: (None, "a test"))
+    rollouts = some_rollouts()
+    factors = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    expected = []
+    for rollout in rollouts:
+        text = torch.tensor([[*rollout.prompt, *rollout.completion]])
+        logits = policy(text).logits[0, len(rollout.prompt) - 1 : -1].float() / temperature
+        every = logits.log_softmax(-1)
+        drawn = every.gather(-1, text[0, len(rollout.prompt) :, None]).squeeze(-1)
+        (drawn * factors[: len(drawn)]).sum().backward()
+        expected.append((drawn.detach(), -(every.exp() * every).sum(-1).detach()))
+    gradient = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
+    policy.zero_grad()
+    for micro in make_micro_batches(rollouts, 3, 9999, "cpu"):
+        logprobs, entropy = token_logprobs(policy, micro, temperature)
+        for row, values, spread in zip(micro.rows, logprobs, entropy, strict=True):
+            length = len(rollouts[row].completion)
+            assert torch.allclose(values[:length], expected[row][0], atol=1e-5)
+            assert torch.allclose(spread[:length], expected[row][1], atol=1e-5)
+            assert not values[length:].any()
+        (logprobs * factors[: logprobs.shape[1]]).sum().backward()
+    got = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
+    assert gradient.abs().max() > 0.1
+    assert torch.allclose(got, gradient, atol=1e-5, rtol=1e-4)
