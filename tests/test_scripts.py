@@ -515,7 +515,7 @@ CONFIGS = [
     "inference.InferenceConfig",
     "server.ServerConfig",
     "examples.demo.DemoConfig",
-    "recipes.orchestrator.config.Config",
+    "recipes.orchestrator.config.OrchestratorConfig",
     "recipes.orchestrator.evaluate.EvaluateConfig",
     "recipes.orchestrator.ask.AskConfig",
     "recipes.experience.train.TrainConfig",

@@ -1,4 +1,4 @@
-"""Who speaks for the agents: a frozen model of ours, shared where possible, or a server."""
+"""The frozen model that plays the agents: one of ours, shared where possible, or an API's."""
 
 from __future__ import annotations
 
@@ -12,57 +12,73 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.config import Config
-from recipes.orchestrator.prompts import PLAIN
-from recipes.orchestrator.runner import Agents, Call, Reply, Runner
+from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
 from rlm.cli.options import UsageError
-from rlm.data.prompts import render_prompt
+from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model import adapters
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.sampling import Request, Sampler
+from rlm.sampling import Request, Sampler, SamplingParams
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.base and rlm.model.adapters see to it
+if TYPE_CHECKING:
     from peft import PeftModel
+
+    from rlm.sampling.vllm import VLLMSampler
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to an agent; equal greedy ones have equal replies."""
+
+    system_prompt: str
+    text: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An agent's reply; where an API failed `error` says why, and the text is empty."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True)
 class AgentModel:
-    """A frozen model, by name. Its weights are loaded when a run opens it, if at all."""
+    """A frozen model, by name. `load_agents` loads its weights, if they are not there already."""
 
     name: str
     adapter: Path | None = None
     quantize: str = "none"
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def __str__(self) -> str:
         return f"{self.name} + {self.adapter}" if self.adapter else self.name
 
 
 class LocalAgents:
-    """A model of ours, through the sampling engine."""
+    """A model of ours that plays the agents, through the sampling engine."""
 
     def __init__(
         self,
         sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
-        wears: Callable[[], AbstractContextManager] = nullcontext,
+        use_adapter: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        """
-        Args:
-            wears: makes the sampler's model the agents' while they speak, where it is shared.
-        """
-        self._sampler, self._tokenizer, self._wears = sampler, tokenizer, wears
+        self._sampler, self._tokenizer = sampler, tokenizer
+        self._use_adapter = use_adapter  # while they write, where the orchestrator's base is theirs
 
-    def reply(self, calls: Sequence[Call]) -> list[Reply]:
+    def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
+        """Reply to each call, all in one batch."""
         # Whatever a system prompt holds, it was written by a model: plain text, no special tokens.
-        prompts = [
-            render_prompt(self._tokenizer, call.text, PLAIN, system_prompt=call.system_prompt)
-            for call in calls
-        ]
-        asked = zip(prompts, calls, strict=True)
-        with self._wears():
-            groups = self._sampler.complete([Request(p, c.params, c.seed) for p, c in asked])
+        render = partial(render_prompt, self._tokenizer, format=FORMATS["deepseek"])
+        prompts = [render(call.text, system_prompt=call.system_prompt) for call in calls]
+        pairs = zip(prompts, calls, strict=True)
+        with self._use_adapter():
+            groups = self._sampler.complete([Request(p, params, call.seed) for p, call in pairs])
         ids = [completion.token_ids for (completion,) in groups]
         return [
             Reply(self._tokenizer.decode(row, skip_special_tokens=True), len(prompt), len(row))
@@ -70,10 +86,11 @@ class LocalAgents:
         ]
 
     def release(self) -> None:
+        """Free the memory that only a batch needs."""
         self._sampler.release()
 
 
-class RemoteAgents:
+class APIAgents:
     """A model behind an OpenAI-compatible API. A request that fails is recorded, not scored."""
 
     def __init__(self, client: APIClient, model: str) -> None:
@@ -82,92 +99,74 @@ class RemoteAgents:
     def __str__(self) -> str:
         return f"{self._model} at {self._client.url}"
 
-    def reply(self, calls: Sequence[Call]) -> list[Reply]:
+    def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
+        """Reply to each call, as many at a time as the client sends."""
         with ThreadPoolExecutor(self._client.concurrency) as pool:
-            return list(pool.map(self._one, calls))
+            return list(pool.map(partial(self._chat, params), calls))
 
-    def _one(self, call: Call) -> Reply:
-        roles = {"system": call.system_prompt, "user": call.text}
+    def _chat(self, params: SamplingParams, call: Call) -> Reply:
+        system = {"role": "system", "content": call.system_prompt}
         try:
-            said = self._client.chat(
-                [{"role": role, "content": text} for role, text in roles.items()],
+            reply = self._client.chat(
+                [system, {"role": "user", "content": call.text}],
                 model=self._model,
-                temperature=call.params.temperature,
-                max_tokens=call.params.max_new_tokens,
+                temperature=params.temperature,
+                max_tokens=params.max_new_tokens,
                 seed=call.seed % 2**31,
             )
         except APIError as error:
             return Reply("", error=str(error))
-        return Reply(said.text, said.prompt_tokens, said.completion_tokens)
+        return Reply(reply.text, reply.prompt_tokens, reply.completion_tokens)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
 
-def choose_agents(config: Config) -> AgentModel | RemoteAgents:
-    """Whom the config names.
+def choose_agents(config: OrchestratorConfig) -> AgentModel | APIAgents:
+    """The agents that the config names.
 
     Raises:
-        UsageError: the adapter is not there, or the server's URL or key is none.
+        UsageError: the adapter is not there, or the URL or key of the API is none.
     """
     if config.agent_url:
         limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
-        return RemoteAgents(APIClient(config.agent_url, **limits), config.agent_model)
-    adapter = config.agent_adapter
-    if adapter:
-        adapters.check_adapter(adapter, "run: python train_grpo.py")
-    return AgentModel(config.agent_model or config.model, adapter, config.quantize)
+        return APIAgents(APIClient(config.agent_url, **limits), config.agent_model)
+    if config.agent_adapter:
+        adapters.check_adapter(config.agent_adapter, "run: python train_grpo.py")
+    return AgentModel(config.agent_model or config.model, config.agent_adapter, config.quantize)
 
 
-def open_runner(
-    config: Config,
-    agents: Agents | AgentModel,
+def load_agents(
+    agents: AgentModel | APIAgents,
+    config: OrchestratorConfig,
     policy: PeftModel,
-    sampler: Sampler | object,
     tokenizer: PreTrainedTokenizerBase,
-    agent_tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Runner:
-    """The agents, ready to speak. On the orchestrator's base they share it, sampler included.
-
-    Args:
-        policy, sampler, tokenizer: the orchestrator's; another sampler is made where it is no
-            `Sampler` but a server.
+    sampler: Sampler | VLLMSampler,
+) -> LocalAgents | APIAgents:
+    """Load the agents' model, if it is ours; where it is the orchestrator's, they share weights.
 
     Raises:
-        UsageError: the agents' adapter is not there, or belongs to another base; or it cannot be
-            worn on the orchestrator's.
+        UsageError: the adapter belongs to another base, or cannot share the orchestrator's.
     """
-    if isinstance(agents, AgentModel):
-        agents = _open(config, agents, policy, sampler, tokenizer, agent_tokenizer)
-    return Runner(agents, config.agent_max_tokens, config.agent_temperature)
-
-
-def _open(
-    config: Config,
-    agents: AgentModel,
-    policy: PeftModel,
-    sampler: Sampler | object,
-    tokenizer: PreTrainedTokenizerBase,
-    agent_tokenizer: PreTrainedTokenizerBase | None,
-) -> LocalAgents:
+    if not isinstance(agents, AgentModel):
+        return agents
     if agents.adapter:
         adapters.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
-    if (agents.name, agents.quantize) == (config.model, config.quantize):
-        name = "agent" if agents.adapter else None
+    if (agents.name, agents.quantize) != (config.model, config.quantize):
+        model = models.load_base(agents.name, machine.pick_device(), quantize=agents.quantize)
         if agents.adapter:
-            was_plain = adapters.has_plain_lora(policy)
-            adapters.load_adapter(policy, agents.adapter, trainable=False, name=name)
-            if was_plain and not adapters.has_plain_lora(policy):  # its layers take no other
-                raise UsageError(
-                    f"adapter {agents.adapter} is more than plain LoRA: agents with it need a base "
-                    "of their own (--agent-model with another copy's path)"
-                )
-        if not isinstance(sampler, Sampler):
-            sampler = Sampler(policy, tokenizer)
-        return LocalAgents(sampler, tokenizer, partial(adapters.using_adapter, policy, name))
-    device = machine.pick_device()
-    model = models.load_base(agents.name, device, quantize=agents.quantize)
-    if agents.adapter:
-        model = adapters.load_adapter(model, agents.adapter, trainable=False)
-    agent_tokenizer = agent_tokenizer or models.load_tokenizer(agents.name)
-    return LocalAgents(Sampler(model, agent_tokenizer), agent_tokenizer)
+            model = adapters.load_adapter(model, agents.adapter, trainable=False)
+        tokenizer = agents.tokenizer or models.load_tokenizer(agents.name)
+        return LocalAgents(Sampler(model, tokenizer), tokenizer)
+    name = "agent" if agents.adapter else None
+    if name:
+        was_plain = adapters.has_plain_lora(policy)
+        adapters.load_adapter(policy, agents.adapter, trainable=False, name=name)
+        if was_plain and not adapters.has_plain_lora(policy):  # its layers take no other
+            raise UsageError(
+                f"adapter {agents.adapter} is more than plain LoRA: agents with it need a base "
+                "of their own (--agent-model with another copy's path)"
+            )
+    if not isinstance(sampler, Sampler):  # a vLLM server has the orchestrator's adapter only
+        sampler = Sampler(policy, tokenizer)
+    return LocalAgents(sampler, tokenizer, partial(adapters.using_adapter, policy, name))

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.orchestrator.graph import Invalid
-from recipes.orchestrator.orchestrator import OpenRun
+from recipes.orchestrator.graph import Graph
+from recipes.orchestrator.orchestrator import Orchestrator
 from rlm.cli import terminal
 from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
-from rlm.grading.answers import grade
+from rlm.data.problem import Problem
 from rlm.model import hardware as machine
 
 
@@ -32,24 +32,25 @@ class AskConfig:
 
 def main(config: AskConfig) -> int:
     machine.prepare_process()
-    run = OpenRun.open(config.run)
-    for attempt in range(config.tries):
-        (written,) = run.write([config.question], temperature=min(attempt, 1), seed=attempt)
-        if not isinstance(written.graph, Invalid):
-            break
-        terminal.line(f"no valid graph ({written.graph.reason}: {written.graph.detail})")
-    else:
-        raise UsageError(f"no valid graph in {config.tries} tries; the last: {written.text[:200]}")
-    (done,) = run.runner.run([config.question], [written.graph])
-    if done.error:
-        raise UsageError(done.error)
-    for name, call in done.calls.items():
-        terminal.line(f"{name}, told: {call.system_prompt}\n{done.replies[name].text}\n")
+    orchestrator = Orchestrator.load(config.run)
     # The gold does not matter: the verdict also carries the answer as it was found.
-    found = grade(done.final_text, "0", strict=False).answer
-    tokens = len(written.completion.token_ids)
+    problem = Problem("asked", config.question, "0")
+    for attempt in range(config.tries):
+        (run,) = orchestrator.solve([problem], temperature=min(attempt, 1), seed=attempt)
+        if isinstance(run.graph, Graph):
+            break
+        terminal.line(f"no valid graph ({run.graph.reason}: {run.graph.detail})")
+    else:
+        text = run.generation.text[:200]
+        raise UsageError(f"no valid graph in {config.tries} tries; the last: {text}")
+    if run.error:
+        raise UsageError(run.error)
+    for name, call in run.calls.items():
+        terminal.line(f"{name}, told: {call.system_prompt}\n{run.replies[name].text}\n")
+    written = len(run.generation.completion.token_ids)
     terminal.line(
-        f"answer: {found or 'none found'}  (graph {tokens} tokens, agents {done.written})"
+        f"answer: {run.verdict.answer or 'none found'}  (graph {written} tokens, agents "
+        f"{run.completion_tokens})"
     )
     return 0
 

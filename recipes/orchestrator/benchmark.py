@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from recipes.orchestrator.agents import LocalAgents
-from recipes.orchestrator.cold_start import written_graph
+from recipes.orchestrator.cold_start import random_graph
 from recipes.orchestrator.runner import Runner
 from rlm.cli import terminal
 from rlm.cli.flags import check_values, flag
@@ -55,14 +55,14 @@ def measure(config: BenchmarkConfig, agents: LocalAgents) -> dict[str, Any]:
     )
     runs: dict[str, list[float]] = {"all at once": [], "one at a time": []}
     for repetition in range(config.repeats + 1):
-        questions = [p.question for p in problems[repetition * count :][:count]]
+        asked = problems[repetition * count :][:count]
         rng = random.Random(repetition)
-        graphs = [written_graph(rng) for _ in questions]
+        graphs = [random_graph(rng) for _ in asked]
         for way, at_once in zip(runs, (count, 1), strict=True):
             runner = Runner(agents, config.max_new_tokens)  # with nothing cached
             started = time.monotonic()
             for i in range(0, count, at_once):
-                runner.run(questions[i : i + at_once], graphs[i : i + at_once])
+                runner.run(asked[i : i + at_once], graphs[i : i + at_once])
             if repetition:
                 runs[way].append(count / (time.monotonic() - started))
     ratios = [a / b for a, b in zip(*runs.values(), strict=True)]

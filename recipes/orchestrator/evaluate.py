@@ -3,7 +3,7 @@
 What may be written for a problem is two replies' length: the single agent has it in one reply, the
 others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
 the single agent write about as many as the trained orchestrator and its agents did together.
-A problem that an agent's server failed on in any row is in none: rows are paired by problem.
+A problem that an agent's API failed on in any row is in none: rows are paired by problem.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
 """
@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.orchestrator import OpenRun, Written
-from recipes.orchestrator.prompts import ASKED_TWICE, HAND_WRITTEN, SINGLE
-from recipes.orchestrator.reward import Outcome, summary, try_graphs
-from recipes.orchestrator.runner import Runner
+from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
+from recipes.orchestrator.reward import graph_metrics
+from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
 from rlm.cli import terminal
 from rlm.cli.flags import check_values, flag
@@ -30,6 +30,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, to_dict
 from rlm.data.loaders import is_file, load_problems
 from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
 from rlm.evaluation.statistics import bootstrap_interval, paired_bootstrap, wilson_interval
 from rlm.grading.voting import majority_score
 from rlm.model import hardware as machine
@@ -37,13 +38,18 @@ from rlm.model.adapters import using_adapter
 from rlm.runs.atomic_files import replace_file, replace_json
 from rlm.runs.directory import check_writable
 
-FIXED = {"asked twice": ASKED_TWICE, "two agents, by hand": HAND_WRITTEN}
-SHARES = {
-    "valid": "valid_rate",
-    "differ": "distinct",
-    "alike": "similarity",
-    "leaks": "leak_rate",
+SOLVER_PROMPT = FORMATS["deepseek"].system_prompt
+FIXED_GRAPHS = {
+    name: Graph.chain(*(text.format(solver=SOLVER_PROMPT) for text in prompts))
+    for name, prompts in PROMPTS["fixed_graphs"].items()
 }
+ADAPTERS = {
+    "orchestrator, bare model": None,
+    "orchestrator, untrained": "start",
+    "orchestrator, trained": "default",
+}
+# Column → metric of a row.
+COLUMNS = {"valid": "valid_rate", "differ": "distinct", "alike": "similarity", "leaks": "leak_rate"}
 
 
 @dataclass
@@ -62,173 +68,143 @@ class EvaluateConfig:
         check_values(self)
 
 
-@dataclass
-class Row:
-    """A row of the table, problem by problem; tokens are means over problems."""
-
-    groups: Sequence[Sequence[Outcome]]  # of each problem: one, or those that vote
-    graphs: Sequence[Written] = ()  # of each problem, where the orchestrator wrote it
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        return [outcome for group in self.groups for outcome in group]
-
-    @property
-    def scores(self) -> list[float]:
-        """Of each problem, in 0…1."""
-        return [
-            majority_score([outcome.verdict for outcome in group])
-            if len(group) > 1
-            else float(group[0].correct)
-            for group in self.groups
-        ]
-
-    @property
-    def read(self) -> float:
-        """By the agents, and by the orchestrator."""
-        own = sum(graph.prompt_tokens for graph in self.graphs)
-        return (own + sum(o.run.read for o in self.outcomes if o.run)) / len(self.groups)
-
-    @property
-    def written(self) -> float:
-        """By the agents."""
-        return sum(o.run.written for o in self.outcomes if o.run) / len(self.groups)
-
-    @property
-    def orchestrator(self) -> float:
-        """Written by the orchestrator."""
-        return sum(len(g.completion.token_ids) for g in self.graphs) / len(self.groups)
-
-    def only(self, places: Sequence[int]) -> Row:
-        """The same on some of the problems."""
-        return Row(
-            [self.groups[i] for i in places], [self.graphs[i] for i in places if self.graphs]
-        )
-
-    def figures(self, single: Row, price: Price) -> dict[str, object]:
-        """What evaluation.json says of it. Ties in the vote make scores that are no 0 or 1."""
-        correct, total = sum(self.scores), len(self.scores)
-        exact = set(self.scores) <= {0.0, 1.0}
-        ends = wilson_interval(int(correct), total) if exact else bootstrap_interval(self.scores)
-        return {
-            "accuracy": {"mean": correct / total, "low": ends[0], "high": ends[1], "n": total},
-            "against_single": asdict(paired_bootstrap(single.scores, self.scores)),
-            "written": self.written,
-            "orchestrator": self.orchestrator,
-            "read": self.read,
-            "cost_of_1000": 1000 * price.cost(self.read, self.written + self.orchestrator),
-            **(summary(self.outcomes) if self.orchestrator else {}),
-        }
+Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 
-def fixed_row(run: OpenRun, problems: Sequence[Problem], graph: Graph) -> Row:
-    """The same graph for all problems; a single agent may write as much as two."""
-    limit = 2 * run.config.agent_max_tokens // len(graph.agents)
-    graphs = [graph] * len(problems)
-    return Row([[o] for o in try_graphs(run.runner, problems, graphs, max_new_tokens=limit)])
+def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int) -> dict[str, Row]:
+    """Run everything that is compared on the problems; the vote comes last, as its size follows."""
+    config, agents = orchestrator.config, orchestrator.runner.agents
+    rows: dict[str, Row] = {}
+    for name, graph in FIXED_GRAPHS.items():
+        limit = 2 * config.agent_max_tokens // len(graph.agents)
+        runner = Runner(agents, limit, config.agent_temperature)
+        rows[name] = [[run] for run in runner.run(problems, [graph] * len(problems))]
+    for name, adapter in ADAPTERS.items():
+        if adapter == "start" and config.sft_adapter is None:
+            continue  # training began with the bare model
+        with using_adapter(orchestrator.policy, adapter):
+            rows[name] = [[run] for run in orchestrator.solve(problems)]
+        terminal.line(f"{name}: done")
+    judged = without_failures(rows)
+    single, trained = (tokens(judged[name]) for name in ("single agent", "orchestrator, trained"))
+    k = round((trained["written"] + trained["orchestrator"]) / max(1.0, single["written"])) or 1
+    voters = [problem for problem in problems for _ in range(k)]
+    runner = Runner(agents, 2 * config.agent_max_tokens, temperature=1.0)
+    votes = runner.run(voters, [FIXED_GRAPHS["single agent"]] * len(voters), seed)
+    groups = [votes[i : i + k] for i in range(0, len(votes), k)]
+    return rows | {f"single agent, vote of {k}": groups}
 
 
-def written_row(run: OpenRun, problems: Sequence[Problem], adapter: str | None) -> Row:
-    """The greedy graphs of the model with this adapter; an invalid one solves nothing."""
-    with using_adapter(run.policy, adapter):
-        written = run.write([problem.question for problem in problems])
-    outcomes = try_graphs(run.runner, problems, [w.graph for w in written])
-    return Row([[outcome] for outcome in outcomes], written)
-
-
-def vote_row(run: OpenRun, problems: Sequence[Problem], k: int, seed: int) -> Row:
-    """The number that most of k sampled replies of the single agent give."""
-    runner = Runner(run.runner.agents, 2 * run.config.agent_max_tokens, temperature=1.0)
-    asked = [problem for problem in problems for _ in range(k)]
-    outcomes = try_graphs(runner, asked, [SINGLE] * len(asked), seed=seed)
-    return Row([outcomes[i : i + k] for i in range(0, len(outcomes), k)])
-
-
-def judged_in_all(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """The rows without the problems that some row has no verdict on.
-
-    A failed call is no wrong answer, and what is paired needs the same problems in every row.
+def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Leave out the problems that an API call failed on in any row: a failure is no wrong answer.
 
     Raises:
         UsageError: no problem is left.
     """
-    count = len(next(iter(rows.values())).groups)
-    kept = [i for i in range(count) if all(o.judged for r in rows.values() for o in r.groups[i])]
-    if not kept:
+    judged = [
+        not any(run.error for group in groups for run in group)
+        for groups in zip(*rows.values(), strict=True)
+    ]
+    if not any(judged):
         raise UsageError("a call failed on every problem; is the agents' endpoint all right?")
-    return {name: row.only(kept) for name, row in rows.items()}
+    return {name: list(compress(row, judged)) for name, row in rows.items()}
 
 
-def show(figures: dict[str, dict], title: str) -> None:
-    """Two tables, each as wide as a plain terminal: who is right, and what it takes."""
-    right, takes = (_table(name) for name in (title, "Tokens a problem; cost of 1000; graphs"))
-    for head in ("accuracy, %", "against single"):
-        right.add_column(head, justify="right", no_wrap=True)
-    for head in ("agents", "graph", "read", "cost", *SHARES):
-        takes.add_column(head, justify="right", no_wrap=True)
-    for name, row in figures.items():
+def scores(row: Row) -> list[float]:
+    """Accuracy on each problem, in 0…1; that of a vote with ties lies between."""
+    return [
+        float(group[0].solved()) if len(group) == 1 else majority_score([r.verdict for r in group])
+        for group in row
+    ]
+
+
+def tokens(row: Row) -> dict[str, float]:
+    """Means over problems: written by the agents and by the orchestrator, read by both."""
+    runs = [run for group in row for run in group]
+    generations = [run.generation for run in runs if run.generation]
+    totals = {
+        "written": sum(run.completion_tokens for run in runs),
+        "orchestrator": sum(len(g.completion.token_ids) for g in generations),
+        "read": sum(one.prompt_tokens for one in (*runs, *generations)),
+    }
+    return {name: total / len(row) for name, total in totals.items()}
+
+
+def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
+    """What evaluation.json holds of a row."""
+    solved, used = scores(row), tokens(row)
+    correct, total = sum(solved), len(solved)
+    exact = set(solved) <= {0.0, 1.0}
+    low, high = wilson_interval(int(correct), total) if exact else bootstrap_interval(solved)
+    written = used["written"] + used["orchestrator"]
+    graphs = graph_metrics([group[0] for group in row]) if row[0][0].generation else {}
+    return {
+        "accuracy": {"mean": correct / total, "low": low, "high": high, "n": total},
+        "against_single": asdict(paired_bootstrap(scores(single), solved)),
+        **used,
+        "cost_of_1000": 1000 * price.cost(used["read"], written),
+        **graphs,
+    }
+
+
+def show(metrics: Mapping[str, Mapping], title: str) -> None:
+    """Print two tables, each as wide as a plain terminal: who is right, and what it takes."""
+    accuracy, cost = [], []
+    for name, row in metrics.items():
         of, gain = row["accuracy"], row["against_single"]
-        right.add_row(
-            name,
-            f"{100 * of['mean']:.1f} ({100 * of['low']:.0f}–{100 * of['high']:.0f})",
-            f"{gain['points']:+.1f} ({gain['low']:+.1f} to {gain['high']:+.1f})",
+        accuracy.append(
+            (
+                name,
+                f"{100 * of['mean']:.1f} ({100 * of['low']:.0f}–{100 * of['high']:.0f})",
+                f"{gain['points']:+.1f} ({gain['low']:+.1f} to {gain['high']:+.1f})",
+            )
         )
-        shares = [row.get(f"graph/{share}") for share in SHARES.values()]
-        takes.add_row(
-            name,
-            *(f"{row[kind]:.0f}" for kind in ("written", "orchestrator", "read")),
-            f"{row['cost_of_1000']:.3g}",
-            *("" if share is None else f"{share:.2f}" for share in shares),
-        )
-    terminal.console.print(right)
-    terminal.console.print(takes)
+        tokens = (f"{row[kind]:.0f}" for kind in ("written", "orchestrator", "read"))
+        shares = [row.get(f"graph/{metric}") for metric in COLUMNS.values()]
+        shares = ("" if share is None else f"{share:.2f}" for share in shares)
+        cost.append((name, *tokens, f"{row['cost_of_1000']:.3g}", *shares))
+    _print_table(title, ("accuracy, %", "against single"), accuracy)
+    heads = ("agents", "graph", "read", "cost", *COLUMNS)
+    _print_table("Tokens a problem; cost of 1000; graphs", heads, cost)
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    return table
+def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.columns[0].no_wrap = True
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    terminal.console.print(table)
 
 
 def main(config: EvaluateConfig) -> int:
     machine.prepare_process()
     check_writable("--output", config.output)  # before the hours, not after them
-    run = OpenRun.open(config.run)
-    dataset = run.config.dataset
+    orchestrator = Orchestrator.load(config.run)
+    dataset = orchestrator.config.dataset
     split = config.split or ("validation" if is_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
-    rows = {"single agent": fixed_row(run, problems, SINGLE)}
-    rows |= {name: fixed_row(run, problems, graph) for name, graph in FIXED.items()}
-    writers = {"bare model": None, "untrained": "start", "trained": "default"}
-    if run.config.sft_adapter is None:
-        del writers["untrained"]  # training began with the bare model
-    for name, adapter in writers.items():
-        rows[f"orchestrator, {name}"] = written_row(run, problems, adapter)
-        terminal.line(f"orchestrator, {name}: done")
-    paired = judged_in_all(rows)
-    one, trained = max(1.0, paired["single agent"].written), paired["orchestrator, trained"]
-    k = max(1, round((trained.written + trained.orchestrator) / one))
-    rows[f"single agent, vote of {k}"] = vote_row(run, problems, k, config.seed)
-
-    paired, price = judged_in_all(rows), Price(config.read_price, config.written_price)
-    single = paired["single agent"]
-    figures = {name: row.figures(single, price) for name, row in paired.items()}
-    for name, row in rows.items():  # which were to blame
-        figures[name]["failed"] = sum(not outcome.judged for outcome in row.outcomes)
-    title = f"{dataset}, {split}, n = {len(single.groups)}; agents: {run.agents}"
-    show(figures, title)
-    left_out = len(problems) - len(single.groups)
+    rows = make_rows(orchestrator, problems, config.seed)
+    judged, price = without_failures(rows), Price(config.read_price, config.written_price)
+    single = judged["single agent"]
+    metrics = {name: row_metrics(row, single, price) for name, row in judged.items()}
+    runs = [(name, run) for name, row in rows.items() for group in row for run in group]
+    for name in metrics:
+        metrics[name]["failed"] = sum(run.error is not None for row, run in runs if row == name)
+    title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
+    show(metrics, title)
+    left_out = len(problems) - len(single)
     if left_out:
         terminal.line(
             f"{left_out} of {len(problems)} problems are left out of all rows: an agent's server "
             "failed on them (agent_failed in traces.jsonl)"
         )
-    about = {"title": title, "config": to_dict(config), "run": to_dict(run.config)}
-    about["left_out"] = left_out
-    replace_json(config.output / "evaluation.json", about | {"rows": figures})
-    traces = [{"row": name, **o.record()} for name, row in rows.items() for o in row.outcomes]
-    lines = [json.dumps(trace, ensure_ascii=False) + "\n" for trace in traces]
-    replace_file(config.output / "traces.jsonl", "".join(lines))
+    about = {"title": title, "config": to_dict(config), "run": to_dict(orchestrator.config)}
+    about |= {"left_out": left_out, "rows": metrics}
+    replace_json(config.output / "evaluation.json", about)
+    lines = [json.dumps({"row": name} | run.to_dict(), ensure_ascii=False) for name, run in runs]
+    replace_file(config.output / "traces.jsonl", "".join(line + "\n" for line in lines))
     terminal.line(f"written: {config.output}/evaluation.json, traces.jsonl")
     return 0
 

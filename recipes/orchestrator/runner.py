@@ -1,61 +1,42 @@
-"""Runs many graphs at once, level by level: all first agents in one batch, then all second ones.
-
-Whoever answers for the agents is an `Agents` (agents.py has two: our sampler and a server).
-"""
+"""Runs many graphs at once: all first agents in one batch, then all second ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
-from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.prompts import agent_input
-from rlm.sampling import SamplingParams, prompt_seed
-
-
-@dataclass(frozen=True)
-class Call:
-    """What an agent is asked, and with which limits; equal greedy calls have equal replies."""
-
-    system_prompt: str
-    text: str
-    params: SamplingParams
-    seed: int = 0
+from recipes.orchestrator.agents import APIAgents, Call, LocalAgents, Reply
+from recipes.orchestrator.graph import Agent, Graph, InvalidGraph
+from rlm.data.problem import Problem
+from rlm.grading.answers import Verdict, grade
+from rlm.grading.numbers import numbers_in, parse_number
+from rlm.sampling import Completion, SamplingParams, prompt_seed
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What it said. error: why it could not, where a server failed; text is then empty."""
+class Generation:
+    """What the orchestrator read and wrote for a problem."""
 
+    prompt_tokens: int
+    completion: Completion
     text: str
-    read: int = 0  # tokens
-    written: int = 0
-    error: str | None = None
-
-
-class Agents(Protocol):
-    """The frozen model behind all agents."""
-
-    def reply(self, calls: Sequence[Call]) -> list[Reply]:
-        """One reply per call, as one batch."""
-
-    def release(self) -> None:
-        """Give back what only a batch needs."""
 
 
 @dataclass
-class Run:
-    """A graph at work on a problem: what each agent read and said."""
+class Trajectory:
+    """A graph on a problem: what each agent read and wrote, and whether the answer is right."""
 
-    question: str
-    graph: Graph
-    calls: dict[str, Call] = field(default_factory=dict)
+    problem: Problem
+    graph: Graph | InvalidGraph
+    calls: dict[str, Call] = field(default_factory=dict)  # by agent
     replies: dict[str, Reply] = field(default_factory=dict)
+    generation: Generation | None = None  # where the orchestrator wrote the graph
 
     @property
     def error(self) -> str | None:
-        """Why there is no final text."""
+        """Why there is no verdict: an agent's API failed."""
         return next((reply.error for reply in self.replies.values() if reply.error), None)
 
     @property
@@ -63,75 +44,121 @@ class Run:
         return "" if self.error else self.replies[self.graph.last].text
 
     @property
-    def read(self) -> int:
-        return sum(reply.read for reply in self.replies.values())
+    def prompt_tokens(self) -> int:
+        return sum(reply.prompt_tokens for reply in self.replies.values())
 
     @property
-    def written(self) -> int:
-        return sum(reply.written for reply in self.replies.values())
+    def completion_tokens(self) -> int:
+        return sum(reply.completion_tokens for reply in self.replies.values())
 
-    def trace(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return {
-            "agents": {
-                name: {
-                    "system_prompt": call.system_prompt,
-                    "input_payload": call.text,
-                    "output_text": self.replies[name].text,
-                }
-                for name, call in self.calls.items()
-            },
-            "final_text": self.final_text,
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The lenient grader's on the final text; where there is none, the reason says why."""
+        if isinstance(self.graph, InvalidGraph):
+            return Verdict(False, self.graph.reason, None)
+        if self.error:
+            return Verdict(False, "agent_failed", None)
+        return grade(self.final_text, self.problem.answer, strict=False)
+
+    @property
+    def leak(self) -> bool:
+        """Whether a prompt holds the gold, and the problem itself does not."""
+        gold = parse_number(self.problem.answer)
+        if isinstance(self.graph, InvalidGraph) or gold is None:
+            return False
+        in_prompts = any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
+        return in_prompts and abs(gold) not in numbers_in(self.problem.question)
+
+    def ready(self) -> list[Agent]:
+        """The agents that have every draft they read, and were not asked yet."""
+        if self.error or isinstance(self.graph, InvalidGraph):
+            return []
+        inputs = self.graph.inputs()
+        waiting = [agent for agent in self.graph.agents if agent.id not in self.calls]
+        return [agent for agent in waiting if self.replies.keys() >= set(inputs[agent.id])]
+
+    def solved(self, zero_leaks: bool = False) -> bool:
+        """Whether the answer is right, and with `zero_leaks` not given away by a prompt."""
+        return self.verdict.correct and not (zero_leaks and self.leak)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As rollouts.jsonl holds it."""
+        row = {"verdict": self.verdict.reason, "correct": self.verdict.correct, "leak": self.leak}
+        if isinstance(self.graph, InvalidGraph):
+            return row | {"graph": None, "detail": self.graph.detail}
+        agents = {
+            name: {
+                "system_prompt": call.system_prompt,
+                "input_payload": call.text,
+                "output_text": self.replies[name].text,
+            }
+            for name, call in self.calls.items()
+        }
+        return row | {
+            "graph": self.graph.model_dump(exclude_none=True),
+            "trace": {"agents": agents, "final_text": self.final_text},
+            "tokens_read": self.prompt_tokens,
+            "tokens_written": self.completion_tokens,
         }
 
 
 class Runner:
     """Runs graphs on problems. Greedy calls are cached by content: the agents never change."""
 
-    def __init__(self, agents: Agents, max_new_tokens: int, temperature: float = 0.0) -> None:
+    def __init__(
+        self, agents: LocalAgents | APIAgents, max_new_tokens: int, temperature: float = 0.0
+    ) -> None:
         self.agents = agents
         self.params = SamplingParams(max_new_tokens, temperature)
         self._cache: dict[Call, Reply] = {}
 
     def run(
         self,
-        questions: Sequence[str],
-        graphs: Sequence[Graph],
-        seeds: Sequence[int] | None = None,
-        max_new_tokens: int | None = None,
-    ) -> list[Run]:
-        """Each graph on the question beside it; as many batches as the deepest graph has levels.
+        problems: Sequence[Problem],
+        graphs: Sequence[Graph | InvalidGraph],
+        seed: int = 0,
+        numbers: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """Run each graph on the problem beside it: a batch for each agent of the longest chain.
 
         Args:
-            seeds: one per graph, where agents draw at a temperature.
-            max_new_tokens: of each agent, instead of the runner's.
+            seed: of agents that sample at a temperature.
+            numbers: tells the graphs of a problem apart, for that seed; by default their places.
         """
-        params = self.params
-        if max_new_tokens:
-            params = SamplingParams(max_new_tokens, params.temperature)
-        runs = [Run(question, graph) for question, graph in zip(questions, graphs, strict=True)]
-        plans = [(graph.levels(), graph.inputs()) for graph in graphs]
-        for depth in range(max((len(levels) for levels, _ in plans), default=0)):
-            asked: list[tuple[Run, str]] = []
-            for i, (run, (levels, inputs)) in enumerate(zip(runs, plans, strict=True)):
-                if run.error or depth >= len(levels):
-                    continue
-                for agent in levels[depth]:
-                    drafts = {name: run.replies[name].text for name in inputs[agent.id]}
-                    text = agent_input(run.question, drafts)
-                    seed = prompt_seed(seeds[i], agent.id) if seeds and params.temperature else 0
-                    run.calls[agent.id] = Call(agent.system_prompt, text, params, seed)
-                    asked.append((run, agent.id))
-            replies = self._reply([run.calls[name] for run, name in asked])
-            for (run, name), reply in zip(asked, replies, strict=True):
-                run.replies[name] = reply
+        runs = [Trajectory(*pair) for pair in zip(problems, graphs, strict=True)]
+        numbers = range(len(runs)) if numbers is None else numbers
+        seeds = [prompt_seed(seed, p.id, n) for p, n in zip(problems, numbers, strict=True)]
+        pairs = list(zip(runs, seeds, strict=True))
+        while jobs := [(run, agent, seed) for run, seed in pairs for agent in run.ready()]:
+            for run, agent, seed in jobs:
+                run.calls[agent.id] = self._call(run, agent, seed)
+            replies = self._chat([run.calls[agent.id] for run, agent, _ in jobs])
+            for (run, agent, _), reply in zip(jobs, replies, strict=True):
+                run.replies[agent.id] = reply
         self.agents.release()
         return runs
 
-    def _reply(self, calls: Sequence[Call]) -> list[Reply]:
-        """The replies, equal calls asked once; a failed one is asked again next time."""
-        known = self._cache if self.params.temperature == 0 else {}
-        new = [call for call in dict.fromkeys(calls) if call not in known]
-        found = dict(zip(new, self.agents.reply(new), strict=True)) if new else {}
-        known |= {call: reply for call, reply in found.items() if reply.error is None}
-        return [known.get(call) or found[call] for call in calls]
+    def _call(self, run: Trajectory, agent: Agent, seed: int) -> Call:
+        drafts = {name: run.replies[name].text for name in run.graph.inputs()[agent.id]}
+        seed = prompt_seed(seed, agent.id) if self.params.temperature else 0
+        return Call(agent.system_prompt, agent_input(run.problem.question, drafts), seed)
+
+    def _chat(self, calls: Sequence[Call]) -> list[Reply]:
+        """Ask equal calls once; a failed one is asked again next time."""
+        new = [call for call in dict.fromkeys(calls) if call not in self._cache]
+        replies = dict(zip(new, self.agents.chat(new, self.params), strict=True)) if new else {}
+        if self.params.temperature == 0:
+            self._cache |= {call: reply for call, reply in replies.items() if not reply.error}
+        return [replies.get(call) or self._cache[call] for call in calls]
+
+
+def agent_input(question: str, drafts: Mapping[str, str]) -> str:
+    """The user's text of an agent's conversation: the bare problem where there is no draft.
+
+    >>> agent_input("1 + 1?", {"agentA": "two"})
+    'PROBLEM: 1 + 1?\\n\\nDRAFT of agentA: two'
+    """
+    if not drafts:
+        return question
+    rows = [f"PROBLEM: {question}", *(f"DRAFT of {name}: {text}" for name, text in drafts.items())]
+    return "\n\n".join(rows)

@@ -7,16 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.orchestrator.cold_start import written_graph
-from recipes.orchestrator.graph import REASONS, Agent, Graph, Invalid, agent_id, read_graph
-from recipes.orchestrator.prompts import HAND_WRITTEN, agent_input, orchestrator_prompt
-from recipes.orchestrator.reward import leaks_answer, similarity
+from recipes.orchestrator.cold_start import random_graph
+from recipes.orchestrator.evaluate import FIXED_GRAPHS
+from recipes.orchestrator.graph import (
+    AGENT_IDS,
+    REASONS,
+    Agent,
+    Graph,
+    InvalidGraph,
+    parse_graph,
+)
+from recipes.orchestrator.orchestrator import orchestrator_prompt
+from recipes.orchestrator.reward import jaccard_similarity
+from recipes.orchestrator.runner import Trajectory, agent_input
 from rlm.data.problem import Problem
 from rlm.grading.numbers import numbers_in
 
 A, B, C = (
-    {"id": agent_id(i), "type": "llm", "system_prompt": text}
-    for i, text in enumerate(("solve", "check", "decide"))
+    {"id": name, "type": "llm", "system_prompt": text}
+    for name, text in zip(AGENT_IDS, ("solve", "check", "decide"), strict=False)
 )
 
 
@@ -42,7 +51,7 @@ GOOD = written(A, B)
     ],
 )
 def test_a_graph_is_found_wherever_it_stands(text):
-    graph = read_graph(text)
+    graph = parse_graph(text)
     assert isinstance(graph, Graph), graph
     assert graph.prompts == ["solve", "check"]
 
@@ -53,13 +62,15 @@ def test_a_graph_is_found_wherever_it_stands(text):
         "write {x} and {{y}} and }",
         'say "done" \\ then stop',
         "```json\n{}\n``` is the format",
+        "```{}``` is the format",
         "two\nlines",
         "żółć 👍 <|im_end|>",
     ],
 )
 def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
-    for text in (written(A | {"system_prompt": prompt}, B), Graph.chain(prompt, "check").text()):
-        graph = read_graph(f"```json\n{text}\n```")
+    texts = [written(A | {"system_prompt": prompt}, B), Graph.chain(prompt, "check").to_json()]
+    for text in [*texts, *(f"```json\n{text}\n```" for text in texts)]:
+        graph = parse_graph(text)
         assert isinstance(graph, Graph), graph
         assert graph.prompts == [prompt, "check"]
 
@@ -106,8 +117,8 @@ def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
     ],
 )
 def test_what_is_no_graph_has_a_reason(text, reason):
-    found = read_graph(text)
-    assert isinstance(found, Invalid), found
+    found = parse_graph(text)
+    assert isinstance(found, InvalidGraph), found
     assert found.reason == reason
     json.dumps(found.detail).encode()
     found.detail.encode()  # it is written to a UTF-8 file
@@ -116,45 +127,39 @@ def test_what_is_no_graph_has_a_reason(text, reason):
 @given(st.one_of(st.text(), st.text(alphabet='{}[]",:`\\ agentsAB\n')))
 def test_reading_never_raises(text):
     for candidate in (text, GOOD[: len(text) % len(GOOD)] + text):
-        found = read_graph(candidate)
+        found = parse_graph(candidate)
         assert isinstance(found, Graph) or found.reason in REASONS
 
 
-def test_more_agents_when_they_are_allowed():
-    assert isinstance(read_graph(written(A, B, C), max_agents=3), Graph)
-    assert isinstance(read_graph(GOOD, max_agents=3), Graph)
-    assert read_graph(written(A), max_agents=3).reason == "schema"
-
-
-def test_a_chain_runs_in_order_and_edges_run_side_by_side():
-    def names(levels):
-        return [[agent.id for agent in level] for level in levels]
-
-    chain = read_graph(written(A, B, C), max_agents=3)
-    assert names(chain.levels()) == [["agentA"], ["agentB"], ["agentC"]]
+def test_agents_read_the_one_before_or_whom_the_edges_say():
+    chain = parse_graph(written(A, B, C), max_agents=3)
     assert chain.inputs() == {"agentA": [], "agentB": ["agentA"], "agentC": ["agentB"]}
     assert chain.last == "agentC"
     edges = [["agentC", "agentB"], ["agentA", "agentB"]]
-    joined = read_graph(written(A, B, C, edges=edges), max_agents=3)
-    assert names(joined.levels()) == [["agentA", "agentC"], ["agentB"]]
-    assert joined.inputs()["agentB"] == ["agentA", "agentC"]
+    joined = parse_graph(written(A, B, C, edges=edges), max_agents=3)
+    assert joined.inputs() == {"agentA": [], "agentB": ["agentA", "agentC"], "agentC": []}
     assert joined.last == "agentB"
+    assert isinstance(parse_graph(GOOD, max_agents=3), Graph)
+    assert parse_graph(written(A), max_agents=3).reason == "schema"
+    assert Graph.chain("x").agents == [Agent(id="agentA", type="llm", system_prompt="x")]
 
 
 def test_text_and_reading_are_inverse():
     rng = random.Random(0)
-    graphs = [written_graph(rng, max_agents=4) for _ in range(200)]
-    assert [read_graph(graph.text(), max_agents=4) for graph in graphs] == graphs
+    graphs = [random_graph(rng, max_agents=4) for _ in range(200)]
+    assert [parse_graph(graph.to_json(), max_agents=4) for graph in graphs] == graphs
     assert {len(graph.agents) for graph in graphs} == {2, 3, 4}
     assert any(graph.edges for graph in graphs)
-    assert read_graph(HAND_WRITTEN.text()) == HAND_WRITTEN
+    by_hand = FIXED_GRAPHS["two agents, by hand"]
+    assert parse_graph(by_hand.to_json()) == by_hand
+    again = random.Random(0)
+    assert [random_graph(again, max_agents=4) for _ in range(200)] == graphs
 
 
-def test_the_shape_in_the_prompt_is_the_one_that_is_read():
-    for most in (2, 3):
-        prompt = orchestrator_prompt(most)
-        shape = prompt[prompt.index('{"agents') :]
-        assert isinstance(read_graph(shape, most), Graph)
+@pytest.mark.parametrize("most", [2, 3])
+def test_the_shape_in_the_prompt_is_the_one_that_is_read(most):
+    prompt = orchestrator_prompt(most)
+    assert isinstance(parse_graph(prompt[prompt.index('{"agents') :], most), Graph)
 
 
 def test_an_agent_sees_the_problem_and_the_drafts():
@@ -203,16 +208,12 @@ def test_numbers_that_stand_alone(text, found):
     ],
 )
 def test_the_gold_in_a_prompt_is_a_leak(prompts, question, answer, leak):
-    assert leaks_answer(Graph.chain(*prompts), Problem("p", question, answer)) is leak
+    assert Trajectory(Problem("p", question, answer), Graph.chain(*prompts)).leak is leak
 
 
 def test_similarity_by_hand():
     one, two, three = Graph.chain("a", "b"), Graph.chain("a", "c"), Graph.chain("d", "e")
-    assert similarity([one, one]) == 1
-    assert similarity([one, two]) == pytest.approx(1 / 3)  # {a} of {a, b, c}
-    assert similarity([one, two, three]) == pytest.approx(1 / 9)
-    assert similarity([one]) == similarity([]) == 0
-
-
-def test_a_chain_of_one_is_a_single_agent():
-    assert Graph.chain("x").agents == [Agent(id="agentA", type="llm", system_prompt="x")]
+    assert jaccard_similarity([one, one]) == 1
+    assert jaccard_similarity([one, two]) == pytest.approx(1 / 3)  # {a} of {a, b, c}
+    assert jaccard_similarity([one, two, three]) == pytest.approx(1 / 9)
+    assert jaccard_similarity([one]) == jaccard_similarity([]) == 0

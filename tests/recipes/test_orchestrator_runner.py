@@ -3,25 +3,30 @@
 import threading
 
 import pytest
+from conftest import tiny_model
 from scripted_server import BASE, ScriptedServer, chat_reply, refuse
 
-from recipes.orchestrator.agents import LocalAgents, RemoteAgents
-from recipes.orchestrator.graph import Graph, Invalid
-from recipes.orchestrator.reward import GraphReward, summary, try_graphs
-from recipes.orchestrator.runner import Reply, Runner
+from recipes.orchestrator.agents import APIAgents, LocalAgents, Reply
+from recipes.orchestrator.config import OrchestratorConfig
+from recipes.orchestrator.graph import Graph, InvalidGraph
+from recipes.orchestrator.reward import GraphReward, graph_metrics
+from recipes.orchestrator.runner import Runner
 from rlm.api_client import APIClient
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.sampling import Sampler
 
+SUMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(40)]
+CHAIN = Graph.chain("solve", "check")
+
 
 class Scripted:
-    """Agents whose replies are a function of the call; counts batches."""
+    """Agents whose replies are a function of the call; keeps the batches."""
 
-    def __init__(self, answer):
+    def __init__(self, answer=lambda call: f"<{call.system_prompt}|{call.text}>"):
         self.answer, self.batches = answer, []
 
-    def reply(self, calls):
+    def chat(self, calls, params):
         self.batches.append(list(calls))
         said = [self.answer(call) for call in calls]
         return [s if isinstance(s, Reply) else Reply(s, 10, len(s)) for s in said]
@@ -29,20 +34,17 @@ class Scripted:
     def release(self):
         pass
 
-
-def echo(call):
-    return f"<{call.system_prompt}|{call.text}>"
-
-
-SUMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(4)]
+    @property
+    def sizes(self):
+        return [len(batch) for batch in self.batches]
 
 
 def test_the_second_agent_sees_the_draft_and_has_the_last_word():
-    (run,) = Runner(Scripted(echo), 9).run(["1 + 1?"], [Graph.chain("solve", "check")])
+    (run,) = Runner(Scripted(), 9).run(SUMS[1:2], [CHAIN])
     draft = "<solve|1 + 1?>"
     final = f"<check|PROBLEM: 1 + 1?\n\nDRAFT of agentA: {draft}>"
     assert run.final_text == final
-    assert run.trace() == {
+    assert run.to_dict()["trace"] == {
         "agents": {
             "agentA": {"system_prompt": "solve", "input_payload": "1 + 1?", "output_text": draft},
             "agentB": {
@@ -53,56 +55,47 @@ def test_the_second_agent_sees_the_draft_and_has_the_last_word():
         },
         "final_text": final,
     }
-    assert (run.read, run.written) == (20, len(draft) + len(final))
+    assert (run.prompt_tokens, run.completion_tokens) == (20, len(draft) + len(final))
 
 
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_batches_are_as_many_as_levels_whatever_the_number_of_graphs(count):
-    agents = Scripted(echo)
+    agents = Scripted()
     graphs = [Graph.chain(f"solve {i}", f"check {i}") for i in range(count)]
-    runs = Runner(agents, 9).run([f"{i}?" for i in range(count)], graphs)
-    assert [len(batch) for batch in agents.batches] == [count, count]
-    assert [run.graph for run in runs] == graphs
-    assert [run.question for run in runs] == [f"{i}?" for i in range(count)]
+    runs = Runner(agents, 9).run(SUMS[:count], graphs)
+    assert agents.sizes == [count, count]
+    assert [(run.problem, run.graph) for run in runs] == list(zip(SUMS, graphs, strict=False))
 
 
 def test_graphs_of_different_depth_run_together():
-    agents = Scripted(echo)
-    star = Graph(
-        agents=Graph.chain("a", "b", "c").agents,
-        edges=[["agentA", "agentC"], ["agentB", "agentC"]],
-    )
+    agents = Scripted()
+    edges = [["agentA", "agentC"], ["agentB", "agentC"]]
+    star = Graph(agents=Graph.chain("a", "b", "c").agents, edges=edges)
     graphs = [Graph.chain("x"), Graph.chain("u", "v", "w"), star]
-    runs = Runner(agents, 9).run(["1?", "2?", "3?"], graphs)
-    assert [len(batch) for batch in agents.batches] == [4, 2, 1]
-    assert runs[0].final_text == "<x|1?>"
-    assert runs[2].final_text == (
-        "<c|PROBLEM: 3?\n\nDRAFT of agentA: <a|3?>\n\nDRAFT of agentB: <b|3?>>"
-    )
+    runs = Runner(agents, 9).run(SUMS[1:4], graphs)
+    assert agents.sizes == [4, 2, 1]
+    assert runs[0].final_text == "<x|1 + 1?>"
+    drafts = "DRAFT of agentA: <a|3 + 3?>\n\nDRAFT of agentB: <b|3 + 3?>"
+    assert runs[2].final_text == f"<c|PROBLEM: 3 + 3?\n\n{drafts}>"
 
 
 def test_equal_greedy_calls_are_asked_once():
-    agents = Scripted(echo)
+    agents = Scripted()
     runner = Runner(agents, 9)
-    same = Graph.chain("solve", "check")
-    first = runner.run(["1?"] * 5, [same] * 5)
-    assert [len(batch) for batch in agents.batches] == [1, 1]
-    assert runner.run(["1?"], [same])[0].trace() == first[0].trace()
-    assert len(agents.batches) == 2
-    runner.run(["1?"], [same], max_new_tokens=5)  # another limit is another call
-    assert len(agents.batches) == 4
+    first = runner.run(SUMS[:1] * 5, [CHAIN] * 5)
+    assert agents.sizes == [1, 1]
+    assert runner.run(SUMS[:1], [CHAIN])[0].to_dict() == first[0].to_dict()
+    assert agents.sizes == [1, 1]
 
 
 def test_sampled_calls_are_not_cached_and_have_seeds_of_their_own():
-    agents = Scripted(echo)
+    agents = Scripted()
     runner = Runner(agents, 9, temperature=0.5)
-    same = Graph.chain("solve", "check")
-    runner.run(["1?"] * 3, [same] * 3, seeds=[1, 2, 2])
-    assert [len(batch) for batch in agents.batches] == [2, 2]
-    seeds = {call.seed for batch in agents.batches for call in batch}
-    assert len(seeds) == 4
-    runner.run(["1?"], [same], seeds=[1])
-    assert len(agents.batches) == 4
+    runner.run(SUMS[:1] * 3, [CHAIN] * 3, numbers=[1, 2, 2])
+    assert agents.sizes == [2, 2]
+    assert len({call.seed for batch in agents.batches for call in batch}) == 4
+    runner.run(SUMS[:1], [CHAIN], numbers=[1])
+    assert agents.sizes == [2, 2, 1, 1]
 
 
 def test_a_failed_call_ends_its_graph_alone_and_is_asked_again():
@@ -111,14 +104,13 @@ def test_a_failed_call_ends_its_graph_alone_and_is_asked_again():
     def answer(call):
         return Reply("", error="no reply") if broken and call.system_prompt == "bad" else "4"
 
-    agents = Scripted(answer)
-    runner = Runner(agents, 9)
-    graphs = [Graph.chain("bad", "check"), Graph.chain("solve", "check")]
-    lost, good = runner.run(["2 + 2?"] * 2, graphs)
+    runner = Runner(Scripted(answer), 9)
+    graphs = [Graph.chain("bad", "check"), CHAIN]
+    lost, good = runner.run(SUMS[2:3] * 2, graphs)
     assert (lost.error, lost.final_text, list(lost.calls)) == ("no reply", "", ["agentA"])
     assert good.error is None
     broken = False
-    assert runner.run(["2 + 2?"], graphs[:1])[0].error is None
+    assert runner.run(SUMS[2:3], graphs[:1])[0].error is None
 
 
 # --- rewards ------------------------------------------------------------------------------------
@@ -132,31 +124,40 @@ def solver(call):
     return f"[{2 * number}]" if "careful" in call.system_prompt else "[999]"
 
 
-GOOD, BAD, BROKEN = Graph.chain("be careful", "repeat").text(), Graph.chain("x", "y").text(), "{"
+GOOD, BAD = (Graph.chain(*p).to_json() for p in (("be careful", "repeat"), ("x", "y")))
+BROKEN = "{"
+
+
+def reward_of(agents, temperature=0.0, **options):
+    return GraphReward(Runner(agents, 9, temperature), OrchestratorConfig(**options))
 
 
 def test_invalid_graphs_stay_in_their_group_with_zero():
-    reward = GraphReward(Runner(Scripted(solver), 9))
-    groups = [[GOOD, BROKEN, BAD], [BROKEN] * 3, [GOOD, GOOD, BAD]]
-    scores = reward(SUMS[1:], groups)
+    reward = reward_of(Scripted(solver))
+    scores = reward(SUMS[1:4], [[GOOD, BROKEN, BAD], [BROKEN] * 3, [GOOD, GOOD, BAD]])
     assert scores.rewards == [[1.0, 0.0, 0.0], [0.0] * 3, [1.0, 1.0, 0.0]]
-    assert [[o.verdict.reason for o in row] for row in reward.take_outcomes()[0]] == [
+    (records,) = reward.pop_records()
+    assert [[record["verdict"] for record in group] for group in records] == [
         ["correct", "bad_json", "wrong"], ["bad_json"] * 3, ["correct", "correct", "wrong"],
     ]  # fmt: skip
-    found = scores.metrics
-    assert found["graph/valid_rate"] == pytest.approx(5 / 9)
-    assert found["graph/bad_json"] == pytest.approx(4 / 9)
-    assert found["graph/no_json"] == 0
-    assert found["graph/distinct"] == pytest.approx(2 / 5)
-    assert found["agents/correct"] == pytest.approx(3 / 9)
+    expected = {
+        "graph/valid_rate": 5 / 9,
+        "graph/bad_json": 4 / 9,
+        "graph/no_json": 0,
+        "graph/distinct": 2 / 5,
+        "agents/correct": 3 / 9,
+    }
+    assert {name: scores.metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def test_nothing_is_run_where_no_graph_is_valid():
     agents = Scripted(solver)
-    scores = GraphReward(Runner(agents, 9))(SUMS[:1], [[BROKEN, ""]])
-    assert scores.rewards == [[0.0, 0.0]]
-    assert agents.batches == []
+    scores = reward_of(agents)(SUMS[:1], [[BROKEN, ""]])
+    assert (scores.rewards, agents.batches) == ([[0.0, 0.0]], [])
     assert scores.metrics["graph/distinct"] == 0
+    # Of several processes one may have no group to replace.
+    none = reward_of(agents)([], [])
+    assert (none.rewards, none.metrics) == ([], {})
 
 
 @pytest.mark.parametrize(
@@ -172,23 +173,23 @@ def test_nothing_is_run_where_no_graph_is_valid():
     ],
 )
 def test_the_verifier_is_exact(final, gold, reward):
-    scorer = GraphReward(Runner(Scripted(lambda call: final), 9))
+    scorer = reward_of(Scripted(lambda call: final))
     assert scorer([Problem("p", "how many?", gold)], [[BAD, BAD]]).rewards == [[reward, reward]]
 
 
-@pytest.mark.parametrize(("zero", "earned"), [(True, 0.0), (False, 1.0)])
-def test_a_leaked_answer_is_counted_and_earns_nothing(zero, earned):
-    leaking = Graph.chain("careful: it is 6", "repeat").text()
-    reward = GraphReward(Runner(Scripted(solver), 9), zero_leaks=zero)
-    scores = reward([SUMS[3]], [[leaking, GOOD]])
-    assert scores.rewards == [[earned, 1.0]]
-    assert scores.metrics["graph/leak_rate"] == 0.5
-    assert scores.metrics["agents/correct"] == 1.0
-
-
-def test_a_format_reward_pays_for_valid_graphs():
-    reward = GraphReward(Runner(Scripted(solver), 9), format_reward=0.1)
-    assert reward([SUMS[1]], [[GOOD, BAD, BROKEN]]).rewards == [[1.1, 0.1, 0.0]]
+@pytest.mark.parametrize(
+    ("options", "rewards"),
+    [
+        ({}, [0, 1, 0, 0]),
+        ({"zero_leaks": False}, [1, 1, 0, 0]),
+        ({"format_reward": 0.1}, [0.1, 1.1, 0.1, 0]),
+    ],
+)
+def test_what_a_leak_and_a_valid_graph_earn(options, rewards):
+    leaking = Graph.chain("careful: it is 6", "repeat").to_json()
+    scores = reward_of(Scripted(solver), **options)([SUMS[3]], [[leaking, GOOD, BAD, BROKEN]])
+    assert scores.rewards == [rewards]
+    assert (scores.metrics["graph/leak_rate"], scores.metrics["agents/correct"]) == (0.25, 0.5)
 
 
 def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
@@ -196,41 +197,25 @@ def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
 
     def seeds(problems):
         agents = Scripted(solver)
-        reward = GraphReward(Runner(agents, 9, temperature=0.5), seed=3)
-        reward(problems, [[GOOD, BAD, GOOD]] * len(problems))
+        reward_of(agents, temperature=0.5, seed=3)(problems, [[GOOD, BAD, GOOD]] * len(problems))
         calls = [call for batch in agents.batches for call in batch]
         return [call.seed for call in calls if SUMS[2].question in call.text]
 
     alone = seeds([SUMS[2]])
     assert len(set(alone)) == 6
-    assert seeds(SUMS) == alone
-
-
-def test_a_share_without_problems_has_no_figures():
-    """Of several processes one may have no group to replace."""
-    scores = GraphReward(Runner(Scripted(solver), 9))([], [])
-    assert (scores.rewards, scores.metrics) == ([], {})
-
-
-def test_a_failed_agent_is_no_verdict():
-    reward = GraphReward(Runner(Scripted(lambda call: Reply("", error="down")), 9))
-    scores = reward([SUMS[1]], [[GOOD, BROKEN]])
-    assert scores.rewards == [[None, 0.0]]
-    assert scores.metrics["agents/failed"] == 1
-    assert reward.take_outcomes()[0][0][0].record()["verdict"] == "agent_failed"
+    assert seeds(SUMS[:4]) == alone
 
 
 def test_records_hold_graph_and_trace():
-    outcomes = try_graphs(
-        Runner(Scripted(solver), 9), SUMS[1:3], [Graph.chain("careful", "y"), Invalid("cycle", "?")]
-    )
-    ran, invalid = (outcome.record() for outcome in outcomes)
-    assert ran["graph"] == Graph.chain("careful", "y").model_dump(exclude_none=True)
+    graphs = [Graph.chain("careful", "y"), InvalidGraph("cycle", "?")]
+    runs = Runner(Scripted(solver), 9).run(SUMS[1:3], graphs)
+    ran, invalid = (run.to_dict() for run in runs)
+    assert ran["graph"] == graphs[0].model_dump(exclude_none=True)
     assert ran["trace"]["final_text"] == "[2]"
     assert invalid == {
         "verdict": "cycle", "correct": False, "leak": False, "graph": None, "detail": "?",
     }  # fmt: skip
-    assert summary(outcomes)["graph/cycle"] == 0.5
+    assert graph_metrics(runs)["graph/cycle"] == 0.5
 
 
 # --- the two kinds of agents --------------------------------------------------------------------
@@ -244,26 +229,27 @@ def test_a_server_answers_for_the_agents():
         return body["messages"][0]["content"].upper()
 
     with ScriptedServer(answer) as server:
-        agents = RemoteAgents(APIClient(server.url, concurrency=3), BASE)
+        agents = APIAgents(APIClient(server.url, concurrency=3), BASE)
         graphs = [Graph.chain(f"solve {i}", f"check {i}") for i in range(3)]
-        runs = Runner(agents, 7).run(["1?", "2?", "3?"], graphs)
+        runs = Runner(agents, 7).run(SUMS[:3], graphs)
         asked = server.asked("chat/completions")
     assert [run.final_text for run in runs] == ["CHECK 0", "CHECK 1", "CHECK 2"]
-    assert [run.read for run in runs] == [20] * 3
-    assert {body["max_tokens"] for body in asked} == {7}
-    assert {body["temperature"] for body in asked} == {0.0}
+    assert [run.prompt_tokens for run in runs] == [20] * 3
+    assert {(body["max_tokens"], body["temperature"]) for body in asked} == {(7, 0.0)}
     roles = [[message["role"] for message in body["messages"]] for body in asked]
     assert roles == [["system", "user"]] * 6
-    assert {body["messages"][1]["content"] for body in asked[:3]} == {"1?", "2?", "3?"}
+    questions = {body["messages"][1]["content"] for body in asked[:3]}
+    assert questions == {problem.question for problem in SUMS[:3]}
 
 
 def test_a_refused_request_is_recorded_not_scored():
     with ScriptedServer() as server:
         server.script(refuse(400, "too long"), chat_reply("[2]"), chat_reply("[2]"))
-        client = APIClient(server.url, concurrency=1)
-        reward = GraphReward(Runner(RemoteAgents(client, BASE), 7))
-        scores = reward([SUMS[1]], [[GOOD, BAD]])
-    assert sorted(scores.rewards[0], key=str) == [1.0, None]
+        reward = reward_of(APIAgents(APIClient(server.url, concurrency=1), BASE))
+        scores = reward([SUMS[1]], [[GOOD, BAD, BROKEN]])
+    assert scores.rewards == [[None, 1.0, 0.0]]
+    assert scores.metrics["agents/failed"] == 1
+    assert reward.pop_records()[0][0][0]["verdict"] == "agent_failed"
 
 
 def test_no_prompt_that_a_model_wrote_can_forge_a_role(tokenizer):
@@ -275,15 +261,9 @@ def test_no_prompt_that_a_model_wrote_can_forge_a_role(tokenizer):
 
 
 def test_local_agents_say_what_the_model_says(tokenizer):
-    from conftest import tiny_model
-
-    sampler = Sampler(tiny_model(), tokenizer)
-    runner = Runner(LocalAgents(sampler, tokenizer), 8)
-    graphs = [Graph.chain("solve", "check"), Graph.chain("other", "check")]
-    together = runner.run(["1 + 1?", "2 + 2?"], graphs)
-    alone = [
-        Runner(LocalAgents(sampler, tokenizer), 8).run([q], [g])[0]
-        for q, g in zip(["1 + 1?", "2 + 2?"], graphs, strict=True)
-    ]
-    assert [run.trace() for run in together] == [run.trace() for run in alone]
-    assert all(0 < run.written <= 16 for run in together)
+    agents = LocalAgents(Sampler(tiny_model(), tokenizer), tokenizer)
+    graphs = [CHAIN, Graph.chain("other", "check")]
+    together = Runner(agents, 8).run(SUMS[:2], graphs)
+    alone = [Runner(agents, 8).run(SUMS[i : i + 1], graphs[i : i + 1])[0] for i in (0, 1)]
+    assert [run.to_dict() for run in together] == [run.to_dict() for run in alone]
+    assert all(0 < run.completion_tokens <= 16 for run in together)

@@ -7,11 +7,9 @@ import csv
 import dataclasses
 import hashlib
 import json
-import random
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,20 +21,16 @@ from scripted_server import ScriptedServer
 
 from recipes.orchestrator import ask, cold_start, evaluate
 from recipes.orchestrator import train as recipe
-from recipes.orchestrator.agents import AgentModel, LocalAgents, choose_agents
-from recipes.orchestrator.config import Config
-from recipes.orchestrator.graph import Graph, Invalid, read_graph
-from recipes.orchestrator.orchestrator import OpenRun
-from recipes.orchestrator.prompts import orchestrator_prompt
-from recipes.orchestrator.reward import Outcome, try_graphs
-from recipes.orchestrator.runner import Reply, Runner
-from recipes.orchestrator.train import LOGS, OrchestratorTrainer, fit
+from recipes.orchestrator.agents import AgentModel, LocalAgents, Reply, choose_agents
+from recipes.orchestrator.config import Config, OrchestratorConfig
+from recipes.orchestrator.graph import Graph, InvalidGraph, parse_graph
+from recipes.orchestrator.orchestrator import Orchestrator, orchestrator_prompt
+from recipes.orchestrator.runner import Trajectory
+from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.problem import Problem
-from rlm.grading.answers import Verdict
-from rlm.grading.voting import majority_score
 from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter
@@ -48,7 +42,9 @@ ROOT = Path(__file__).parents[2]
 SEEDS = ROOT.parent / "shared" / "seeds"
 CPU = Device("cpu", torch.float32, "test")
 WORDS = ("red", "blue", "green", "gold")
-SKELETON = Graph.chain("solve", "WORD").text().replace("solve", "|").replace("WORD", "|").split("|")
+SKELETON = re.split("solve|WORD", Graph.chain("solve", "WORD").to_json())
+GOOD, BAD = (Graph.chain("solve", word).to_json() for word in ("gold", "red"))
+LEAKING = Graph.chain("solve", "gold, 420")  # 20 + 400
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
 
 
@@ -62,7 +58,7 @@ class Scripted:
     def __init__(self, text="draft", word="gold"):
         self.text, self.word, self.batches = text, word, 0
 
-    def reply(self, calls):
+    def chat(self, calls, params):
         self.batches += 1
         return [Reply(self._say(call), 1, 1) for call in calls]
 
@@ -93,45 +89,43 @@ def base(tmp_path_factory):
 
 
 def options(base, tmp_path, name="run", **more):
-    defaults = {
-        "model": str(base),
-        "sft_adapter": None,
-        "steps": 3,
-        "batch_size": 4,
-        "group_size": 4,
-        "max_new_tokens": 12,
-        "learning_rate": 3e-3,
-        "kl_weight": 0.05,
-        "warmup_steps": 0,
-        "lr_schedule": "constant",
-        "lora_r": 8,
-        "eval_every": 0,
-        "eval_samples": 4,
-        "sample_every": 0,
-        "save_every": 1,
-        "agent_adapter": None,
-        "agent_max_tokens": 6,
-        "run_dir": tmp_path / name,
-    }
-    return Config(**defaults | more)
+    quick = {
+        "model": str(base), "sft_adapter": None, "agent_adapter": None, "run_dir": tmp_path / name,
+        "steps": 3, "batch_size": 4, "group_size": 4, "max_new_tokens": 12, "agent_max_tokens": 6,
+        "learning_rate": 3e-3, "kl_weight": 0.05, "warmup_steps": 0, "lr_schedule": "constant",
+        "lora_r": 8, "eval_every": 0, "eval_samples": 4, "sample_every": 0, "save_every": 1,
+    }  # fmt: skip
+    return OrchestratorConfig(**quick | more)
+
+
+def teach_toy_graphs(patch):
+    """Make the cold start one of toy graphs, which is quick."""
+    patch.setattr(cold_start, "random_graph", toy_graph)
+    patch.setattr(cold_start, "LEARNING_RATE", 2e-2)
 
 
 @pytest.fixture(scope="module")
 def start(base, tmp_path_factory):
     """The cold start, once."""
     path = tmp_path_factory.mktemp("start") / "adapter"
-    config = options(base, path, sft_adapter=path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cold_start, "written_graph", toy_graph)
-        patch.setattr(cold_start, "PEAK_RATE", 2e-2)
-        cold_start.make_start_adapter(config, (PROBLEMS * 5)[:160])
+        teach_toy_graphs(patch)
+        config = options(base, path, sft_adapter=path)
+        cold_start.train_start_adapter(config, (PROBLEMS * 5)[:160])
     return path
 
 
+def make_trainer(config, agents=None):
+    return OrchestratorTrainer(config, agents or Scripted(), device=CPU)
+
+
 def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
-    trainer = OrchestratorTrainer(config, agents or Scripted(), device=CPU)
-    logs, summary = fit(trainer, problems, validation, test)
-    return trainer, logs, summary
+    trainer = make_trainer(config, agents)
+    return trainer, *trainer.train_and_test(problems, validation, test)
+
+
+def rollouts(config):
+    return [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
 
 
 def metrics(config):
@@ -140,12 +134,12 @@ def metrics(config):
 
 def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     config = options(base, tmp_path, sft_adapter=start)
-    trainer = OrchestratorTrainer(config, Scripted(), device=CPU)
+    trainer = make_trainer(config)
     params = SamplingParams(12, temperature=1.0)
     prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
     groups = trainer.sampler.sample(prompts, 16, params, range(4))
     texts = [trainer.tokenizer.decode(c.token_ids[:-1]) for group in groups for c in group]
-    graphs = [read_graph(text) for text in texts]
+    graphs = [parse_graph(text) for text in texts]
     valid = [graph for graph in graphs if isinstance(graph, Graph)]
     assert len(valid) > 0.9 * len(graphs)
     words = [graph.prompts[1] for graph in valid]
@@ -183,25 +177,19 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
         assert torch.equal(tensor, adapters[1][name]), name
 
 
-def test_two_levels_are_two_batches_a_step(base, start, tmp_path):
-    agents = Scripted()
-    train(options(base, tmp_path, sft_adapter=start, steps=3, group_size=8), agents)
-    assert agents.batches <= 2 * 3  # less where the cache knows all replies of a level
-    assert agents.batches > 3
+def test_invalid_graphs_are_trained_against(base, tmp_path):
+    """A model that writes no graph at all gets zeros, not an error; a group keeps its size.
 
-
-def test_invalid_graphs_are_trained_against(base, start, tmp_path):
-    """A model that writes no graph at all gets zeros, not an error; a group keeps its size."""
-    config = options(base, tmp_path, sft_adapter=None, steps=1)
-    _, logs, _ = train(config)
-    assert logs[0]["valid_json_rate"] == 0
-    assert logs[0]["reward_mean"] == 0
-    rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
-    assert [len(row["graphs"]) for row in rows] == [4] * 4
+    Without a start adapter the KL term's reference is the bare model.
+    """
+    config = options(base, tmp_path, steps=2, kl_weight=1.0)
+    trainer, logs, _ = train(config)
+    assert logs[0]["valid_json_rate"] == logs[0]["reward_mean"] == 0
+    assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
+    assert "reference" not in trainer.policy.peft_config
+    rows = rollouts(config)
+    assert [len(row["graphs"]) for row in rows] == [4] * 8
     assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
-
-
-GOOD, BAD = (Graph.chain("solve", word).text() for word in ("gold", "red"))
 
 
 class Writes(ScriptedSampler):
@@ -222,11 +210,11 @@ def watched(base, tmp_path, script, **more):
 
     size = len(next(iter(script.values())))
     more = {"steps": 1, "batch_size": len(script), "group_size": size} | more
-    trainer = Watched(options(base, tmp_path, **more), Scripted(), device=CPU)
+    config = options(base, tmp_path, **more)
+    trainer = Watched(config, Scripted(), device=CPU)
     trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
-    logs, _ = fit(trainer, [p for p in PROBLEMS if p.question in script], (), ())
-    rows = [json.loads(line) for line in (trainer.run.path / "rollouts.jsonl").open()]
-    return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rows}
+    logs, _ = trainer.train_and_test([p for p in PROBLEMS if p.question in script])
+    return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rollouts(config)}
 
 
 def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
@@ -251,21 +239,7 @@ def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
     assert log["valid_json_rate"] == pytest.approx(6 / 9)
     assert log["distinct_graphs"] == pytest.approx(2 / 6)
     assert log["reward_mean"] == pytest.approx(2 / 9)
-    assert trainer.runner.agents.batches == 2
-
-
-@pytest.mark.parametrize(
-    ("more", "reward"),
-    [({}, 0.0), ({"zero_leaks": False}, 1.0), ({"format_reward": 0.25}, 0.25)],
-    ids=str,
-)
-def test_what_a_leak_earns_is_an_option(base, start, tmp_path, more, reward):
-    leaking = Graph.chain("solve", "gold, 420").text()  # 20 + 400
-    script = {"20 + 400?": [leaking, "{"]}
-    more = {"sft_adapter": start, "max_new_tokens": 24} | more
-    _, log, _, written = watched(base, tmp_path, script, **more)
-    assert [graph["reward"] for graph in written["20 + 400?"]] == [reward, 0.0]
-    assert log["answer_leak_rate"] == 0.5
+    assert trainer.orchestrator.runner.agents.batches == 2
 
 
 @pytest.mark.parametrize("zero_leaks", [True, False])
@@ -273,20 +247,22 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
     base, start, tmp_path, monkeypatch, zero_leaks
 ):
     """What is validated, and tested in the end, is what the reward asks for."""
-    config = options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks)
-    trainer = OrchestratorTrainer(config, Scripted(), device=CPU)
-    graph, right = Graph.chain("solve", "gold, 420"), Verdict(True, "correct", "420")
-    outcomes = [Outcome(graph, None, right, leak) for leak in (True, False, True)]
-    monkeypatch.setattr(trainer, "greedy_outcomes", lambda *_: outcomes)
+    trainer = make_trainer(options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks))
+    replies = {"agentA": Reply("draft"), "agentB": Reply("[420]")}
+    graphs = [LEAKING, Graph.chain("solve", "gold"), LEAKING]
+    runs = [Trajectory(PROBLEMS[0], graph, replies=replies) for graph in graphs]
+    monkeypatch.setattr(trainer.orchestrator, "solve", lambda *_, **__: runs)
     assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
 
 
-def test_three_agents_are_an_option(base, tmp_path):
-    three = Graph.chain("solve", "red", "gold").text()
-    more = {"max_agents": 3, "max_new_tokens": 200, "lora_r": 2}
-    trainer, *_, written = watched(base, tmp_path, {"20 + 400?": [three, "{"]}, **more)
-    assert written["20 + 400?"][0]["reward"] == 1
-    assert trainer.runner.agents.batches == 3
+def test_three_agents_and_what_a_leak_earns_are_options(base, tmp_path):
+    three = Graph.chain("solve", "red", "gold").to_json()
+    more = {"max_agents": 3, "max_new_tokens": 200, "lora_r": 2, "zero_leaks": False}
+    script = {"20 + 400?": [three, LEAKING.to_json(), "{"]}
+    trainer, log, _, written = watched(base, tmp_path, script, **more)
+    assert [graph["reward"] for graph in written["20 + 400?"]] == [1, 1, 0]
+    assert log["answer_leak_rate"] == pytest.approx(1 / 3)
+    assert trainer.orchestrator.runner.agents.batches == 3
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
@@ -300,7 +276,7 @@ def test_agents_behind_a_server(base, start, tmp_path):
         assert str(agents) == f"theirs at {server.url}"
         train(config, agents, problems=PROBLEMS[:4])
         bodies = server.asked("chat/completions")
-    rows = [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
+    rows = rollouts(config)
     graphs = [graph for row in rows for graph in row["graphs"] if graph["graph"]]
     assert len(bodies) == 2 * len(graphs) > 0
     asked = [{body[name] for body in bodies} for name in ("model", "temperature", "max_tokens")]
@@ -312,30 +288,24 @@ def test_agents_behind_a_server(base, start, tmp_path):
 
 
 def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, capsys):
-    config = options(base, tmp_path, sft_adapter=start)
-
     class Down(Scripted):
-        def reply(self, calls):
+        def chat(self, calls, params):
             return [Reply("", error="out of order") for _ in calls]
 
     class Broken(Scripted):
-        def reply(self, calls):
+        def chat(self, calls, params):
             raise ZeroDivisionError
 
-    trainer = OrchestratorTrainer(config, Down(), device=CPU)
-    outcomes = trainer.greedy_outcomes(PROBLEMS[:4])
-    failed = sum(outcome.run is not None for outcome in outcomes)
-    assert failed
-    assert not any(outcome.correct for outcome in outcomes)
-    said = f"{failed} problems count as unsolved: the agents' server failed"
-    assert said in capsys.readouterr().out
+    trainer = make_trainer(options(base, tmp_path, sft_adapter=start), Down())
+    assert trainer.count_correct(PROBLEMS[:4], lambda: None) == 0
+    assert "problems count as unsolved: the agents' server failed" in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
         train(options(base, tmp_path, "broken", sft_adapter=start), Broken(), PROBLEMS[:4])
 
 
 def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     config = options(base, tmp_path, sft_adapter=start, eval_every=2)
-    _, logs, _ = train(config, validation=PROBLEMS[:4])
+    trainer, logs, _ = train(config, validation=PROBLEMS[:4])
     assert {file.name for file in config.run_dir.iterdir()} == {
         "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "rollouts.jsonl",
         "curves.png", "checkpoints", "adapters_lora", "summary.json", ".lock",
@@ -350,24 +320,16 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
         assert row["loss"] == pytest.approx(row["policy_loss"] + row["kl_penalty"])
     assert logs[0]["kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert logs[2]["kl_penalty"] > 0
-    said = capsys.readouterr().out
-    lines = re.findall(r"^  reward_mean .*", said, re.M)
+    lines = re.findall(r"^  reward_mean .*", capsys.readouterr().out, re.M)
     assert len(lines) == 3
     for name in ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc"):
         assert all(re.search(rf"\b{name} [-\d.]+", line) for line in lines), name
-    rollout = json.loads((config.run_dir / "rollouts.jsonl").open().readline())
+    rollout = rollouts(config)[0]
     assert {"step", "problem", "question", "answer", "graphs"} == set(rollout)
     ran = next(g for g in rollout["graphs"] if g["graph"])
     assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
-
-
-def test_equal_seeds_give_equal_logs(base, start, tmp_path):
-    logs = []
-    for i, seed in enumerate((5, 5, 6)):
-        config = options(base, tmp_path, f"run{i}", sft_adapter=start, seed=seed)
-        train(config)
-        logs.append((config.run_dir / "train_logs.csv").read_text())
-    assert logs[0] == logs[1] != logs[2]
+    # Two levels are two batches, in 3 steps and 3 validations; the cache may know all replies.
+    assert 3 < trainer.orchestrator.runner.agents.batches <= 2 * (3 + 3)
 
 
 def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
@@ -376,10 +338,10 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
     train(whole, validation=PROBLEMS[:4])
 
     class Killed(Scripted):
-        def reply(self, calls):
+        def chat(self, calls, params):
             if self.batches == 8:  # a first validation, then two batches a step or less
                 raise KeyboardInterrupt
-            return super().reply(calls)
+            return super().chat(calls, params)
 
     parts = options(base, tmp_path, "parts", **more)
     with pytest.raises(KeyboardInterrupt):
@@ -403,26 +365,19 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
 def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
     """Pushed away from the reference, without any reward, the policy returns: the right sign."""
     config = options(
-        base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0, learning_rate=1e-3
-    )  # a larger rate overshoots, and the last digits decide
-    config.lr_schedule = "linear"
-    trainer = OrchestratorTrainer(config, Scripted(word="never"), device=CPU)
+        base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0, lr_schedule="linear",
+        learning_rate=1e-3,  # a larger rate overshoots, and the last digits decide
+    )  # fmt: skip
+    trainer = make_trainer(config, Scripted(word="never"))
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in trainer.adapter.values():
             tensor += 0.03 * torch.randn_like(tensor)
-    fit(trainer, PROBLEMS, (), ())
+    trainer.train_and_test(PROBLEMS)
     kl = [row["loss/kl"] for row in metrics(config)]
     assert kl[0] > 0.01
     assert kl[-1] < kl[0] / 2
     assert all(row["reward/mean"] == 0 for row in metrics(config))
-
-
-def test_without_a_start_adapter_the_reference_is_the_bare_model(base, tmp_path):
-    config = options(base, tmp_path, steps=2, kl_weight=1.0)
-    trainer, logs, _ = train(config)
-    assert "reference" not in trainer.policy.peft_config
-    assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_adapted_kl_weight_by_hand():
@@ -465,114 +420,91 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
     """They say what a model of their own would say, take no second copy, and never change."""
     adapter = a_solver(base, tmp_path / "solver") if with_adapter else None
     config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)
-    agents = AgentModel(str(base), adapter)
-    shared = OrchestratorTrainer(config, agents, device=CPU)
-    assert shared.runner.agents._sampler is shared.sampler
-    apart = OrchestratorTrainer(
-        options(base, tmp_path, "apart", sft_adapter=start),
-        # Another name for the same directory: nothing tells that it is the same.
-        dataclasses.replace(agents, name=f"{base}/."),
-        device=CPU,
-    )
-    assert apart.runner.agents._sampler is not apart.sampler
+    shared = make_trainer(config, AgentModel(str(base), adapter))
+    runner = shared.orchestrator.runner
+    assert runner.agents._sampler is shared.sampler
+    # Another name for the same directory: nothing tells that it is the same.
+    named_otherwise = AgentModel(f"{base}/.", adapter)
+    apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
+    assert apart.orchestrator.runner.agents._sampler is not apart.sampler
+    asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
+
+    def replies(trainer):
+        trainer.orchestrator.runner._cache.clear()
+        return [run.to_dict() for run in trainer.orchestrator.runner.run(*asked)]
+
     frozen = hashes(shared.policy, lambda name: ".default." not in name)
-    asked = (["1 + 1?", "2 + 3?"], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
-    before = [run.trace() for run in shared.runner.run(*asked)]
-    assert before == [run.trace() for run in apart.runner.run(*asked)]
-    fit(shared, PROBLEMS, (), ())
+    before = replies(shared)
+    assert before == replies(apart)
+    shared.train_and_test(PROBLEMS)
     assert hashes(shared.policy, lambda name: ".default." not in name).items() >= frozen.items()
-    shared.runner._cache.clear()
-    assert [run.trace() for run in shared.runner.run(*asked)] == before
+    assert replies(shared) == before
     saved = load_file(config.output / "adapter_model.safetensors")
     assert not any("agent" in name for name in saved)
     if with_adapter:
-        bare = OrchestratorTrainer(
-            options(base, tmp_path, "bare", sft_adapter=start), AgentModel(str(base)), device=CPU
-        )
-        assert [run.trace() for run in bare.runner.run(*asked)] != before
-
-
-def test_an_adapter_of_another_base_is_refused(base, start, tmp_path):
-    solver = a_solver(base, tmp_path / "solver")
-    (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
-    with pytest.raises(UsageError, match="other weights"):
-        OrchestratorTrainer(
-            options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver), device=CPU
-        )
+        bare = make_trainer(options(base, tmp_path, sft_adapter=start), AgentModel(str(base)))
+        assert replies(bare) != before
 
 
 def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
     solver = a_solver(base, tmp_path / "solver")
     for wanted in (False, True):
         config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
-        policy = OrchestratorTrainer(config, AgentModel(str(base), solver), device=CPU).policy
+        policy = make_trainer(config, AgentModel(str(base), solver)).policy
         layers = policy.get_base_model().get_decoder().layers
         assert {layer.training for layer in layers} == {wanted}
         assert not any(m.training for m in policy.modules() if m not in set(layers))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "dora"])
-def test_an_agents_adapter_that_cannot_be_worn_is_one_line(base, start, tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [("base", "other weights"), ("cut", "does not fit"), ("dora", "more than plain LoRA")],
+)
+def test_an_agents_adapter_that_does_not_fit_is_one_line(base, start, tmp_path, damage, said):
     solver = a_solver(base, tmp_path / "solver")
-    if damage == "truncated":
+    if damage == "base":
+        (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
+    elif damage == "cut":
         file = solver / "adapter_model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
     else:
         config = LoraConfig(r=2, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
         get_peft_model(load_base(str(base), CPU), config).save_pretrained(solver)
-    said = "does not fit" if damage == "truncated" else "more than plain LoRA"
     with pytest.raises(UsageError, match=said):
-        OrchestratorTrainer(
-            options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver), device=CPU
-        )
+        make_trainer(options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver))
 
 
 # --- options ------------------------------------------------------------------------------------
 
 
-def test_a_config_touches_no_disk_and_has_the_published_names(tmp_path, monkeypatch):
+def test_the_published_names_touch_no_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = Config()
     config.steps, config.batch_problems, config.trajectories_per_problem = 7, 3, 5
     config.run_root = "elsewhere"
     config.val_rows, config.lr, config.kl_coef = 9, 1e-3, 0.2
     config.orchestrator_id, config.agent_model_id = "a", "b"
-    assert (config.batch_size, config.group_size, config.eval_samples) == (3, 5, 9)
-    assert (config.model, config.agent_model, config.kl_weight) == ("a", "b", 0.2)
-    assert config.output == Path("elsewhere/adapters_lora")
-    assert dataclasses.replace(config).output == config.output
+    with pytest.raises(AttributeError):
+        config.trajectories = 5
+    found = config.to_options()
+    assert (found.steps, found.batch_size, found.group_size, found.eval_samples) == (7, 3, 5, 9)
+    assert (found.model, found.agent_model, found.kl_weight) == ("a", "b", 0.2)
+    assert found.output == dataclasses.replace(found).output == Path("elsewhere/adapters_lora")
+    assert Config().to_options() == OrchestratorConfig()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_published_flags():
-    config = parse(
-        Config,
-        [
-            "--steps",
-            "9",
-            "--batch-problems",
-            "8",
-            "--trajectories",
-            "6",
-            "--lr",
-            "1e-3",
-            "--seed",
-            "7",
-            "--run-dir",
-            "d",
-            "--kl-coef",
-            "0.3",
-            "--orchestrator-model",
-            "a",
-            "--agent-model",
-            "b",
-        ],
+    typed = (
+        "--steps 9 --batch-problems 8 --trajectories 6 --lr 1e-3 --seed 7 --run-dir d "
+        "--kl-coef 0.3 --orchestrator-model a --agent-model b"
     )
+    config = parse(OrchestratorConfig, typed.split())
     assert (config.steps, config.batch_size, config.group_size, config.seed) == (9, 8, 6, 7)
     assert (config.learning_rate, config.kl_weight) == (1e-3, 0.3)
     assert (config.model, config.agent_model) == ("a", "b")
     assert config.output == Path("d/adapters_lora")
-    small = parse(Config, ["--debug", "--steps", "50"])
+    small = parse(OrchestratorConfig, ["--debug", "--steps", "50"])
     assert (small.steps, small.batch_size, small.group_size, small.eval_every) == (5, 2, 2, 1)
 
 
@@ -594,7 +526,7 @@ def test_the_published_flags():
 )
 def test_contradictions_are_one_line(typed, message):
     with pytest.raises(UsageError, match=message):
-        parse(Config, typed.split())
+        parse(OrchestratorConfig, typed.split())
 
 
 # --- the commands -------------------------------------------------------------------------------
@@ -611,14 +543,14 @@ def finished(base, tmp_path_factory):
     """`python -m recipes.orchestrator.train`, the cold start included, agents on the same base."""
     path = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cold_start, "written_graph", toy_graph)
-        patch.setattr(cold_start, "PEAK_RATE", 2e-2)
+        teach_toy_graphs(patch)
         code = run(
-            recipe, Config, "--orchestrator-model", base, "--dataset", "word-problems:1",
-            "--sft-adapter", path / "start", "--start-questions", 160, "--lora-r", 8,
-            "--steps", 2, "--batch-problems", 2, "--trajectories", 2, "--max-new-tokens", 12,
-            "--agent-max-tokens", 6, "--eval-samples", 2, "--test-samples", 2,
-            "--agent-adapter", a_solver(base, path / "solver"), "--run-dir", path / "run",
+            recipe, OrchestratorConfig, "--orchestrator-model", base, "--sft-adapter",
+            path / "start", "--dataset", "word-problems:1", "--start-questions", 160,
+            "--lora-r", 8, "--steps", 2, "--batch-problems", 2, "--trajectories", 2,
+            "--max-new-tokens", 12, "--agent-max-tokens", 6, "--eval-samples", 2,
+            "--test-samples", 2, "--agent-adapter", a_solver(base, path / "solver"),
+            "--run-dir", path / "run",
         )  # fmt: skip
     assert code == 0
     return path
@@ -641,11 +573,11 @@ def test_a_default_agent_adapter_that_is_missing_is_said(
     common = ["--orchestrator-model", base, "--dataset", "word-problems:1", "--sft-adapter", start,
               "--debug", "--steps", 1, "--max-new-tokens", 12, "--agent-max-tokens", 6,
               "--eval-samples", 2, "--test-samples", 0]  # fmt: skip
-    assert run(recipe, Config, *common) == 0
+    assert run(recipe, OrchestratorConfig, *common) == 0
     assert "the agents are the bare model" in capsys.readouterr().out
     config = json.loads((tmp_path / "runs" / "orchestrator" / "config.json").read_text())
     assert config["agent_adapter"] is None
-    assert run(recipe, Config, *common, "--agent-adapter", "nowhere") == 2
+    assert run(recipe, OrchestratorConfig, *common, "--agent-adapter", "nowhere") == 2
     assert "nowhere does not exist" in capsys.readouterr().err
 
 
@@ -685,14 +617,14 @@ def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, 
 
 
 def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, monkeypatch):
-    reply, batches = LocalAgents.reply, []
+    chat, batches = LocalAgents.chat, []
 
-    def lose_the_first(self, calls):  # of the single agent, greedy
-        replies = reply(self, calls)
+    def lose_the_first(self, calls, params):  # of the single agent, greedy
+        replies = chat(self, calls, params)
         batches.append(calls)
         return replies if batches[1:] else [Reply("", error="down"), *replies[1:]]
 
-    monkeypatch.setattr(LocalAgents, "reply", lose_the_first)
+    monkeypatch.setattr(LocalAgents, "chat", lose_the_first)
     arguments = ("--run", finished / "run", "--max-samples", 3, "--output", finished / "failures")
     assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 0
     said = json.loads((finished / "failures" / "evaluation.json").read_text())
@@ -705,51 +637,42 @@ def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, mon
     assert sum(trace["verdict"] == "agent_failed" for trace in traces) == 1
 
 
-def test_rows_need_a_problem_that_all_have_a_verdict_on():
-    def row(*verdicts):
-        judged = [SimpleNamespace(judged=verdict) for verdict in verdicts]
-        return evaluate.Row([[outcome] for outcome in judged])
+def runs_of(*texts):
+    """The single agent's replies to one problem, whose gold is 18; None is a failed call."""
+    replies = [Reply("", error="down") if text is None else Reply(text) for text in texts]
+    problem, graph = Problem("p", "how many?", "18"), Graph.chain("solve")
+    return [Trajectory(problem, graph, replies={"agentA": reply}) for reply in replies]
 
-    rows = {"a": row(True, False, True), "b": row(True, True, False)}
-    assert [len(row.groups) for row in evaluate.judged_in_all(rows).values()] == [1, 1]
+
+def test_rows_need_a_problem_that_all_have_a_verdict_on():
+    right, failed = runs_of("18"), runs_of(None)
+    rows = {"a": [right, failed, right], "b": [right, right, failed]}
+    assert [len(row) for row in evaluate.without_failures(rows).values()] == [1, 1]
     with pytest.raises(UsageError, match="a call failed on every problem"):
-        evaluate.judged_in_all({"a": row(True, False), "b": row(False, True)})
+        evaluate.without_failures({"a": [right, failed], "b": [failed, right]})
 
 
 def test_a_row_that_solves_more_than_the_single_agent_is_ahead_of_it():
-    def row(*solved):
-        return evaluate.Row([[SimpleNamespace(correct=right, run=None)] for right in solved])
-
-    single, better = row(True, False, False, False), row(True, True, True, False)
-    gain = better.figures(single, Price())["against_single"]
+    right, wrong = runs_of("18"), runs_of("7")
+    single, better = [right, wrong, wrong, wrong], [right, right, right, wrong]
+    gain = evaluate.row_metrics(better, single, Price())["against_single"]
     assert gain["points"] == 50
     assert 0 <= gain["low"] <= 50 <= gain["high"] <= 100
-    assert single.figures(better, Price())["against_single"]["points"] == -50
+    assert evaluate.row_metrics(single, better, Price())["against_single"]["points"] == -50
 
 
-def test_a_vote_by_hand():
-    def vote(*texts):
-        problem = Problem("p", "how many?", "18")
-        runner = Runner(Says(texts), 9, temperature=1.0)
-        graphs = [Graph.chain("solve")] * len(texts)
-        outcomes = try_graphs(runner, [problem] * len(texts), graphs)
-        return majority_score([outcome.verdict for outcome in outcomes])
-
-    class Says:
-        def __init__(self, texts):
-            self.texts = texts
-
-        def reply(self, calls):
-            return [Reply(text) for text in self.texts]
-
-        def release(self):
-            pass
-
-    assert vote("[18]", "18.0", "[7]") == 1.0  # equal numbers are one
-    assert vote("[7]", "[7]", "[18]") == 0.0
-    assert vote("[7]", "[18]") == 0.5  # a tie, broken at random
-    assert vote("no idea", "none", "[18]") == 1.0  # who says nothing does not vote
-    assert vote("no idea", "none") == 0.0
+@pytest.mark.parametrize(
+    ("texts", "score"),
+    [
+        (("[18]", "18.0", "[7]"), 1),  # equal numbers are one
+        (("[7]", "[7]", "[18]"), 0),
+        (("[7]", "[18]"), 0.5),  # a tie, broken at random
+        (("no idea", "none", "[18]"), 1),  # who says nothing does not vote
+        (("no idea", "none"), 0),
+    ],
+)
+def test_a_vote_by_hand(texts, score):
+    assert evaluate.scores([runs_of(*texts)]) == [score]
 
 
 def test_asking_shows_graph_texts_and_answer(finished, capsys):
@@ -766,29 +689,30 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
     assert "holds no run" in capsys.readouterr().err
     assert run(ask, ask.AskConfig) == 2
     assert "ask something" in capsys.readouterr().err
-    none = Invalid("bad_json", "cut off")
-    monkeypatch.setattr("recipes.orchestrator.orchestrator.read_graph", lambda text, most: none)
+    none = InvalidGraph("bad_json", "cut off")
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text, most: none)
     assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
     output = capsys.readouterr()
     assert output.out.count("no valid graph (bad_json: cut off)") == 2
     assert "error: no valid graph in 2 tries" in output.err
 
 
-def test_a_finished_run_is_opened_in_three_states(finished):
-    opened = OpenRun.open(finished / "run")
-    assert set(opened.policy.peft_config) == {"default", "start", "agent"}
-    assert isinstance(opened.runner.agents, LocalAgents)
+def test_a_finished_run_is_loaded_with_three_adapters(finished):
+    loaded = Orchestrator.load(finished / "run")
+    assert set(loaded.policy.peft_config) == {"default", "start", "agent"}
+    assert isinstance(loaded.runner.agents, LocalAgents)
     start = finished / "start"
-    assert opened.config.sft_adapter == start
+    assert loaded.config.sft_adapter == start
     start.rename(finished / "away")
     try:
         with pytest.raises(UsageError, match="what the run began with"):
-            OpenRun.open(finished / "run")
+            Orchestrator.load(finished / "run")
     finally:
         (finished / "away").rename(start)
-    (written,) = opened.write(["1 + 2?"])
-    assert isinstance(written.graph, Graph)
-    assert len(written.completion.logprobs) == len(written.completion.token_ids) > 0
+    (solved,) = loaded.solve([Problem("p", "1 + 2?", "3")])
+    assert isinstance(solved.graph, Graph)
+    completion = solved.generation.completion
+    assert len(completion.logprobs) == len(completion.token_ids) > 0
 
 
 # --- the published Python block -----------------------------------------------------------------
@@ -837,10 +761,3 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
 def test_the_readme_imports_what_it_uses():
     code = blocks()["README"]
     exec(code[: code.index("cfg =")], {})
-
-
-def test_a_graph_generator_is_seeded():
-    first, second = (
-        [cold_start.written_graph(random.Random(7)).text() for _ in range(3)] for _ in range(2)
-    )
-    assert first == second
