@@ -1,4 +1,4 @@
-"""Every refusal has one shape: RFC 9457's problem details and OpenAI's `error`, in one body.
+"""Gives every refusal one shape: RFC 9457's problem details and OpenAI's `error` in one body.
 
 Nothing that a client sent is repeated in it: an echo is how a log, a page or a later reader gets
 fooled, and how a lone surrogate turns an error into a crash.

@@ -1,4 +1,4 @@
-"""JSON as RFC 8259 has it, and no more: what Python's parser lets through is refused here.
+"""Parses JSON as RFC 8259 has it, and no more, for the routes that take a body.
 
 `json.loads` takes NaN, the last of two equal names, half a surrogate pair, UTF-16 and numbers that
 become infinity. Each of them has crashed or fooled a server somewhere behind the parser.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
 
 from rlm.serving.errors import Problem
 
@@ -80,3 +84,28 @@ def _check(value: Any, depth: int = 0) -> None:
             _refuse(f"nested deeper than {MAX_DEPTH}")
         for item in [*value, *(value.values() if isinstance(value, dict) else ())]:
             _check(item, depth + 1)
+
+
+class StrictRequest(Request):
+    """A request whose JSON is read by `parse`."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_value"):
+            require_json(self.scope["headers"])
+            self._value = parse(await self.body())
+        return self._value
+
+
+class StrictRoute(APIRoute):
+    """Reads the body before FastAPI would, so that its mistakes are answered in our shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            request = StrictRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                await request.json()
+            return await handle(request)
+
+        return strict

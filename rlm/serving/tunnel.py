@@ -1,4 +1,4 @@
-"""A public URL through ngrok, by way of pyngrok: opened with a time limit, watched, closed.
+"""Opens a public URL through ngrok (pyngrok) within a time limit, watches it and closes it.
 
 The server goes on without it, so everything that can fail here fails as one TunnelError line.
 """
@@ -6,13 +6,12 @@ The server goes on without it, so everything that can fail here fails as one Tun
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -23,9 +22,12 @@ from pyngrok import conf, ngrok
 from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
 
+from rlm.cli import terminal
+from rlm.runs.atomic_files import replace_file
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 
+ENDPOINT = Path("runs/server/endpoint.json")
 POLL_SECONDS = 0.5
 
 # The agent's own web page would keep requests, keys and prompts included, for every local user.
@@ -104,7 +106,7 @@ class Tunnel:
         """End the agent, and the URL with it. A second call does nothing."""
         self._watcher.cancel()
         if self._gone():
-            await asyncio.to_thread(_end, self._agent, self._config)
+            await asyncio.to_thread(ngrok.kill, self._config)
             logs.log("tunnel_closed")
 
     def _gone(self) -> bool:
@@ -188,15 +190,19 @@ async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> No
         ngrok.kill(config)
 
 
-def _end(agent: subprocess.Popen[str], config: conf.PyngrokConfig) -> None:
-    agent.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        agent.wait(timeout=3)
-    ngrok.kill(config)
-
-
 def _one_line(error: Exception) -> str:
     """ngrok's messages have several lines, written as \\r\\n, and may quote the token."""
     said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
     text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
     return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]
+
+
+def write_endpoint(url: str | None) -> None:
+    """Tell other programs where the server can be reached from outside, while it can."""
+    try:
+        if url is None:
+            ENDPOINT.unlink(missing_ok=True)
+        else:
+            replace_file(ENDPOINT, json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
+    except OSError as error:  # a read-only disk, another's folder: the URL works all the same
+        terminal.line(f"cannot write {ENDPOINT}: {error.strerror}")

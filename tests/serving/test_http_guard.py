@@ -12,7 +12,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 import pytest
-from walled_server import KEY, Wall, read, request, rest
+from secured_server import KEY, SecuredServer, read, request, rest
 
 from rlm.serving.http_guard import UVICORN, SlowGuard
 from rlm.serving.middleware import SecuritySettings
@@ -25,14 +25,14 @@ GET = request("GET", "/health")
 
 @pytest.fixture(scope="module")
 def wall():
-    with Wall() as wall:
+    with SecuredServer() as wall:
         yield wall
 
 
 @pytest.fixture(scope="module")
 def quick():
     """For slow clients; a good one, too, is cut when its machine pauses for so long."""
-    with Wall(guard=QUICK, body_seconds=0.4) as wall:
+    with SecuredServer(guard=QUICK, body_seconds=0.4) as wall:
         yield wall
 
 
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_a_little_unread_is_cut_too():
         SlowGuard._cut(self, reason)
 
     guard = {**QUICK, "connection_made": connection_made, "_cut": cut}
-    with Wall(guard=guard) as wall, socket.socket() as sock:
+    with SecuredServer(guard=guard) as wall, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", wall.port))
         sock.sendall(request("GET", "/stream?chunks=1&size=50000&pause=0", AUTH))
@@ -184,13 +184,13 @@ def test_no_piece_of_a_stream_waits_for_the_last_one_to_be_acknowledged():
         sock = transport.get_extra_info("socket")
         options.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    with Wall(guard={"connection_made": connection_made}) as wall:
+    with SecuredServer(guard={"connection_made": connection_made}) as wall:
         wall.send(GET)
     assert options == [1]
 
 
 def test_200_slow_clients_do_not_keep_a_good_one_out():
-    with Wall(guard={"header_seconds": 2.0}) as wall, ExitStack() as stack:
+    with SecuredServer(guard={"header_seconds": 2.0}) as wall, ExitStack() as stack:
         slow = [stack.enter_context(wall.connect()) for _ in range(200)]
         for sock in slow:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: ")
@@ -200,7 +200,7 @@ def test_200_slow_clients_do_not_keep_a_good_one_out():
 
 
 def test_connections_beyond_the_limit_are_closed_at_once():
-    with Wall(guard={"max_connections": 3}) as wall:
+    with SecuredServer(guard={"max_connections": 3}) as wall:
         with ExitStack() as stack:
             for _ in range(3):
                 sock = stack.enter_context(wall.connect())
@@ -234,7 +234,7 @@ def test_a_header_of_a_megabyte_is_neither_read_nor_kept():
         SlowGuard.data_received(self, data)
 
     huge = request("GET", "/health", b"X: " + b"a" * 1_000_000)
-    with Wall(guard={"data_received": data_received}) as wall:
+    with SecuredServer(guard={"data_received": data_received}) as wall:
         for _ in range(5):
             answer = wall.send(huge)
             assert answer is None or answer.status in (400, 431)

@@ -12,20 +12,20 @@ import time
 from functools import partial
 
 import pytest
-from walled_server import KEY, OTHER_KEY, Wall, read, request, small_app
+from secured_server import KEY, OTHER_KEY, SecuredServer, read, request, small_app
 
 from rlm.cli.options import UsageError
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts, Bucket, Keys, load_keys, new_key
 from rlm.serving.errors import CODES, Problem, invalid
-from rlm.serving.middleware import PUBLIC, SecuritySettings, secure
+from rlm.serving.middleware import PUBLIC, SecurityMiddleware, SecuritySettings
 
 AUTH = f"Authorization: Bearer {KEY}"
 
 
 @pytest.fixture(scope="module")
 def wall():
-    with Wall() as wall:
+    with SecuredServer() as wall:
         yield wall
 
 
@@ -242,13 +242,13 @@ def test_the_app_is_told_who_asks():
         states.append(scope["state"])
         raise Problem(503, "loading", "x", retry_after=1)
 
-    with Wall(app) as wall:
+    with SecuredServer(app) as wall:
         answer = wall.ask("GET", "/a", f"X-API-Key: {OTHER_KEY}", "X-Request-ID: the-id")
         wall.ask("GET", "/health")
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert states[0] == {"request_id": "the-id", "key_id": "key-2"}
     assert states[1]["key_id"] == "public"
-    with Wall(app, keys=Keys([])) as wall:
+    with SecuredServer(app, keys=Keys([])) as wall:
         wall.ask("POST", "/a")
     assert states[2]["key_id"] == "open"
 
@@ -261,7 +261,7 @@ def test_websockets_are_closed():
 
     scope = {"type": "websocket", "path": "/health", "headers": []}
     settings = SecuritySettings(Keys([KEY]), AllowedHosts())
-    asyncio.run(secure(small_app(), settings)(scope, None, send))
+    asyncio.run(SecurityMiddleware(small_app(), settings)(scope, None, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
@@ -382,7 +382,7 @@ def no_time_passes(monkeypatch):
 
 
 def test_each_key_has_its_rate_whatever_address_it_claims(no_time_passes):
-    with Wall(requests_per_minute=5) as wall:
+    with SecuredServer(requests_per_minute=5) as wall:
         answers = [wall.post(b"{}", f"X-Forwarded-For: 10.0.0.{i}") for i in range(8)]
         assert [answer.status for answer in answers] == [200] * 5 + [429] * 3
         assert answers[0].json["client"] == "127.0.0.1"
@@ -393,7 +393,7 @@ def test_each_key_has_its_rate_whatever_address_it_claims(no_time_passes):
 
 
 def test_guessing_is_throttled_and_locks_nobody_out(no_time_passes):
-    with Wall(failures_per_minute=20) as wall:
+    with SecuredServer(failures_per_minute=20) as wall:
         tries = [
             wall.post(b"{}", f"X-Forwarded-For: 10.0.0.{i}", key=f"guess {i}") for i in range(100)
         ]
@@ -404,7 +404,7 @@ def test_guessing_is_throttled_and_locks_nobody_out(no_time_passes):
 
 def test_who_sends_no_key_is_asked_for_one_however_often():
     """A stranger would else keep the page from asking others for theirs."""
-    with Wall(failures_per_minute=1) as wall:
+    with SecuredServer(failures_per_minute=1) as wall:
         nothing = ["", "Authorization: Basic abc", "Authorization: Bearer"]
         for header in nothing * 3:
             headers = [header] if header else []
@@ -414,7 +414,7 @@ def test_who_sends_no_key_is_asked_for_one_however_often():
 
 
 def test_an_open_server_limits_nobody():
-    with Wall(keys=Keys([]), requests_per_minute=1, failures_per_minute=1) as wall:
+    with SecuredServer(keys=Keys([]), requests_per_minute=1, failures_per_minute=1) as wall:
         for _ in range(5):
             answer = wall.ask(
                 "POST", "/phase1/reasoning", "Content-Type: application/json", body=b"1"
@@ -472,7 +472,7 @@ def test_a_failure_without_an_answer_gets_one_and_half_an_answer_is_cut(lines):
             await send({"type": "http.response.body", "body": b"a", "more_body": True})
         raise ValueError("the prompt")
 
-    with Wall(app) as wall:
+    with SecuredServer(app) as wall:
         assert wall.ask("GET", "/whole", AUTH).json["code"] == "internal"
         assert wall.send(request("GET", "/half", AUTH.encode())) is None
         assert wall.ask("GET", "/whole", AUTH).status == 500
