@@ -33,19 +33,17 @@ def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def parse(body: bytes) -> Any:
     """The value in `body` (UTF-8, no byte order mark); raises a 400 that repeats none of it."""
     try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError:
-        _refuse("the body is not UTF-8")
-    try:
         value = json.loads(
-            text,
+            body.decode("utf-8"),
             object_pairs_hook=_object,
             parse_constant=lambda _: _refuse("NaN and Infinity are not JSON"),
-            parse_int=_integer,
-            parse_float=_float,
         )
+    except UnicodeDecodeError:
+        _refuse("the body is not UTF-8")
     except json.JSONDecodeError as error:
         _refuse(f"not JSON: line {error.lineno}, column {error.colno}")
+    except ValueError:  # Python converts no integer of more than 4300 digits
+        _refuse("an integer does not fit in 64 bits")
     except RecursionError:
         _refuse(f"nested deeper than {MAX_DEPTH}")
     _check(value)
@@ -63,22 +61,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
-        _refuse("an integer does not fit in 64 bits")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        _refuse("a number is too large")
-    return value
-
-
 def _check(value: Any, depth: int = 0) -> None:
+    """Refuse what JSON, or another parser of it, could not hold."""
     if isinstance(value, str) and _UNFIT.search(value):
         _refuse("a string holds NUL or half of a surrogate pair")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        _refuse("an integer does not fit in 64 bits")
+    if isinstance(value, float) and math.isinf(value):
+        _refuse("a number is too large")
     if isinstance(value, dict | list):
         if depth == MAX_DEPTH:
             _refuse(f"nested deeper than {MAX_DEPTH}")
