@@ -74,24 +74,15 @@ def test_one_body_for_rfc_9457_and_openai():
     assert json.loads(response.body) == problem.body("id-1")
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (404, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "server_error"),
-        (503, "server_error"),
-        (504, "server_error"),
-    ],
-)
-def test_types_of_errors(status, kind):
-    problem = Problem(status, "internal", "x")
-    assert problem.body("")["error"]["type"] == kind
-    headers = problem.response("").headers
-    assert ("www-authenticate" in headers) == (status == 401)
-    assert (headers.get("x-should-retry") == "false") == (status in (500, 504))
+def test_types_of_errors():
+    kinds = {400: "invalid_request", 401: "authentication", 404: "invalid_request"}
+    kinds |= {429: "rate_limit", 500: "server", 503: "server", 504: "server"}
+    for status, kind in kinds.items():
+        problem = Problem(status, "internal", "x")
+        assert problem.body("")["error"]["type"] == f"{kind}_error"
+        headers = problem.response("").headers
+        assert ("www-authenticate" in headers) == (status == 401)
+        assert (headers.get("x-should-retry") == "false") == (status in (500, 504))
 
 
 def test_validation_errors_repeat_no_value_and_no_made_up_name():
@@ -143,24 +134,18 @@ def test_denied_with_the_same_answer_always(wall, headers):
     answer = wall.ask("POST", "/phase1/reasoning", "X-Request-ID: one", *headers)
     assert (answer.status, answer.body) == (401, first.body)
     assert answer.headers["www-authenticate"] == 'Bearer realm="rlm"'
+    assert wall.ask("GET", "/metrics", AUTH + "\0").status == 400  # is no HTTP
 
 
-def test_a_key_with_nul_is_no_http(wall):
-    assert wall.ask("GET", "/metrics", AUTH + "\0").status == 400
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
+def test_let_in(wall):
+    for headers in (
         [AUTH],
         [f"authorization: bearer {KEY}"],
         [f"AUTHORIZATION: BEARER {OTHER_KEY}"],
         [f"X-API-Key: {KEY}"],
         [f"X-API-Key: {KEY}", "Authorization: Basic dGhlIGVkZ2UncyBvd24="],
-    ],
-)
-def test_let_in(wall, headers):
-    assert wall.ask("GET", "/metrics", *headers).status == 200
+    ):
+        assert wall.ask("GET", "/metrics", *headers).status == 200
 
 
 def test_a_key_in_the_url_does_not_count_and_is_not_written_down(wall, lines):
@@ -183,31 +168,16 @@ def test_every_route_needs_the_key_unless_it_is_public(wall):
     assert seen >= PUBLIC | {"/docs", "/openapi.json", "/metrics", "/phase1/reasoning"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "//phase1/reasoning",
-        "/phase1//reasoning",
-        "/phase1/./reasoning",
-        "/health/../phase1/reasoning",
-        "/%2e%2e/phase1/reasoning",
-        "/phase1%2freasoning",
-        "/phase1/reasoning;a",
-        "/phase1/reasoning/",
-        "/phase1/reasoning%00",
-        "/phase1/reasoning?/health",
-        "/phase1/reasoning#/health",
-        "/PHASE1/reasoning",
-        "/health/",
-        "//health",
-        "/health%20",
-        "/Health",
-        "/health;/phase1/reasoning",
-        "http://localhost/health",
-        "http://localhost/phase1/reasoning",
-        "\\health",
-    ],
-)
+PATHS = r"""
+//phase1/reasoning /phase1//reasoning /phase1/./reasoning /health/../phase1/reasoning
+/%2e%2e/phase1/reasoning /phase1%2freasoning /phase1/reasoning;a /phase1/reasoning/
+/phase1/reasoning%00 /phase1/reasoning?/health /phase1/reasoning#/health /PHASE1/reasoning
+/health/ //health /health%20 /Health /health;/phase1/reasoning
+http://localhost/health http://localhost/phase1/reasoning \health
+"""
+
+
+@pytest.mark.parametrize("path", PATHS.split())
 def test_other_spellings_of_a_path_do_not_get_past_the_key(wall, path):
     assert wall.ask("POST", path, body=b"{}").status == 401
     assert wall.ask("GET", path).status == 401
@@ -285,52 +255,33 @@ def test_a_bad_key_stops_the_start(tmp_path, value):
         load_keys({"RLM_API_KEY": value}, None)
     with pytest.raises(UsageError) as by_file:
         load_keys({"RLM_API_KEY": KEY}, file)
+    with pytest.raises(UsageError, match="cannot read"):
+        load_keys({}, tmp_path / "nothing")
     for error in (str(by_env.value), str(by_file.value)):
         assert "\n" not in error
         assert not value.strip() or value not in error
 
 
-def test_a_key_file_that_is_not_there_stops_the_start(tmp_path):
-    with pytest.raises(UsageError, match="cannot read"):
-        load_keys({}, tmp_path / "nothing")
-
-
 # Hosts
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.com",
-        "localhost.evil.com",
-        "localhost.",
-        "localhost/v1/models?",
-        "localhost/phase1/reasoning",
-        "a@localhost",
-        "localhost@a",
-        "localhost:80:80",
-        "localhost:",
-        "localhost:x",
-        "[localhost]",
-        "localhost, evil.com",
-        "192.168.0.1",
-        "[::1]",
-        "a" * 300,
-        "",
-    ],
-)
+HOSTS = """
+evil.com localhost.evil.com localhost. localhost/v1/models? localhost/phase1/reasoning a@localhost
+localhost@a localhost:80:80 localhost: localhost:x [localhost] 192.168.0.1 [::1]
+"""
+
+
+@pytest.mark.parametrize("host", [*HOSTS.split(), "localhost, evil.com", "a" * 300, ""])
 def test_a_host_that_is_not_ours_is_400_everywhere(wall, host):
     for path in ("/", "/health", "/phase1/reasoning"):
         answer = wall.send(request("GET", path, AUTH.encode(), host=host))
         assert (answer.status, answer.json["code"]) in ((400, "bad_host"), (400, "bad_request"))
 
 
-def test_hosts_of_ours(wall):
+def test_hosts_of_ours_come_and_go_and_may_be_numbers(wall):
     for host in ("localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:1"):
         assert wall.send(request("GET", "/health", host=host)).status == 200
 
-
-def test_hosts_come_and_go_and_may_be_numbers():
     def allows(hosts, *values):
         return hosts.allows([(b"host", value) for value in values])
 
