@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,16 +29,11 @@ from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.experiences import load_experiences, with_experiences
-from rlm.data.prompts import FORMATS, render_prompt, trained_format
-from rlm.model.quantize import QUANTIZATIONS, trained_on
+from rlm.model.quantize import QUANTIZATIONS
+from rlm.reasoner.local import ADAPTER, TEMPERATURE_OF_SEVERAL, Reply, ask, load_rlm_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from rlm.sampling import SamplingParams
-
-ADAPTER = Path("weights/final_rlm_lora")
-SEATS = 16  # answers drawn at the same time
 
 
 @dataclass(frozen=True)
@@ -72,49 +66,6 @@ class InferenceConfig:
             raise ValueError("--json answers one question: give it on the command line")
 
 
-def load_rlm_model(
-    adapter: str | Path = ADAPTER,
-    model: str | None = None,
-    base: bool = False,
-    quantize: str = "auto",
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The base the adapter was trained on, with the adapter on it, and the tokenizer.
-
-    Args:
-        model: another copy of that base (a directory, say); needed if run.json names none.
-        base: leave the adapter off.
-        quantize: none, 4bit, 8bit, or auto: as the adapter was trained.
-
-    Raises:
-        UsageError: no adapter, or one of another base; the message says what to run.
-    """
-    from rlm.model.adapters import check_adapter, check_base, load_adapter, read_run
-    from rlm.model.base import base_hash, load_base, load_tokenizer
-    from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
-    from rlm.sampling import Sampler
-
-    prepare_process()
-    adapter = Path(adapter)
-    if not (base and model):
-        if base and not adapter.exists():
-            model = model or EMBEDDED_MODEL
-        else:
-            check_adapter(adapter, "run: python train_sft.py && python train_grpo.py")
-    run = read_run(adapter)
-    model = model or run.get("base_model")
-    if model is None:
-        raise UsageError(f"{adapter} does not say what it was trained on; name it with --model")
-    quantize = trained_on(run) if quantize == "auto" else quantize
-    loaded = load_base(model, pick_device(), quantize=quantize)
-    if not base:
-        check_base(adapter, model, base_hash(model))
-        loaded = load_adapter(loaded, adapter, trainable=False)
-    tokenizer = load_tokenizer(model)
-    loaded.rlm_format = trained_format(run)
-    loaded.rlm_sampler = Sampler(loaded, tokenizer, max_num_seqs=SEATS)
-    return loaded, tokenizer
-
-
 def generate_reasoning(
     prompt: str,
     model: PreTrainedModel,
@@ -124,63 +75,11 @@ def generate_reasoning(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """The model's completion, reasoning visible: `<think>…</think>` and `<answer>…</answer>`."""
+    """Generate one completion, reasoning visible: `<think>…</think>` and `<answer>…</answer>`."""
     from rlm.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens, temperature)
-    return _complete(prompt, model, tokenizer, params, seed)["response"]
-
-
-def _complete(
-    question: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    params: SamplingParams,
-    seed: int,
-    n: int = 1,
-    budget: int | None = None,
-    show: Callable[[str], None] = lambda text: None,
-) -> dict[str, object]:
-    """Answer a question; `show` is given each new piece of the first answer as it is drawn."""
-    from rlm.sampling import Request, Sampler, prompt_seed
-    from rlm.serving import answering
-    from rlm.serving.thinking import Thinking
-
-    format = getattr(model, "rlm_format", FORMATS["deepseek"])
-    prompt = render_prompt(tokenizer, question, format)
-    started, shown = time.monotonic(), 0
-    sampler = getattr(model, "rlm_sampler", None) or Sampler(model, tokenizer, max_num_seqs=SEATS)
-    thinking = Thinking(
-        tokenizer,
-        format,
-        sampler.stop_ids,
-        n=n,
-        max_new_tokens=params.max_new_tokens,
-        budget=budget,
-        stop=params.stop,
-    )
-    for token in sampler.stream([Request(prompt, params, prompt_seed(seed), n, thinking)]):
-        thinking.take(token)
-        if token.row == 0:
-            text = thinking.rows[0].text
-            show(text[shown:])
-            shown = len(text)
-    samples = answering.finished_samples(thinking)
-    votes = answering.count_votes(samples)
-    best = answering.shown_sample(samples, votes)
-    return {
-        "question": question,
-        "response": best.response,
-        "reasoning": best.reasoning,
-        "answer": best.answer,
-        "final_answer": best.final_answer,
-        "finish_reason": best.finish_reason,
-        "thinking": best.thinking.model_dump(),
-        "vote": answering.vote_report(votes).model_dump() if n > 1 else None,
-        "prompt_tokens": len(prompt),
-        "completion_tokens": sum(sample.completion_tokens for sample in samples),
-        "seconds": round(time.monotonic() - started, 3),
-    }
+    return ask(prompt, model, tokenizer, params, seed=seed).answer.shown.response
 
 
 def main(config: InferenceConfig) -> int:
@@ -188,41 +87,49 @@ def main(config: InferenceConfig) -> int:
 
     library = load_experiences(config.experiences) if config.experiences else ()
     model, tokenizer = load_rlm_model(config.adapter, config.model, config.base, config.quantize)
-    usual = 0.7 if config.n > 1 else 0.0
-    temperature = usual if config.temperature is None else config.temperature
+    default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
+    temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
-    answer = partial(
-        _complete,
-        model=model,
-        tokenizer=tokenizer,
-        params=params,
-        seed=config.seed,
-        n=config.n,
-        budget=config.budget,
-    )
-
-    def ask(question: str) -> None:
+    options = {"seed": config.seed, "n": config.n, "budget": config.budget}
+    for question in _questions(config):
         if not question.strip():
             raise UsageError("the question is empty")
         asked = with_experiences(question, library)
         if config.json:
-            result = answer(asked) | {"question": question, "experiences": len(library)}
-            sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
+            reply = ask(asked, model, tokenizer, params, **options)
+            result = {"question": question} | _as_json(reply) | {"experiences": len(library)}
+            _write(json.dumps(result, ensure_ascii=False) + "\n")
         else:
-            _print(answer(asked, show=_write), config)
+            reply = ask(asked, model, tokenizer, params, **options, on_text=_write)
+            _print_summary(reply, config)
+    return 0
 
+
+def _questions(config: InferenceConfig) -> Iterator[str]:
+    """Yield the question of the command line, or what is typed until an empty line or the end."""
     if config.question is not None:
-        ask(config.question)
-        return 0
+        yield config.question
+        return
     terminal.line("Ask a question; an empty line ends.")
-    while True:
-        try:
-            question = input("> ")
-        except EOFError:
-            return 0
-        if not question.strip():
-            return 0
-        ask(question)
+    with suppress(EOFError):
+        while (question := input("> ")).strip():
+            yield question
+
+
+def _as_json(reply: Reply) -> dict[str, object]:
+    shown, votes = reply.answer.shown, reply.answer.vote_counts
+    return {
+        "response": shown.response,
+        "reasoning": shown.reasoning,
+        "answer": shown.answer,
+        "final_answer": shown.final_answer,
+        "finish_reason": shown.finish_reason,
+        "thinking": asdict(shown.thinking),
+        "vote": asdict(votes) if votes else None,
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "completion_tokens": reply.usage.completion_tokens,
+        "seconds": round(reply.seconds, 3),
+    }
 
 
 def _write(text: str) -> None:
@@ -230,22 +137,22 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _print(result: dict, config: InferenceConfig) -> None:
-    """What stands below the streamed text: the votes, the answer, what it took."""
+def _print_summary(reply: Reply, config: InferenceConfig) -> None:
+    """Print what stands below the streamed text: the votes, the answer, what it took."""
+    shown, tokens = reply.answer.shown, reply.usage.completion_tokens
     terminal.line("")
-    if vote := result["vote"]:
-        if vote["winner"] is not None:
-            terminal.line(f"\nthe likeliest of the winners:\n{result['response']}")
-        terminal.bars(vote["counts"], vote["n"])
-    rate = result["completion_tokens"] / result["seconds"]
+    if votes := reply.answer.vote_counts:
+        if votes.winner is not None:
+            terminal.line(f"\nthe likeliest of the winners:\n{shown.response}")
+        terminal.bars(votes.counts, votes.n)
     who = "base" if config.base else str(config.adapter)
-    status = result["thinking"]["status"]
+    status = shown.thinking.status
     notes = "" if status == "closed" else f", reasoning {status}"
-    if result["finish_reason"] == "length":
+    if shown.finish_reason == "length":
         notes += ", cut off at --max-new-tokens"
     terminal.line(
-        f"\nanswer: {result['final_answer'] or 'none found'}  "
-        f"({who}, {result['completion_tokens']} tokens, {rate:.0f} tokens/s{notes})"
+        f"\nanswer: {shown.final_answer or 'none found'}  "
+        f"({who}, {tokens} tokens, {tokens / reply.seconds:.0f} tokens/s{notes})"
     )
 
 

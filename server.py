@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
-import json
 import os
 import socket
 import sys
@@ -30,16 +28,13 @@ from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.model.quantize import QUANTIZATIONS
-from rlm.runs.atomic_files import replace_file
+from rlm.reasoner.local import ADAPTER
 
 if TYPE_CHECKING:
     from rlm.serving.access import AllowedHosts, Keys
     from rlm.serving.service import Service
-    from rlm.serving.shutdown import GracefulServer
     from rlm.serving.tunnel import Tunnel
 
-ADAPTER = Path("weights/final_rlm_lora")
-ENDPOINT = Path("runs/server/endpoint.json")
 DRAIN_SECONDS = 25.0  # what runs may finish in
 
 
@@ -74,8 +69,8 @@ class ServerConfig:
 def main(config: ServerConfig) -> int:
     from rlm.model.hardware import prepare_process
     from rlm.serving import logging as logs
-    from rlm.serving.access import Keys as KeySet
-    from rlm.serving.access import is_loopback, load_keys, new_key
+    from rlm.serving.access import Keys, is_loopback, load_keys, new_key
+    from rlm.serving.http_server import listen
 
     keys = load_keys(os.environ, config.key_file)
     if not is_loopback(config.host) and not keys.required:
@@ -84,47 +79,31 @@ def main(config: ServerConfig) -> int:
         )
     if config.ngrok and not keys.required:
         key = new_key()
-        keys = KeySet([key])
+        keys = Keys([key])
         terminal.line(f"API key for this run, shown once: {key}")
-    listening = _listen(config.host, config.port)
+    listening = listen(config.host, config.port)
     prepare_process()
     logs.configure(sys.stderr)
-    service = _service(config)
-    return asyncio.run(_serve(config, service, keys, listening))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """The socket, before anything slow happens: a port in use should be said at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen()  # only now would another server be told that the port is taken
-    except OSError as error:
-        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    return listening
+    return asyncio.run(_serve(config, _service(config), keys, listening))
 
 
 def _service(config: ServerConfig) -> Service:
-    """The engine that will load the model, and what stands before it."""
+    """The engine, which will load the model in its own thread, and what admits requests to it."""
     from functools import partial
 
     from rlm.model.base import load_tokenizer
-    from rlm.serving.catalog import find_adapters
     from rlm.serving.engine import Engine
     from rlm.serving.metrics import Metrics
+    from rlm.serving.models import find_models
     from rlm.serving.replicas import load_replicas
     from rlm.serving.service import Limits, Service
 
-    catalog = find_adapters(
+    models = find_models(
         config.adapter, config.adapters, config.model, config.quantize, base=config.base
     )
-    tokenizer = load_tokenizer(catalog.model)
+    tokenizer = load_tokenizer(models.base_model)
     engine = Engine(
-        partial(load_replicas, catalog, tokenizer, config.max_num_seqs),
+        partial(load_replicas, models, tokenizer, config.max_num_seqs),
         prompt_tokens=config.max_prompt_tokens,
         new_tokens=config.max_new_tokens,
     )
@@ -135,7 +114,7 @@ def _service(config: ServerConfig) -> Service:
         tokens=config.queue * (config.max_prompt_tokens + config.max_new_tokens),
         seconds=config.deadline,
     )
-    return Service(engine, tokenizer, catalog, limits, Metrics(engine))
+    return Service(engine, tokenizer, models, limits, Metrics(engine))
 
 
 async def _serve(
@@ -147,8 +126,8 @@ async def _serve(
     from rlm.serving.access import AllowedHosts
     from rlm.serving.app import create_app
     from rlm.serving.http_guard import UVICORN
-    from rlm.serving.middleware import SecuritySettings, secure
-    from rlm.serving.shutdown import GracefulServer
+    from rlm.serving.http_server import GracefulServer
+    from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
@@ -156,19 +135,16 @@ async def _serve(
     settings = SecuritySettings(
         keys=keys, allowed_hosts=hosts, requests_per_minute=config.requests_per_minute
     )
-    app = secure(create_app(service, needs_key=keys.required), settings)
+    app = SecurityMiddleware(create_app(service, needs_key=keys.required), settings)
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
-    attendant = asyncio.create_task(_attend(config, service, server, hosts, listening))
-
-    def end(_: asyncio.Task[None]) -> None:  # with the attendant: nobody would watch the engine
-        server.should_exit = True
-
-    attendant.add_done_callback(end)
+    watching = asyncio.create_task(_watch(config, service, hosts, listening))
+    # With that task the server ends: nobody else would watch the engine.
+    watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
     await server.serve(sockets=[listening])
-    attendant.cancel()
+    watching.cancel()
     with suppress(asyncio.CancelledError):
-        await attendant
+        await watching
     if service.engine.state != "dead":
         return 0
     if isinstance(service.engine.error, UsageError):
@@ -176,76 +152,53 @@ async def _serve(
     return 1
 
 
-async def _attend(
-    config: ServerConfig,
-    service: Service,
-    server: GracefulServer,
-    hosts: AllowedHosts,
-    listening: socket.socket,
+async def _watch(
+    config: ServerConfig, service: Service, hosts: AllowedHosts, listening: socket.socket
 ) -> None:
-    """Say when it is ready, keep the tunnel, and end the server when the engine is dead."""
-    while service.engine.state == "loading":
-        await asyncio.sleep(0.1)
-    if service.engine.state == "dead":
-        server.should_exit = True
-        return
-    # What is loaded stays: the collector need not look through it, and then looks more often
-    # through what requests leave behind (it waits until that is a quarter of what there is).
-    gc.collect()
-    gc.freeze()
-    port = listening.getsockname()[1]
-    shown = f"[{config.host}]" if ":" in config.host else config.host
-    terminal.line(f"ready: http://{shown}:{port}  ({service.catalog.default})")
+    """Say when the model is ready, and keep the tunnel, until the engine is dead."""
+    from rlm.serving.tunnel import write_endpoint
+
     tunnel = None
-    if config.ngrok:
-        _write_endpoint(None)  # that of a server which was killed
-        tunnel = await _open_tunnel(config, hosts, _url_here(listening))
     try:
-        while True:
+        while service.engine.state == "loading":
+            await asyncio.sleep(0.1)
+        if service.engine.state == "dead":
+            return
+        # What is loaded stays: the collector need not look through it, and then looks more often
+        # through what requests leave behind (it waits until that is a quarter of what there is).
+        gc.collect()
+        gc.freeze()
+        shown = f"[{config.host}]" if ":" in config.host else config.host
+        port = listening.getsockname()[1]
+        terminal.line(f"ready: http://{shown}:{port}  ({service.models.default})")
+        if config.ngrok:
+            write_endpoint(None)  # that of a server which was killed
+            tunnel = await _open_tunnel(config, hosts, listening)
+        while service.engine.state != "dead":
             if tunnel is not None and tunnel.public_url != service.public_url:
                 service.public_url = tunnel.public_url
                 terminal.line(f"public: {tunnel.public_url or 'the tunnel is closed'}")
-                _write_endpoint(tunnel.public_url)
-            if service.engine.state == "dead":
-                terminal.line("the engine has died twice; the log says of what")
-                server.should_exit = True
+                write_endpoint(tunnel.public_url)
             await asyncio.sleep(0.2)
+        terminal.line("the engine has died; the log says of what")
     finally:
         if tunnel is not None:
             await tunnel.close()
-            _write_endpoint(None)
+            write_endpoint(None)
 
 
-def _url_here(listening: socket.socket) -> str:
-    """Where programs of this machine reach the socket: another one may have the same port on
-    another of its addresses, and a tunnel must not lead there."""
-    host, port = listening.getsockname()[:2]
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if address.is_unspecified:
-        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"http://{address if address.version == 4 else f'[{address}]'}:{port}"
-
-
-async def _open_tunnel(config: ServerConfig, hosts: AllowedHosts, upstream: str) -> Tunnel | None:
-    """The tunnel, or a line that says why there is none: the local server goes on."""
+async def _open_tunnel(
+    config: ServerConfig, hosts: AllowedHosts, listening: socket.socket
+) -> Tunnel | None:
+    """Open the tunnel, or say in a line why there is none: the local server goes on."""
+    from rlm.serving.http_server import local_url
     from rlm.serving.tunnel import Tunnel, TunnelError
 
     try:
-        return await Tunnel.open(upstream, hosts, url=config.ngrok_url)
+        return await Tunnel.open(local_url(listening), hosts, url=config.ngrok_url)
     except TunnelError as error:
         terminal.line(f"{error}\nno public URL; the local server goes on")
         return None
-
-
-def _write_endpoint(url: str | None) -> None:
-    """For programs: where the server can be reached from outside, while it can."""
-    try:
-        if url is None:
-            ENDPOINT.unlink(missing_ok=True)
-            return
-        replace_file(ENDPOINT, json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
-    except OSError as error:  # a read-only disk, another's folder: the URL works all the same
-        terminal.line(f"cannot write {ENDPOINT}: {error.strerror}")
 
 
 if __name__ == "__main__":

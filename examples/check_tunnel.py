@@ -2,7 +2,7 @@
 
     NGROK_AUTHTOKEN=… python examples/check_tunnel.py
 
-Opens a tunnel as `server.py --ngrok` does, to a small server behind the same wall, and asks
+Opens a tunnel as `server.py --ngrok` does, to a small server behind the same middleware, and asks
 through the public URL. One line a check; exit code 1 if one fails, 2 if there is no tunnel.
 It needs the agent (https://ngrok.com/download) and no model.
 """
@@ -32,7 +32,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.serving.access import AllowedHosts, Keys, new_key
 from rlm.serving.http_guard import UVICORN
-from rlm.serving.middleware import SecuritySettings, secure
+from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.tunnel import Tunnel, TunnelError
 
 RATE = 40  # requests a minute that the edge shall let through; more than the other checks need
@@ -162,7 +162,7 @@ class Checks:
 async def check(config: CheckConfig) -> int:
     key, hosts = new_key(), AllowedHosts()
     listener = socket.create_server(("127.0.0.1", 0))
-    app = secure(small_app(), SecuritySettings(Keys([key]), hosts))
+    app = SecurityMiddleware(small_app(), SecuritySettings(Keys([key]), hosts))
     server = uvicorn.Server(uvicorn.Config(app, **UVICORN, lifespan="off"))
     serving = asyncio.create_task(server.serve([listener]))
     port = listener.getsockname()[1]

@@ -109,12 +109,12 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The jobs that requests to a server become, as they reach its engine."""
+    """The requests of a server, as they reach its engine."""
     from rlm.serving.engine import Engine
 
-    jobs, submit = [], Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda self, job: (jobs.append(job), submit(self, job)))
-    return jobs
+    seen, add = [], Engine.add_request
+    monkeypatch.setattr(Engine, "add_request", lambda self, r: (seen.append(r), add(self, r)))
+    return seen
 
 
 @pytest.fixture(scope="session")

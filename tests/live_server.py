@@ -17,14 +17,14 @@ from scripted_sampler import Script, ScriptedSampler
 from rlm.data.prompts import FORMATS
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
-from rlm.serving.catalog import Catalog, Offered
 from rlm.serving.engine import Engine, Replica
 from rlm.serving.http_guard import UVICORN
+from rlm.serving.http_server import GracefulServer
 from rlm.serving.metrics import Metrics
-from rlm.serving.middleware import SecuritySettings, secure
-from rlm.serving.replicas import _shared_prefix
+from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
+from rlm.serving.models import ServedAdapter, ServedModels
+from rlm.serving.replicas import prompt_prefix
 from rlm.serving.service import Limits, Service
-from rlm.serving.shutdown import GracefulServer
 
 FORMAT = FORMATS["deepseek"]
 ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"
@@ -41,7 +41,7 @@ def make_service(
     **engine_options: object,
 ) -> tuple[Service, ScriptedSampler]:
     """A service with two adapters, `tuned` (scripted) and `base` (which says nothing but 0)."""
-    prefix = _shared_prefix(tokenizer, FORMAT)
+    prefix = prompt_prefix(tokenizer, FORMAT)
     samplers = {
         "tuned": ScriptedSampler(
             tiny_model(), tokenizer, script, max_num_seqs=max_num_seqs, pause=pause
@@ -57,12 +57,12 @@ def make_service(
         new_tokens=limits.new_tokens,
         **engine_options,
     )
-    offered = {
-        "base": Offered("base", None, None, "base", FORMAT),
-        "tuned": Offered("tuned", None, "ab" * 32, "grpo", FORMAT),
+    adapters = {
+        "base": ServedAdapter("base", None, None, "base", FORMAT),
+        "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT),
     }
-    catalog = Catalog("tiny", "sha256:0", "none", offered, "tuned")
-    return Service(engine, tokenizer, catalog, limits, Metrics(engine)), samplers["tuned"]
+    models = ServedModels("tiny", "sha256:0", "none", adapters, "tuned")
+    return Service(engine, tokenizer, models, limits, Metrics(engine)), samplers["tuned"]
 
 
 @dataclass
@@ -92,11 +92,11 @@ class Live:
 def live(
     service: Service, keys: Keys | None = None, drain_seconds: float = 5.0, **security: object
 ):
-    """The service behind its walls, on a free port."""
+    """Run the service with its middleware on a free port."""
     keys = keys or Keys([])
     hosts = AllowedHosts({"127.0.0.1"})
     settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
-    app = secure(create_app(service, needs_key=keys.required), settings)
+    app = SecurityMiddleware(create_app(service, needs_key=keys.required), settings)
     config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(config, service, drain_seconds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)

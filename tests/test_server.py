@@ -34,13 +34,14 @@ from rlm.model.hardware import Device
 from rlm.sampling import Sampler
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
-from rlm.serving.catalog import find_adapters
 from rlm.serving.engine import Engine
 from rlm.serving.http_guard import SlowGuard
-from rlm.serving.middleware import SecuritySettings, secure
+from rlm.serving.http_server import GracefulServer, listen, local_url
+from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
+from rlm.serving.models import find_models
 from rlm.serving.replicas import load_replicas
 from rlm.serving.service import Limits
-from rlm.serving.shutdown import GracefulServer
+from rlm.serving.tunnel import ENDPOINT, write_endpoint
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -65,11 +66,11 @@ def weights(model_dir, tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_catalog_holds_the_default_and_its_neighbours(weights, model_dir):
-    catalog = find_adapters(weights / "final_rlm_lora", weights, None)
-    assert (catalog.model, catalog.default) == (str(model_dir), "final_rlm_lora")
-    assert list(catalog.offered) == ["base", "final_rlm_lora", "sft.v2"]
-    assert len(catalog.offered["sft.v2"].sha256) == 64
+def test_the_models_holds_the_default_and_its_neighbours(weights, model_dir):
+    models = find_models(weights / "final_rlm_lora", weights, None)
+    assert (models.base_model, models.default) == (str(model_dir), "final_rlm_lora")
+    assert list(models.adapters) == ["base", "final_rlm_lora", "sft.v2"]
+    assert len(models.adapters["sft.v2"].sha256) == 64
 
 
 def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_path):
@@ -78,24 +79,24 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
     run |= {"quantize": "8bit", "config": {"reasoning_format": "simple"}}
     (tmp_path / "a" / "run.json").write_text(json.dumps(run))
     for base, offered in ((True, ["base"]), (False, ["base", "a"])):
-        catalog = find_adapters(tmp_path / "a", None, None, base=base)
-        assert (catalog.model, catalog.quantize) == (str(model_dir), "8bit")
-        assert (list(catalog.offered), catalog.default) == (offered, offered[-1])
-        assert catalog.offered["base"].format == FORMATS["simple"]  # as inference.py --base asks
+        models = find_models(tmp_path / "a", None, None, base=base)
+        assert (models.base_model, models.quantize) == (str(model_dir), "8bit")
+        assert (list(models.adapters), models.default) == (offered, offered[-1])
+        assert models.adapters["base"].format == FORMATS["simple"]  # as inference.py --base asks
     nowhere = tmp_path / "none"
-    assert find_adapters(nowhere, None, str(model_dir), base=True).default == "base"
-    assert find_adapters(nowhere, weights, None, base=True).model == str(model_dir)
+    assert find_models(nowhere, None, str(model_dir), base=True).default == "base"
+    assert find_models(nowhere, weights, None, base=True).base_model == str(model_dir)
     (tmp_path / "a" / "run.json").write_text(
         json.dumps(run | {"base_model": "b", "base_hash": "b"})
     )
-    catalog = find_adapters(tmp_path / "a", weights, None, base=True)  # a folder of another base
-    assert (catalog.model, catalog.quantize) == (str(model_dir), "none")
+    models = find_models(tmp_path / "a", weights, None, base=True)  # a folder of another base
+    assert (models.base_model, models.quantize) == (str(model_dir), "none")
 
 
 def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
     for name in ("tuned", "tuned.prev", ".tuned.new"):
         shutil.copytree(weights / "sft.v2", tmp_path / name)
-    assert list(find_adapters(tmp_path / "no", tmp_path, None, base=True).offered) == [
+    assert list(find_models(tmp_path / "no", tmp_path, None, base=True).adapters) == [
         "base",
         "tuned",
     ]
@@ -104,7 +105,7 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
 def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer, in_fp32):
     """All replicas stand on one model; each must say what a model with only its adapter says."""
     replicas = load_replicas(
-        find_adapters(weights / "final_rlm_lora", weights, None), tokenizer, max_num_seqs=2
+        find_models(weights / "final_rlm_lora", weights, None), tokenizer, max_num_seqs=2
     )
     prompt = render_prompt(tokenizer, "hello", FORMATS["deepseek"])
     request = Request(prompt, SamplingParams(12, 1.0), seed=1, n=2)
@@ -169,7 +170,7 @@ def test_a_hostile_or_broken_adapter_is_refused_at_the_start(
     shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
     damage(tmp_path / "a", how)
     with pytest.raises(UsageError, match=said):
-        load_replicas(find_adapters(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
+        load_replicas(find_models(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
 
 
 def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path, tokenizer):
@@ -178,7 +179,7 @@ def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path
     config = tmp_path / "a" / "adapter_config.json"
     changed = json.loads(config.read_text()) | {"base_model_name_or_path": "evil/model"}
     config.write_text(json.dumps(changed))
-    replicas = load_replicas(find_adapters(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
+    replicas = load_replicas(find_models(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
     assert set(replicas) == {"base", "a"}
 
 
@@ -186,7 +187,7 @@ def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a").symlink_to(weights / "final_rlm_lora")
     with pytest.raises(UsageError, match="leads out"):
-        find_adapters(tmp_path / "folder" / "a", tmp_path / "folder", None)
+        find_models(tmp_path / "folder" / "a", tmp_path / "folder", None)
 
 
 # --- refusing to start ----------------------------------------------------------------------------
@@ -236,10 +237,10 @@ def test_an_empty_key_does_not_open_the_server(capsys, monkeypatch):
 
 
 def test_two_servers_that_start_at_once_do_not_share_a_port():
-    with server._listen("127.0.0.1", 0) as first:
+    with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            server._listen("127.0.0.1", port)
+            listen("127.0.0.1", port)
 
 
 def test_a_port_in_use(capsys, monkeypatch):
@@ -267,9 +268,9 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     assert service.limits == Limits(
         prompt_tokens=22, new_tokens=11, requests=3, tokens=3 * (22 + 11), seconds=4.5
     )
-    assert service.engine._room == (22, 11)
+    assert service.engine._lengths == (22, 11)
     service.engine._load()
-    assert loaded == [(service.catalog, service.tokenizer, 2)]
+    assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"))
     assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # as docs/serving.md has it
 
@@ -278,9 +279,10 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     """What stands around the app when the server runs with these options; it leaves at once."""
     made = []
 
-    def watched(app, settings):
-        made.append(settings)
-        return secure(app, settings)
+    class Middleware(SecurityMiddleware):
+        def __init__(self, app, settings):
+            super().__init__(app, settings)
+            made.append(settings)
 
     class Watched(GracefulServer):
         def __init__(self, *given):
@@ -290,11 +292,11 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     async def leave(*_):
         pass
 
-    monkeypatch.setattr("rlm.serving.middleware.secure", watched)
-    monkeypatch.setattr("rlm.serving.shutdown.GracefulServer", Watched)
-    monkeypatch.setattr(server, "_attend", leave)
+    monkeypatch.setattr("rlm.serving.middleware.SecurityMiddleware", Middleware)
+    monkeypatch.setattr("rlm.serving.http_server.GracefulServer", Watched)
+    monkeypatch.setattr(server, "_watch", leave)
     config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
-    with server._listen(config.host, 0) as listening:
+    with listen(config.host, 0) as listening:
         keys = Keys(["a-key-of-some-length"])
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
     settings, made_server = made
@@ -330,50 +332,43 @@ def until(holds, seconds: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def test_an_engine_that_dies_twice_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
+def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
     def die(self, name):
         raise MemoryError
 
     monkeypatch.setattr(Engine, "_step", die)
     service, _ = make_service(tokenizer, {})
-    listening = server._listen("127.0.0.1", 0)
+    listening = listen("127.0.0.1", 0)
 
-    def listens() -> bool:
-        return bool(listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-    def ask_twice() -> list[str]:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        codes = []
-        for _ in range(2):
-            until(lambda: listens() and service.engine.state == "ready")
-            with httpx2.Client(base_url=url, timeout=30) as client:
-                codes.append(client.post("/phase1/reasoning", json={"prompt": "x"}).json()["code"])
-        return codes
+    def ask() -> str:
+        until(lambda: service.engine.state == "ready")
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/phase1/reasoning"
+        return httpx2.post(url, json={"prompt": "x"}, timeout=30).json()["code"]
 
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_twice)
+        asked = pool.submit(ask)
         serving = server._serve(server.ServerConfig(), service, Keys([]), listening)
         assert asyncio.run(serving) == 1
-    assert asked.result() == ["engine_down"] * 2
-    assert "died twice" in capsys.readouterr().out
+    assert asked.result() == "engine_down"
+    assert "the engine has died" in capsys.readouterr().out
 
 
 def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     service, _ = make_service(tokenizer, {})
-    listening = server._listen("127.0.0.1", 0)
+    listening = listen("127.0.0.1", 0)
     key = {"X-API-Key": "a-key-of-some-length"}
 
     def use_it() -> None:
-        until(lambda: server.ENDPOINT.exists() and server.ENDPOINT.read_text().endswith("\n"))
-        public = json.loads(server.ENDPOINT.read_text())
+        until(lambda: ENDPOINT.exists() and ENDPOINT.read_text().endswith("\n"))
+        public = json.loads(ENDPOINT.read_text())
         assert public == {"url": service.public_url, "path": "/phase1/reasoning"}
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with httpx2.Client(headers=key, timeout=30) as client:
             info = client.get(public["url"] + "/phase1/info").json()  # from outside
             assert (info["public_url"], info["needs_key"]) == (public["url"], True)
             os.kill(agent.facts()["pid"], signal.SIGKILL)
-            until(lambda: not server.ENDPOINT.exists())
+            until(lambda: not ENDPOINT.exists())
             assert client.get(url + "/phase1/info").json()["public_url"] is None
             assert client.get(url + "/ready").status_code == 200
 
@@ -400,19 +395,19 @@ def test_the_tunnel_leads_to_the_address_that_is_bound():
         "::": "http://[::1]:",
     }.items():
         try:
-            listening = server._listen(host, 0)
+            listening = listen(host, 0)
         except UsageError:
             assert ":" in host  # a machine without IPv6
             continue
         with listening:
-            assert server._url_here(listening) == url + str(listening.getsockname()[1])
+            assert local_url(listening) == url + str(listening.getsockname()[1])
 
 
 def test_an_endpoint_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").write_text("a file where the directory should be")
     monkeypatch.chdir(tmp_path)
     for url in ("https://a.ngrok.app", None):
-        server._write_endpoint(url)
+        write_endpoint(url)
     assert capsys.readouterr().out.count("cannot write runs/server/endpoint.json: ") == 2
 
 
@@ -422,9 +417,9 @@ def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
     async def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(server, "_attend", broken)
+    monkeypatch.setattr(server, "_watch", broken)
     service, _ = make_service(tokenizer, {})
-    with server._listen("127.0.0.1", 0) as listening, pytest.raises(ZeroDivisionError):
+    with listen("127.0.0.1", 0) as listening, pytest.raises(ZeroDivisionError):
         asyncio.run(server._serve(server.ServerConfig(), service, Keys([]), listening))
 
 
@@ -433,7 +428,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
     command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
     options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "200", "--ngrok"]
     options += ["--max-num-seqs", "1", "--requests-per-minute", "1000"]
-    endpoint = tmp_path / server.ENDPOINT
+    endpoint = tmp_path / ENDPOINT
     endpoint.parent.mkdir(parents=True)
     endpoint.write_text("of a server that was killed")
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Who may come in, under which name of the machine, and how often."""
+"""Authenticates requests by API key, checks the Host header, limits requests per client."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def new_key() -> str:
 class Keys:
     """The API keys, as SHA-256 hashes. Without any the server is open (loopback only).
 
-    Wrong keys are answered slowly (security.py) but nobody is locked out, since behind a tunnel
-    all clients look alike. What makes guessing hopeless is the length, so short keys are refused.
+    Wrong keys are limited together (middleware.py) but nobody is locked out, since behind a
+    tunnel all clients look alike. What makes guessing hopeless is the length: short keys are
+    refused.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -63,7 +64,7 @@ class Keys:
         return f"key-{matches.index(True) + 1}" if any(matches) else None
 
     @staticmethod
-    def tried(headers: Headers) -> bool:
+    def sent(headers: Headers) -> bool:
         """Whether a key was sent at all, right or wrong."""
         return bool(_credential(headers))
 

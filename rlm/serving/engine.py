@@ -1,27 +1,22 @@
-"""One thread that owns the model: requests join its batch, their tokens come back as events.
+"""Runs the model in a thread of its own: requests join its batch, their text comes back.
 
 Everything that touches the model happens in this thread; the event loop only hands requests over
-and listens. A completion is a pure function of prompt, seed and weights, so after a failure every
-request can be drawn again and goes on where it was: that is how one that breaks the batch is found
-without harm to the others.
+and listens.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rlm.sampling import CacheConfig, Sampler
-from rlm.sampling.params import Request, SamplingParams, Token
+from rlm.sampling.engine import Sampler
+from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.params import Request, Token
 from rlm.serving.errors import Problem
 from rlm.serving.logging import log_error
-from rlm.serving.thinking import Thinking
-
-RESTARTS = 1  # of a thread that died; after that the engine stays dead
-REPLAYS = 2  # of a request, because others broke the batch that it was in
+from rlm.serving.request import RunningRequest
 
 
 @dataclass
@@ -29,53 +24,8 @@ class Replica:
     """One adapter (or the base without one), and the sampler that draws with it."""
 
     sampler: Sampler
-    activate: Callable[[], None]  # let the shared model wear this adapter
+    activate: Callable[[], None]  # make it the active adapter of the shared model
     prefix: Sequence[int]  # the beginning that the prompts share
-
-
-@dataclass
-class Job:
-    """A request on its way through the engine.
-
-    notify: called in the engine's thread with the (row, reasoning, answer) text that a step
-        brought; with None at the end; with a Problem if the job fails. Must not block.
-    """
-
-    replica: str
-    prompt: Sequence[int]
-    params: SamplingParams
-    seed: int
-    new_thinking: Callable[[], Thinking]
-    notify: Callable[[list[tuple[int, str, str]] | Problem | None], None]
-    n: int = 1
-    streamed: bool = False  # what was notified cannot be taken back
-    created: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
-    taken: int = 0  # tokens drawn, of all rows
-    left: int = 0  # rows that have not finished
-    replays: int = 0
-    replay_until: int = 0  # tokens that had been drawn when a step failed
-
-    def __post_init__(self) -> None:
-        self.sent = [("", "")] * self.n  # the reasoning and answer that were notified
-        self.begin_again()
-
-    def begin_again(self) -> None:
-        """Nothing is drawn; what was notified already is not notified again."""
-        answer_now = self.replays > 0 and self.thinking.answer_now
-        self.thinking = self.new_thinking()
-        self.thinking.answer_now = answer_now
-        self.replay_until, self.taken, self.left = self.taken, 0, self.n
-
-    @property
-    def tokens(self) -> int:
-        """The most that it can take up."""
-        return len(self.prompt) + self.n * self.params.max_new_tokens
-
-    @property
-    def on_probation(self) -> bool:
-        """Whether it has yet to get past the token that was being drawn at a failure."""
-        return self.replays > 0 and self.left > 0 and self.taken <= self.replay_until
 
 
 class Engine:
@@ -98,45 +48,43 @@ class Engine:
             hang_seconds: a step that takes longer counts as dead until it comes back.
         """
         self._load = load
-        self._room = (prompt_tokens, new_tokens)
+        self._lengths = (prompt_tokens, new_tokens)
         self._hang_seconds = hang_seconds
-        self._lanes: dict[str, Replica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._changed = threading.Condition()
-        self._arrived: deque[Job] = deque()
-        self._cancelled: deque[Job] = deque()
-        self._running: dict[str, dict[int, Job]] = {}  # replica → handle → job
-        self._suspects: dict[str, deque[Job]] = {}
+        self._arrived: list[RunningRequest] = []
+        self._aborted: list[RunningRequest] = []
+        self._running: dict[str, dict[int, RunningRequest]] = {}  # replica → handle → request
         self._step_began: float | None = None
         self._draining = self._stopping = False
-        self._deaths = 0
         self.state = "loading"
         self.error: Exception | None = None  # what it died of
         self.tokens_drawn = 0
         self._busy_seconds = 0.0
-        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- from the event loop --------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def add_request(self, request: RunningRequest) -> None:
         with self._changed:
             if self.state not in ("ready", "draining"):
                 raise Problem(503, "engine_down", "the engine is not running", retry_after=5)
-            self._arrived.append(job)
+            self._arrived.append(request)
             self._changed.notify()
 
-    def cancel(self, job: Job) -> None:
-        """Forget a job: its rows are free after the step that is running."""
+    def abort(self, request: RunningRequest) -> None:
+        """Forget a request: its rows are free after the step that is running."""
         with self._changed:
-            self._cancelled.append(job)
+            self._aborted.append(request)
             self._changed.notify()
 
     def drain(self) -> None:
-        """From now on not ready; what was submitted goes on."""
+        """From now on not ready; what was added goes on."""
         with self._changed:
-            self._draining = True  # also for a thread that is just starting again
+            self._draining = True  # also where it is still loading
             if self.state == "ready":
                 self.state = "draining"
 
@@ -156,7 +104,7 @@ class Engine:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        return next(iter(self._lanes.values())).sampler.stop_ids
+        return next(iter(self._replicas.values())).sampler.stop_ids
 
     @property
     def tokens_per_second(self) -> float:
@@ -164,178 +112,128 @@ class Engine:
         return self.tokens_drawn / self._busy_seconds if self._busy_seconds else 0.0
 
     @property
-    def seats_taken(self) -> int:
-        return sum(job.left for jobs in list(self._running.values()) for job in list(jobs.values()))
+    def rows_running(self) -> int:
+        """Completions in the batch or waiting for a place in it."""
+        running = [list(requests.values()) for requests in list(self._running.values())]
+        return sum(request.unfinished for requests in running for request in requests)
 
     # --- in the thread --------------------------------------------------------------------------
 
-    def _live(self) -> None:
-        """Load, then work; a death is survived once."""
-        while True:
-            try:
-                self._open_lanes()
-                self._work()
-                return
-            except Exception as error:
-                self.error, self._deaths = error, self._deaths + 1
-                loaded = bool(self._lanes)  # what could not be loaded will not load again
-                again = loaded and self._deaths <= RESTARTS and not self._stopping
-                log_error("engine_died", error, restart=again)
-                self._step_began = None
-                self.state = "loading" if again else "dead"
-                self._fail_all(Problem(503, "engine_down", "the engine died", retry_after=5))
-                if not again:
-                    return
-
-    def _open_lanes(self) -> None:
-        if not self._lanes:
-            self._lanes = self._load()
-        for name in self._lanes:
-            self._reset(name)
-        with self._changed:
-            if self.state == "loading":
+    def _run(self) -> None:
+        """Load, then step until it is stopped, or dies of what a step cannot be blamed for."""
+        problem = Problem(503, "draining", "the server is shutting down", retry_after=5)
+        try:
+            self._replicas = self._load()
+            for name in self._replicas:
+                self._reset(name)
+            with self._changed:
                 self.state = "draining" if self._draining else "ready"
+            self._loop()
+        except Exception as error:
+            log_error("engine_died", error)
+            problem = Problem(503, "engine_down", "the engine died", retry_after=5)
+            self.error, self.state, self._step_began = error, "dead", None
+        with self._changed:
+            waiting, self._arrived = self._arrived, []
+        for running in self._running.values():
+            waiting += running.values()
+            running.clear()
+        for request in waiting:
+            request.put(problem)
 
     def _reset(self, name: str) -> None:
-        """A replica without requests, with all the room that it will ever have."""
-        replica = self._lanes[name]
-        prompt_tokens, new_tokens = self._room
+        """Empty a replica, and allocate all the cache that it will ever have."""
+        replica = self._replicas[name]
         replica.activate()
         replica.sampler.reset()
-        max_num_seqs = replica.sampler.max_num_seqs
-        replica.sampler.allocate_cache(
-            CacheConfig(max_num_seqs, max_num_seqs, prompt_tokens, new_tokens), replica.prefix
-        )
-        self._running[name], self._suspects[name] = {}, deque()
+        rows = replica.sampler.max_num_seqs
+        replica.sampler.allocate_cache(CacheConfig(rows, rows, *self._lengths), replica.prefix)
+        self._running[name] = {}
 
-    def _work(self) -> None:
+    def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._stopping or self._arrived or self._cancelled or self._busy()):
-                    self._changed.wait()
+                self._changed.wait_for(self._has_work)
                 if self._stopping:
-                    break
-                arrived, self._arrived = self._arrived, deque()
-                cancelled, self._cancelled = self._cancelled, deque()
-            for job in arrived:
-                # While a failure is being looked for, newcomers wait in line: nobody is to be
-                # blamed for what one of them breaks.
-                if self._suspects[job.replica] or self._on_probation(job.replica):
-                    self._suspects[job.replica].append(job)
-                else:
-                    self._begin(job)
-            for job in cancelled:
-                self._forget(job)
-            for name in self._lanes:
-                if self._running[name] or self._suspects[name]:
+                    return
+                arrived, self._arrived = self._arrived, []
+                aborted, self._aborted = self._aborted, []
+            for request in arrived:
+                self._add(request)
+            for request in aborted:
+                self._remove(request)
+            for name, running in list(self._running.items()):
+                if running:
                     self._step(name)
-        self._fail_all(Problem(503, "draining", "the server is shutting down", retry_after=5))
 
-    def _busy(self) -> bool:
-        return any(self._running.values()) or any(self._suspects.values())
+    def _has_work(self) -> bool:
+        return bool(self._stopping or self._arrived or self._aborted or any(self._running.values()))
 
-    def _on_probation(self, name: str) -> bool:
-        return any(job.on_probation for job in self._running[name].values())
-
-    def _begin(self, job: Job) -> None:
-        request = Request(job.prompt, job.params, job.seed, job.n, job.thinking)
+    def _add(self, request: RunningRequest) -> None:
+        name, n = request.adapter.name, request.n
+        drawn = Request(request.prompt, request.params, request.seed, n, request.force_tokens)
         try:
-            handle = self._lanes[job.replica].sampler.add_request(request)
-        except ValueError as error:  # larger than the room
-            job.notify(Problem(422, "validation", str(error)))
+            handle = self._replicas[name].sampler.add_request(drawn)
+        except ValueError as error:  # larger than the cache
+            request.put(Problem(422, "validation", str(error)))
         else:
-            self._running[job.replica][handle] = job
+            self._running[name][handle] = request
 
-    def _forget(self, job: Job) -> None:
-        running, suspects = self._running[job.replica], self._suspects[job.replica]
-        for handle in [handle for handle, other in running.items() if other is job]:
-            self._lanes[job.replica].sampler.abort_request(handle)
-            del running[handle]
-        self._suspects[job.replica] = deque(other for other in suspects if other is not job)
+    def _remove(self, request: RunningRequest) -> None:
+        name = request.adapter.name
+        for handle in [h for h, other in self._running[name].items() if other is request]:
+            self._replicas[name].sampler.abort_request(handle)
+            del self._running[name][handle]
 
     def _step(self, name: str) -> None:
-        replica, running, suspects = self._lanes[name], self._running[name], self._suspects[name]
-        if suspects and not self._on_probation(name):
-            self._begin(suspects.popleft())
+        replica, running = self._replicas[name], self._running[name]
         self._step_began = time.monotonic()
         try:
             replica.activate()
             tokens = replica.sampler.step()
         except Exception as error:
-            self._isolate(name, error)
+            log_error("step_failed", error, replica=name, requests=len(running))
+            self._reset(name)
+            _fail_batch(list(running.values()))
             return
         finally:
             self._busy_seconds += time.monotonic() - self._step_began
             self._step_began = None
         self.tokens_drawn += len(tokens)
-        news: dict[int, list[Token]] = {}
+        by_request: dict[int, list[Token]] = {}
         for token in tokens:
-            news.setdefault(token.request, []).append(token)
-        for handle, new in news.items():
-            job = running[handle]
+            by_request.setdefault(token.request, []).append(token)
+        for handle, new in by_request.items():
+            request = running[handle]
             try:
-                self._deliver(job, new)
+                _deliver(request, new)
             except Exception as error:  # its own text or budget: nobody else's business
                 log_error("request_failed", error, replica=name)
-                self._forget(job)
-                job.notify(Problem(500, "internal", "this request could not be computed"))
+                self._remove(request)
+                request.put(_not_computed())
             else:
-                if job.left == 0:
+                if not request.unfinished:
                     del running[handle]
-                    job.notify(None)
+                    request.put(None)
 
-    def _deliver(self, job: Job, tokens: Sequence[Token]) -> None:
-        job.first_token = job.first_token or time.monotonic()
-        parts = []
-        for token in tokens:
-            job.thinking.take(token)
-            job.taken += 1
-            job.left -= token.finish_reason is not None
-            row, sent = job.thinking.rows[token.row], job.sent[token.row]
-            now = (row.reasoning, row.answer)
-            if job.streamed and job.replays:  # from a smaller batch, whose roundings may differ
-                ended = (bool(row.answer or token.finish_reason), bool(token.finish_reason))
-                for old, text, end in zip(sent, now, ended, strict=True):
-                    if not (text.startswith(old) or (old.startswith(text) and not end)):
-                        raise RuntimeError("drawn again it is not the text that was sent")
-            new = tuple(text[len(old) :] for text, old in zip(now, sent, strict=True))
-            if any(new):
-                parts.append((token.row, *new))
-                job.sent[token.row] = now
-        if parts:
-            job.notify(parts)
 
-    def _isolate(self, name: str, error: Exception) -> None:
-        """A step failed. If one request must be to blame it fails; else each is tried alone.
+def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
+    """Parse a step's tokens and hand their text to whoever listens."""
+    if request.error is not None:
+        raise request.error
+    request.first_token = request.first_token or time.monotonic()
+    texts = [(token.row, *request.stream.add_token(token)) for token in tokens]
+    if texts := [text for text in texts if any(text[1:])]:
+        request.put(texts)
 
-        Requests drawn again join one at a time, the next when the last has got past the failure.
-        Only one of them is new in a step, so only that one can have broken it.
-        """
-        running = self._running[name]
-        jobs = list(running.values())
-        blamed = jobs if len(jobs) == 1 else [job for job in jobs if job.on_probation]
-        log_error("step_failed", error, replica=name, requests=len(jobs), blamed=len(blamed))
-        if blamed and len(jobs) > 1:
-            for job in blamed:
-                self._forget(job)
-        else:
-            waiting = self._suspects[name]
-            self._reset(name)
-            again = [job for job in jobs if job not in blamed and job.replays < REPLAYS]
-            blamed = [job for job in jobs if job not in again]
-            for job in again:
-                job.replays += 1
-                job.begin_again()
-            self._suspects[name] = deque([*again, *waiting])
-        for job in blamed:
-            job.notify(Problem(500, "internal", "this request could not be computed"))
 
-    def _fail_all(self, problem: Problem) -> None:
-        with self._changed:
-            waiting, self._arrived = list(self._arrived), deque()
-        for name, running in self._running.items():
-            waiting += [*running.values(), *self._suspects[name]]
-            running.clear()
-            self._suspects[name].clear()
-        for job in waiting:
-            job.notify(problem)
+def _fail_batch(requests: Sequence[RunningRequest]) -> None:
+    """Tell the requests of a step that failed: one that was alone is to blame, of several any may
+    be, so they may be sent again."""
+    again = Problem(503, "engine_down", "a step of the batch failed: send it again", retry_after=1)
+    for request in requests:
+        request.put(again if len(requests) > 1 else _not_computed())
+
+
+def _not_computed() -> Problem:
+    return Problem(500, "internal", "this request could not be computed")

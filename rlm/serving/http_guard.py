@@ -1,4 +1,4 @@
-"""Time limits that uvicorn lacks: for sending a request, and for taking the answer.
+"""Adds the time limits that uvicorn lacks: for sending a request, and for taking the answer.
 
 uvicorn 0.54 waits without end for the rest of a header or a body, and for a client that stops
 reading. A few hundred such connections are enough to keep everybody else out, so each gets a
@@ -25,7 +25,7 @@ class SlowGuard(H11Protocol):
     """One connection. The deadlines are for the whole header or body, not for each byte."""
 
     header_seconds = 10.0
-    body_seconds = 15.0  # longer than security.py's, which can still answer with a 408
+    body_seconds = 15.0  # longer than middleware.py's, which can still answer with a 408
     write_seconds = 30.0  # until the client has taken what was written
     max_connections = 500
 

@@ -1,4 +1,4 @@
-"""One JSON object a line: whatever a client sends, it can not make a second line of its own.
+"""Logs one JSON object a line: whatever a client sends, it can not make a line of its own.
 
 Keys and prompts are never logged. Of an exception the type and the place are, not the message:
 messages like to quote what they choked on.
@@ -23,7 +23,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._~/{}-]")
 
 
 def configure(stream: TextIO) -> None:
-    """All log lines of the process go to `stream`, those of libraries too."""
+    """Send all log lines of the process to `stream`, those of libraries too."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonLine())
     root = logging.getLogger()
@@ -43,7 +43,7 @@ def log_error(event: str, error: BaseException, **fields: object) -> None:
 
 
 def safe_path(path: str) -> str:
-    """A path that no route knows: 100 harmless characters, and no part that could be a key."""
+    """Cut a path that no route knows to 100 harmless characters, without what could be a key."""
     parts = path[:1000].split("/")
     return _UNSAFE.sub("?", "/".join("*" if len(part) > 15 else part for part in parts))[:100]
 

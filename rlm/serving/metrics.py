@@ -1,10 +1,13 @@
-"""Counters for Prometheus. Labels come from fixed lists, never from what a client sent."""
+"""Counts requests for Prometheus. Labels come from fixed lists, never from what a client sent."""
 
 from __future__ import annotations
+
+import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rlm.serving.engine import Engine
+from rlm.serving.request import RunningRequest
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
@@ -28,10 +31,19 @@ class Metrics:
         self.total = histogram("request_seconds", "From acceptance to the last token")
         for name, help, value in (
             ("tokens_drawn", "Tokens drawn since the start", lambda: engine.tokens_drawn),
-            ("rows_running", "Completions in the batch or waiting", lambda: engine.seats_taken),
+            ("rows_running", "Completions in the batch or waiting", lambda: engine.rows_running),
             ("engine_alive", "1 while the engine answers", lambda: engine.alive),
         ):
             Gauge(f"rlm_{name}", help, registry=registry).set_function(value)
+
+    def count(self, request: RunningRequest) -> None:
+        """Count a request at its end, whatever that is."""
+        self.finished.labels(request.api, request.outcome).inc()
+        if request.outcome == "finished":
+            self.total.observe(time.monotonic() - request.started)
+            self.first_token.observe(request.first_token - request.started)
+            for completion in request.stream.completions:
+                self.thinking.labels(completion.status).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

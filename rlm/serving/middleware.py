@@ -1,7 +1,6 @@
-"""The wall around the app, in plain ASGI: every request passes it before code that knows models.
+"""Checks every request before the app sees it: headers, Host, API key, rate limit, body.
 
-In this order: a request id, limits on headers, the host it is addressed to, the key, the rate, the
-body. Whatever is not in PUBLIC needs the key: a route that is added later is closed by itself, and
+Whatever is not in PUBLIC needs the key: a route that is added later is closed by itself, and
 so is one that does not exist. The path is compared as the router will compare it; authorising by
 prefix or by a rebuilt URL has opened other servers.
 """
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlm.serving import logging as logs
@@ -47,46 +47,49 @@ class SecuritySettings:
     failures_per_minute: int = 20  # wrong keys, from whomever: addresses can be made up
 
 
-def secure(app: ASGIApp, settings: SecuritySettings) -> ASGIApp:
-    """`app` behind the wall. The app finds in scope["state"] the `request_id` and the `key_id`."""
-    buckets: dict[str, Bucket] = {}
-    failures = Bucket(settings.failures_per_minute)
+class SecurityMiddleware:
+    """ASGI middleware. The app finds in scope["state"] the `request_id` and the `key_id`."""
 
-    def authorize(scope: Scope) -> str:
-        if scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
-            return "public"
-        key_id = settings.keys.allows(scope["headers"])
-        if key_id is None:
-            # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
-            if settings.keys.tried(scope["headers"]) and (wait := failures.take()):
-                raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
-            raise Problem(401, "unauthorized", "a valid API key is needed")
-        if settings.keys.required:
-            bucket = buckets.setdefault(key_id, Bucket(settings.requests_per_minute))
-            if wait := bucket.take():
-                raise Problem(429, "rate_limited", "too many requests", retry_after=wait)
-        return key_id
+    def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
+        self._app, self._settings = app, settings
+        self._buckets: dict[str, Bucket] = {}
+        self._failures = Bucket(settings.failures_per_minute)
 
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        check_headers(scope, settings)
-        if not settings.allowed_hosts.allows(scope["headers"]):
-            raise Problem(400, "bad_host", "this server does not go by the name in Host")
-        scope["state"]["key_id"] = authorize(scope)
-        await app(scope, await read_body(scope, receive, settings), send)
-
-    async def entry(scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _answer(serve, scope, receive, send)
+            await _answer(self._serve, scope, receive, send)
         elif scope["type"] == "lifespan":
-            await app(scope, receive, send)
+            await self._app(scope, receive, send)
         else:  # there are no websockets here, and none may slip past
             await send({"type": "websocket.close", "code": 1008})
 
-    return entry
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        check_headers(scope, self._settings)
+        if not self._settings.allowed_hosts.allows(scope["headers"]):
+            raise Problem(400, "bad_host", "this server does not go by the name in Host")
+        scope["state"]["key_id"] = self._authorize(scope)
+        await self._app(scope, await read_body(scope, receive, self._settings), send)
+
+    def _authorize(self, scope: Scope) -> str:
+        """The id of the key, or "public" or "open"; raises a 401 or a 429."""
+        keys, headers = self._settings.keys, scope["headers"]
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
+            return "public"
+        key_id = keys.allows(headers)
+        if key_id is None:
+            # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
+            if keys.sent(headers) and (wait := self._failures.take()):
+                raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
+            raise Problem(401, "unauthorized", "a valid API key is needed")
+        if keys.required:
+            per_minute = self._settings.requests_per_minute
+            if wait := self._buckets.setdefault(key_id, Bucket(per_minute)).take():
+                raise Problem(429, "rate_limited", "too many requests", retry_after=wait)
+        return key_id
 
 
 def check_headers(scope: Scope, settings: SecuritySettings) -> None:
-    """Raises a 431 for too much, a 400 for a body with two lengths (how requests are smuggled)."""
+    """Raise a 431 for too much, a 400 for a body with two lengths (how requests are smuggled)."""
     headers: Headers = scope["headers"]
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers)
@@ -99,7 +102,7 @@ def check_headers(scope: Scope, settings: SecuritySettings) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) -> Receive:
-    """Read the whole body within its limits; gives a `receive` that hands it to the app at once."""
+    """Read the whole body within its limits; the `receive` that hands it to the app at once."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     if b"content-encoding" in headers:
         raise Problem(415, "unsupported_media_type", "send the body without Content-Encoding")
@@ -113,7 +116,7 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise _Gone
+                    raise ClientDisconnect
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
                 if len(body) > settings.max_body:
@@ -127,10 +130,6 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
         return messages.popleft() if messages else await receive()  # then: the disconnect
 
     return replay
-
-
-class _Gone(Exception):
-    """The client hung up before it had asked anything."""
 
 
 async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +151,7 @@ async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> Non
 
     try:
         await serve(scope, receive, respond)
-    except _Gone:
+    except ClientDisconnect:
         pass
     except Exception as error:
         problem = error

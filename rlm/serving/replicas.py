@@ -1,4 +1,4 @@
-"""The model behind a server: one base, each offered adapter a replica on it."""
+"""Loads the base model once and every served adapter onto it, with a sampler for each."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from rlm.model.adapters import load_adapter
 from rlm.model.base import load_base
 from rlm.model.hardware import pick_device
 from rlm.sampling import Sampler, common_prefix_length
-from rlm.serving.catalog import BASE, Catalog
 from rlm.serving.engine import Replica
+from rlm.serving.models import BASE, ServedModels
 
 
 def load_replicas(
-    catalog: Catalog, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
+    models: ServedModels, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
 ) -> dict[str, Replica]:
-    """Load the base once, every adapter onto it, and a sampler for each.
+    """Load the base, the adapters, and a sampler for each of them and for the base alone.
 
     Raises:
         UsageError: something does not load, or an adapter holds numbers that are not finite.
     """
-    model = load_base(catalog.model, pick_device(), quantize=catalog.quantize)
-    inner = {name: f"served_{i}" for i, name in enumerate(catalog.offered)}  # PEFT bars dots
-    for name, offered in catalog.offered.items():
-        if offered.path is not None:
-            model = load_adapter(model, offered.path, trainable=False, name=inner[name])
-    wear = _wardrobe(model)
+    model = load_base(models.base_model, pick_device(), quantize=models.quantize)
+    inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT bars dots
+    for name, adapter in models.adapters.items():
+        if adapter.path is not None:
+            model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
+    set_adapter = _adapter_switch(model)
     replicas = {}
-    for name, offered in catalog.offered.items():
-        activate = partial(wear, None if name == BASE else inner[name])
+    for name, adapter in models.adapters.items():
+        activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
         sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
-        replicas[name] = Replica(sampler, activate, _shared_prefix(tokenizer, offered.format))
+        replicas[name] = Replica(sampler, activate, prompt_prefix(tokenizer, adapter.format))
     return replicas
 
 
-def _wardrobe(model: PreTrainedModel) -> Callable[[str | None], None]:
-    """The function that lets the model wear an adapter by name, or none."""
-    worn: str | None = ""
+def _adapter_switch(model: PreTrainedModel) -> Callable[[str | None], None]:
+    """A `set_adapter` that does nothing where the adapter (None: none) is active already."""
+    active: str | None = ""
 
-    def wear(name: str | None) -> None:
-        nonlocal worn
-        if name != worn and isinstance(model, PeftModel):
+    def set_adapter(name: str | None) -> None:
+        nonlocal active
+        if name != active and isinstance(model, PeftModel):
             if name is None:
                 model.base_model.disable_adapter_layers()
             else:
                 model.base_model.enable_adapter_layers()
                 model.set_adapter(name, inference_mode=True)
-        worn = name
+        active = name
 
-    return wear
+    return set_adapter
 
 
-def _shared_prefix(tokenizer: PreTrainedTokenizerBase, format: Format) -> Sequence[int]:
+def prompt_prefix(tokenizer: PreTrainedTokenizerBase, format: Format) -> Sequence[int]:
     """What every prompt begins with: the system prompt as the template writes it."""
     prompts = [render_prompt(tokenizer, question, format) for question in ("a", "7")]
     return prompts[0][: common_prefix_length(prompts)]

@@ -1,4 +1,4 @@
-"""`/v1`: the part of OpenAI's protocol that a reasoning model needs, for clients that exist.
+"""Routes of `/v1`: the part of OpenAI's protocol that a reasoning model needs.
 
 A field that we do not have is accepted only with the value that changes nothing: a client that
 asks for more learns that it does not get it.
@@ -11,12 +11,19 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from rlm.serving import answering
+from rlm.reasoner.answers import read_answer
 from rlm.serving.errors import Problem
+from rlm.serving.openapi import event_stream
+from rlm.serving.request import RunningRequest
 from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, Stop, Strict
-from rlm.serving.service import Ask, Running, Service
+from rlm.serving.service import GenerationRequest, Service
+from rlm.serving.streaming import COMMENT, EventStream, until_done
+from rlm.serving.strict_json import StrictRoute
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 
@@ -106,11 +113,39 @@ class ChatRequest(Strict):
         return self
 
 
-def to_ask(request: ChatRequest) -> Ask:
+def openai_routes(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
+
+    @router.post(
+        "/chat/completions",
+        summary="OpenAI's protocol",
+        response_model=dict[str, Any],
+        responses={200: {"content": event_stream()}},
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        try:
+            running = await service.accept(generation_request(body), "openai")
+        except Problem as problem:
+            raise _in_openai_names(problem, body) from None
+        if body.stream:
+            return EventStream(service, running, _chunks(running, body, request.state.request_id))
+        await until_done(service, running, request)
+        return JSONResponse(_completion(running))
+
+    @router.get("/models", summary="Adapters, as OpenAI lists models")
+    async def models() -> dict[str, Any]:
+        default = service.models.default  # first: many clients take the first
+        names = sorted(service.models.adapters, key=lambda name: name != default)
+        fixed = {"object": "model", "created": 0, "owned_by": "rlm"}
+        return {"object": "list", "data": [{"id": name, **fixed} for name in names]}
+
+    return router
+
+
+def generation_request(request: ChatRequest) -> GenerationRequest:
     system = [m.text for m in request.messages if m.role in ("system", "developer")]
     turns = [m.text for m in request.messages if m.role in ("user", "assistant")]
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    return Ask(
+    return GenerationRequest(
         question=turns[-1],
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
@@ -119,15 +154,14 @@ def to_ask(request: ChatRequest) -> Ask:
         top_p=1.0 if request.top_p is None else request.top_p,
         # As at OpenAI: without a seed each call draws anew, or k calls would be one answer k times.
         seed=secrets.randbits(62) if request.seed is None else request.seed,
-        stop=stop,
+        stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
         examples=list(zip(turns[:-1:2], turns[1:-1:2], strict=True)),
         system="\n".join(system),
-        stream=bool(request.stream),
     )
 
 
-def in_own_words(problem: Problem, request: ChatRequest) -> Problem:
+def _in_openai_names(problem: Problem, request: ChatRequest) -> Problem:
     """A refusal, by the names that the fields have in this protocol."""
     length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
@@ -137,8 +171,8 @@ def in_own_words(problem: Problem, request: ChatRequest) -> Problem:
     return problem
 
 
-def completion(running: Running) -> dict[str, Any]:
-    samples = answering.finished_samples(running.job.thinking)
+def _completion(running: RunningRequest) -> dict[str, Any]:
+    answer = read_answer(running.stream)
     choices = [
         {
             "index": i,
@@ -152,30 +186,30 @@ def completion(running: Running) -> dict[str, Any]:
             "logprobs": None,
             "finish_reason": sample.finish_reason,
         }
-        for i, sample in enumerate(samples)
+        for i, sample in enumerate(answer.samples)
     ]
-    usage = _usage(answering.usage(len(running.job.prompt), samples))
-    return _head(running, "chat.completion") | {"choices": choices, "usage": usage}
+    return _head(running, "chat.completion") | {"choices": choices, "usage": _usage(running)}
 
 
-async def chunks(running: Running, request: ChatRequest, request_id: str) -> AsyncIterator[bytes]:
+async def _chunks(
+    running: RunningRequest, request: ChatRequest, request_id: str
+) -> AsyncIterator[bytes]:
     """The same in pieces, `[DONE]` last."""
     with_usage = request.stream_options is not None and request.stream_options.include_usage
+    head = _head(running, "chat.completion.chunk")
+    no_usage = {"usage": None} if with_usage else {}
 
     def chunk(row: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return _data(
-            _head(running, "chat.completion.chunk")
-            | {"choices": [choice]}
-            | ({"usage": None} if with_usage else {})
-        )
+        return _data(head | {"choices": [choice]} | no_usage)
 
-    rows = running.job.n
-    for row in range(rows):
+    for row in range(running.n):
         yield chunk(row, {"role": "assistant", "content": ""})
     try:
-        async for news in running:
-            for row, reasoning, answer in news:
+        async for texts in running:
+            if not texts:
+                yield COMMENT
+            for row, reasoning, answer in texts:
                 if reasoning:
                     yield chunk(row, {"reasoning_content": reasoning, "reasoning": reasoning})
                 if answer:
@@ -183,38 +217,26 @@ async def chunks(running: Running, request: ChatRequest, request_id: str) -> Asy
     except Problem as problem:
         yield _data(problem.body(request_id))
         return
-    samples = answering.finished_samples(running.job.thinking)
-    for row, sample in enumerate(samples):
-        yield chunk(row, {}, sample.finish_reason)
+    for row, completion in enumerate(running.stream.completions):
+        yield chunk(row, {}, completion.finish_reason)
     if with_usage:
-        usage = _usage(answering.usage(len(running.job.prompt), samples))
-        yield _data(_head(running, "chat.completion.chunk") | {"choices": [], "usage": usage})
+        yield _data(head | {"choices": [], "usage": _usage(running)})
     yield b"data: [DONE]\n\n"
 
 
-def models(service: Service) -> dict[str, Any]:
-    """What is offered, the default first: many clients take the first."""
-    catalog = service.catalog
-    names = sorted(catalog.offered, key=lambda name: name != catalog.default)
-    return {
-        "object": "list",
-        "data": [
-            {"id": name, "object": "model", "created": 0, "owned_by": "rlm"} for name in names
-        ],
-    }
-
-
-def _head(running: Running, kind: str) -> dict[str, Any]:
+def _head(running: RunningRequest, kind: str) -> dict[str, Any]:
+    adapter = running.adapter
     return {
         "id": f"chatcmpl-{running.id.removeprefix('rsn_')}",
         "object": kind,
         "created": running.created,
-        "model": running.offered.name,
-        "system_fingerprint": running.offered.sha256 and running.offered.sha256[:16],
+        "model": adapter.name,
+        "system_fingerprint": adapter.sha256 and adapter.sha256[:16],
     }
 
 
-def _usage(usage: answering.Usage) -> dict[str, Any]:
+def _usage(running: RunningRequest) -> dict[str, Any]:
+    usage = read_answer(running.stream).usage(len(running.prompt))
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

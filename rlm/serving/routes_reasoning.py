@@ -1,35 +1,80 @@
-"""`POST /phase1/reasoning`: our own protocol, whole or as server-sent events."""
+"""Routes of `/phase1`: our own protocol, whole or as server-sent events."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
 
-from rlm.serving import answering
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rlm.reasoner.answers import read_answer, read_samples, trace, verify
+from rlm.reasoner.local import TEMPERATURE_OF_SEVERAL
 from rlm.serving.errors import Problem
-from rlm.serving.schema import ModelReport, ReasoningRequest, ReasoningResponse, Timings
-from rlm.serving.service import Ask, Running, Service
+from rlm.serving.openapi import event_stream
+from rlm.serving.request import RunningRequest
+from rlm.serving.schema import (
+    MOST_SAMPLES,
+    PROMPT_CHARS,
+    ModelReport,
+    ReasoningRequest,
+    ReasoningResponse,
+    Step,
+    Timings,
+)
+from rlm.serving.service import GenerationRequest, Service
+from rlm.serving.streaming import COMMENT, EventStream, until_done
+from rlm.serving.strict_json import StrictRoute
 
 EVENTS = ("start", "reasoning", "answer", "sample", "done", "error")
 
 
-def to_ask(request: ReasoningRequest) -> Ask:
-    of_the_report = {"prompt", "return_samples", "expected_answer"}
-    return Ask(request.prompt, **request.model_dump(exclude=of_the_report))
+def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
+    router = APIRouter(prefix="/phase1", tags=["reasoning"], route_class=StrictRoute)
+
+    @router.post(
+        "/reasoning",
+        summary="Answer a question, with the reasoning",
+        response_model=ReasoningResponse,
+        responses={200: {"content": event_stream(*EVENTS)}},
+    )
+    async def reasoning(body: ReasoningRequest, request: Request) -> Response:
+        request_id = request.state.request_id
+        running = await service.accept(generation_request(body), "phase1")
+        if body.stream:
+            return EventStream(service, running, _events(service, running, body, request_id))
+        await until_done(service, running, request)
+        report = _report(service, running, body, request_id)
+        return Response(report.model_dump_json(), media_type="application/json")
+
+    @router.post("/reasoning/{id}/answer", status_code=202, summary="Stop thinking and answer now")
+    async def answer_now(id: str) -> dict[str, str]:
+        service.answer_now(id)
+        return {"id": id, "status": "closing"}
+
+    @router.get("/info", summary="What is served, and its limits")
+    async def info() -> dict[str, Any]:
+        return _info(service, needs_key)
+
+    return router
 
 
-def report(
-    service: Service, running: Running, request: ReasoningRequest, request_id: str
+def generation_request(request: ReasoningRequest) -> GenerationRequest:
+    of_the_report = {"prompt", "stream", "return_samples", "expected_answer"}
+    return GenerationRequest(request.prompt, **request.model_dump(exclude=of_the_report))
+
+
+def _report(
+    service: Service, running: RunningRequest, request: ReasoningRequest, request_id: str
 ) -> ReasoningResponse:
     """What a finished request is answered with."""
-    job, offered = running.job, running.offered
-    samples = answering.finished_samples(job.thinking)
-    votes = answering.count_votes(samples)
-    shown = answering.shown_sample(samples, votes)
-    used = answering.usage(len(job.prompt), samples)
-    seconds = time.monotonic() - job.created
-    several = request.n > 1
+    answer, adapter = read_answer(running.stream), running.adapter
+    shown, usage = answer.shown, answer.usage(len(running.prompt))
+    seconds = time.monotonic() - running.started
     expected = request.expected_answer
     return ReasoningResponse(
         id=running.id,
@@ -39,40 +84,40 @@ def report(
         reasoning=shown.reasoning,
         answer=shown.answer,
         final_answer=shown.final_answer,
-        trace=answering.trace(shown),
+        trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
         details={
-            "stage": offered.stage,
+            "stage": adapter.stage,
             "format": shown.format,
             "reasoning_tokens": shown.thinking.tokens,
             "completion_tokens": shown.completion_tokens,
         },
         finish_reason=shown.finish_reason,
         thinking=shown.thinking,
-        vote=answering.vote_report(votes) if several else None,
-        confidence=answering.confidence(samples, votes),
-        verifier=answering.verify(shown, expected, offered.format) if expected else None,
-        samples=samples if request.return_samples else None,
-        usage=used,
+        vote=answer.vote_counts,
+        confidence=answer.confidence,
+        verifier=verify(shown, expected, adapter.format) if expected else None,
+        samples=answer.samples if request.return_samples else None,
+        usage=usage,
         timings=Timings(
-            first_token_ms=round(1000 * (job.first_token - job.created), 1),
+            first_token_ms=round(1000 * (running.first_token - running.started), 1),
             total_ms=round(1000 * seconds, 1),
-            tokens_per_second=round(used.completion_tokens / seconds, 1),
+            tokens_per_second=round(usage.completion_tokens / seconds, 1),
         ),
         seed=request.seed,
         model=_model(service, running),
-        warnings=["tie"] if several and votes.tie else [],
+        warnings=["tie"] if answer.vote.tie else [],
     )
 
 
-def _model(service: Service, running: Running) -> ModelReport:
-    offered = running.offered
+def _model(service: Service, running: RunningRequest) -> ModelReport:
+    adapter = running.adapter
     return ModelReport(
-        base=service.catalog.model, adapter=offered.name, adapter_sha256=offered.sha256
+        base=service.models.base_model, adapter=adapter.name, adapter_sha256=adapter.sha256
     )
 
 
-async def events(
-    service: Service, running: Running, request: ReasoningRequest, request_id: str
+async def _events(
+    service: Service, running: RunningRequest, request: ReasoningRequest, request_id: str
 ) -> AsyncIterator[bytes]:
     """The same as server-sent events. Sample 0 streams; the others are told when they end."""
     start = {
@@ -83,44 +128,79 @@ async def events(
         "model": _model(service, running).model_dump(),
         "thinking": {"budget": request.thinking_budget},
     }
-    yield event("start", start)
+    yield _event("start", start)
     told: set[int] = set()
     try:
-        async for news in running:
-            for row, reasoning, answer in news:
+        async for texts in running:
+            if not texts:
+                yield COMMENT
+            for row, reasoning, answer in texts:
                 if row == 0 and reasoning:
-                    yield event("reasoning", {"sample": 0, "delta": reasoning})
+                    yield _event("reasoning", {"sample": 0, "delta": reasoning})
                 if row == 0 and answer:
-                    yield event("answer", {"sample": 0, "delta": answer})
-            if request.n > 1:
-                for sample in _just_finished(running, told):
-                    yield event("sample", sample)
-        for sample in _just_finished(running, told) if request.n > 1 else ():
-            yield event("sample", sample)
-        yield event("done", report(service, running, request, request_id).model_dump())
+                    yield _event("answer", {"sample": 0, "delta": answer})
+            for sample in _just_finished(running, told):
+                yield _event("sample", sample)
+        for sample in _just_finished(running, told):
+            yield _event("sample", sample)
+        yield _event("done", _report(service, running, request, request_id).model_dump())
     except Problem as problem:
-        yield event("error", problem.body(request_id))
+        yield _event("error", problem.body(request_id))
 
 
-def _just_finished(running: Running, told: set[int]) -> list[dict]:
-    rows = running.job.thinking.rows
-    new = [i for i, row in enumerate(rows) if row.finish_reason and i not in told]
-    if not new:
+def _just_finished(running: RunningRequest, told: set[int]) -> list[dict[str, Any]]:
+    """Of several samples those that have ended and are not in `told`; adds them to it."""
+    states = running.stream.completions
+    new = [i for i, state in enumerate(states) if state.finish_reason and i not in told]
+    if len(states) == 1 or not new:
         return []
     told.update(new)
-    samples = answering.finished_samples(running.job.thinking, only=new)
     return [
         {
             "sample": i,
             "final_answer": sample.final_answer,
             "format": sample.format,
             "finish_reason": sample.finish_reason,
-            "thinking": sample.thinking.model_dump(),
+            "thinking": asdict(sample.thinking),
         }
-        for i, sample in zip(new, samples, strict=True)
+        for i, sample in zip(new, read_samples(running.stream, new), strict=True)
     ]
 
 
-def event(name: str, data: dict) -> bytes:
+def _event(name: str, data: dict[str, Any]) -> bytes:
     """One server-sent event. JSON holds no raw line ends, so one data line is enough."""
     return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+def _info(service: Service, needs_key: bool) -> dict[str, Any]:
+    models, limits = service.models, service.limits
+    default = models.adapters[models.default]
+    return {
+        "model": {
+            "base": models.base_model,
+            "base_hash": models.base_hash,
+            "adapter": default.name,
+            "adapter_sha256": default.sha256,
+            "stage": default.stage,
+        },
+        "adapters": list(models.adapters),
+        "default_adapter": models.default,
+        "limits": {
+            "prompt_chars": PROMPT_CHARS,
+            "prompt_tokens": limits.prompt_tokens,
+            "max_new_tokens": limits.new_tokens,
+            "n": MOST_SAMPLES,
+            "stop": 4,
+            "requests_in_queue": limits.requests,
+            "tokens_in_queue": limits.tokens,
+            "deadline_s": limits.seconds,
+        },
+        "defaults": {
+            "max_new_tokens": limits.new_tokens,
+            "temperature_one": 0.0,
+            "temperature_many": TEMPERATURE_OF_SEVERAL,
+        },
+        "running": {"requests": service.requests, "tokens": service.tokens},
+        "public_url": service.public_url,
+        "needs_key": needs_key,
+    }

@@ -1,10 +1,12 @@
-"""What a request may say. Everything else is refused, nothing is ignored or converted."""
+"""Defines what `POST /phase1/reasoning` takes and gives. Nothing is ignored or converted."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from rlm.reasoner.answers import Confidence, Sample, Thinking, Usage, Verification, VoteCounts
 
 PROMPT_CHARS = 8000
 MOST_SAMPLES = 16
@@ -63,54 +65,6 @@ class Step(Strict):
     content: str
 
 
-class ThinkingReport(Strict):
-    status: Literal["closed", "forced", "unclosed", "absent"]
-    tokens: int
-    budget: int | None
-
-
-class Sample(Strict):
-    """One completion."""
-
-    response: str
-    reasoning: str | None
-    answer: str
-    final_answer: str | None
-    finish_reason: Literal["stop", "length"]
-    thinking: ThinkingReport
-    format: str  # "strict", or the reason why not
-    completion_tokens: int
-    mean_logprob: float | None
-
-
-class VoteReport(Strict):
-    n: int
-    valid: int
-    winner: str | None
-    agreement: float
-    counts: dict[str, int]
-
-
-class Confidence(Strict):
-    value: float
-    method: Literal["vote_share", "mean_token_probability"]
-    calibrated: Literal[False] = False
-
-
-class Verified(Strict):
-    expected: str
-    correct: bool  # graded as in training: format and number
-    correct_lenient: bool  # the number alone
-    reason: str
-
-
-class Usage(Strict):
-    prompt_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
-    total_tokens: int
-
-
 class Timings(Strict):
     first_token_ms: float
     total_ms: float
@@ -135,10 +89,10 @@ class ReasoningResponse(Strict):
     trace: list[Step] = Field(description="the reasoning in steps, then the answer")
     details: dict[str, Any] = Field(description="stage, format verdict, token counts")
     finish_reason: Literal["stop", "length"]
-    thinking: ThinkingReport
-    vote: VoteReport | None
+    thinking: Thinking
+    vote: VoteCounts | None
     confidence: Confidence | None
-    verifier: Verified | None
+    verifier: Verification | None
     samples: list[Sample] | None
     usage: Usage
     timings: Timings

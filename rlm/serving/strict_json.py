@@ -1,4 +1,4 @@
-"""JSON as RFC 8259 has it, and no more: what Python's parser lets through is refused here.
+"""Parses JSON as RFC 8259 has it, and no more, for the routes that take a body.
 
 `json.loads` takes NaN, the last of two equal names, half a surrogate pair, UTF-16 and numbers that
 become infinity. Each of them has crashed or fooled a server somewhere behind the parser.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
 
 from rlm.serving.errors import Problem
 
@@ -29,19 +33,17 @@ def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def parse(body: bytes) -> Any:
     """The value in `body` (UTF-8, no byte order mark); raises a 400 that repeats none of it."""
     try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError:
-        _refuse("the body is not UTF-8")
-    try:
         value = json.loads(
-            text,
+            body.decode("utf-8"),
             object_pairs_hook=_object,
             parse_constant=lambda _: _refuse("NaN and Infinity are not JSON"),
-            parse_int=_integer,
-            parse_float=_float,
         )
+    except UnicodeDecodeError:
+        _refuse("the body is not UTF-8")
     except json.JSONDecodeError as error:
         _refuse(f"not JSON: line {error.lineno}, column {error.colno}")
+    except ValueError:  # Python converts no integer of more than 4300 digits
+        _refuse("an integer does not fit in 64 bits")
     except RecursionError:
         _refuse(f"nested deeper than {MAX_DEPTH}")
     _check(value)
@@ -59,24 +61,41 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
-        _refuse("an integer does not fit in 64 bits")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        _refuse("a number is too large")
-    return value
-
-
 def _check(value: Any, depth: int = 0) -> None:
+    """Refuse what JSON, or another parser of it, could not hold."""
     if isinstance(value, str) and _UNFIT.search(value):
         _refuse("a string holds NUL or half of a surrogate pair")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        _refuse("an integer does not fit in 64 bits")
+    if isinstance(value, float) and math.isinf(value):
+        _refuse("a number is too large")
     if isinstance(value, dict | list):
         if depth == MAX_DEPTH:
             _refuse(f"nested deeper than {MAX_DEPTH}")
         for item in [*value, *(value.values() if isinstance(value, dict) else ())]:
             _check(item, depth + 1)
+
+
+class StrictRequest(Request):
+    """A request whose JSON is read by `parse`."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_value"):
+            require_json(self.scope["headers"])
+            self._value = parse(await self.body())
+        return self._value
+
+
+class StrictRoute(APIRoute):
+    """Reads the body before FastAPI would, so that its mistakes are answered in our shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            request = StrictRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                await request.json()
+            return await handle(request)
+
+        return strict

@@ -1,4 +1,4 @@
-"""A public URL through ngrok, by way of pyngrok: opened with a time limit, watched, closed.
+"""Opens a public URL through ngrok (pyngrok) within a time limit, watches it and closes it.
 
 The server goes on without it, so everything that can fail here fails as one TunnelError line.
 """
@@ -6,13 +6,12 @@ The server goes on without it, so everything that can fail here fails as one Tun
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -23,9 +22,12 @@ from pyngrok import conf, ngrok
 from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
 
+from rlm.cli import terminal
+from rlm.runs.atomic_files import replace_file
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 
+ENDPOINT = Path("runs/server/endpoint.json")
 POLL_SECONDS = 0.5
 
 # The agent's own web page would keep requests, keys and prompts included, for every local user.
@@ -43,13 +45,11 @@ class Tunnel:
         self.public_url: str | None = public_url
         self._config = config
         # pyngrok's public function would start another agent if this one is dead by now.
-        record = agents._current_processes[config.ngrok_path]
-        self.agent_url = record.api_url  # the agent's own page and API, on this machine
-        self._agent = record.proc
-        self._hosts = hosts
-        self._host = urlsplit(public_url).hostname or ""
-        self._added = self._host not in hosts  # only what was added is taken away again
-        hosts.add(self._host)
+        self._agent = agents._current_processes[config.ngrok_path]
+        self.agent_url = self._agent.api_url  # the agent's own page and API, on this machine
+        host = urlsplit(public_url).hostname or ""
+        self._hosts, self._added = hosts, {host} - hosts  # only what was added is taken away again
+        hosts.add(host)
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
@@ -62,7 +62,7 @@ class Tunnel:
         requests_per_minute: int = 60,
         open_seconds: float = 20.0,
     ) -> Tunnel:
-        """A tunnel to a URL of this machine, its public host in `hosts` while it is up.
+        """Open a tunnel to a URL of this machine; its public host is in `hosts` while it is up.
 
         The token is NGROK_AUTHTOKEN of the environment, which the agent reads for itself: on a
         command line every user of the machine could read it.
@@ -80,10 +80,7 @@ class Tunnel:
         if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
             where = "https://dashboard.ngrok.com/get-started/your-authtoken"
             raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
-        options = {
-            "upstream": {"url": upstream},
-            "traffic_policy": policy(requests_per_minute),
-        }
+        options = {"upstream": {"url": upstream}, "traffic_policy": policy(requests_per_minute)}
         if url:
             options["url"] = url
         with tempfile.TemporaryDirectory() as folder:  # the agent reads the file when it starts
@@ -95,30 +92,27 @@ class Tunnel:
                 start_new_session=True,  # Ctrl-C is for the server, which drains before it closes
             )
             config.auth_token = None  # pyngrok would put it on the command line
-            public_url = await _connect(config, options, open_seconds)
-            tunnel = cls(public_url, config, hosts)
-        logs.log("tunnel_opened", url=public_url)
+            tunnel = cls(await _connect(config, options, open_seconds), config, hosts)
+        logs.log("tunnel_opened", url=tunnel.public_url)
         return tunnel
 
     async def close(self) -> None:
         """End the agent, and the URL with it. A second call does nothing."""
         self._watcher.cancel()
-        if self._gone():
-            await asyncio.to_thread(_end, self._agent, self._config)
+        if self.public_url is not None:
+            self._forget()
+            await asyncio.to_thread(ngrok.kill, self._config)
             logs.log("tunnel_closed")
 
-    def _gone(self) -> bool:
-        """Forget the URL; says whether there was one."""
-        was_open, self.public_url = self.public_url is not None, None
-        if was_open and self._added:
-            self._hosts.discard(self._host)
-        return was_open
+    def _forget(self) -> None:
+        self.public_url = None
+        self._hosts -= self._added
 
     async def _watch(self) -> None:
-        while self._agent.poll() is None:
+        while self._agent.proc.poll() is None:
             await asyncio.sleep(POLL_SECONDS)
-        self._gone()
-        logs.log("tunnel_died", exit_code=self._agent.returncode)
+        self._forget()
+        logs.log("tunnel_died", exit_code=self._agent.proc.returncode)
 
 
 def policy(requests_per_minute: int) -> dict[str, Any]:
@@ -188,15 +182,19 @@ async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> No
         ngrok.kill(config)
 
 
-def _end(agent: subprocess.Popen[str], config: conf.PyngrokConfig) -> None:
-    agent.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        agent.wait(timeout=3)
-    ngrok.kill(config)
-
-
 def _one_line(error: Exception) -> str:
     """ngrok's messages have several lines, written as \\r\\n, and may quote the token."""
     said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
     text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
     return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]
+
+
+def write_endpoint(url: str | None) -> None:
+    """Tell other programs where the server can be reached from outside, while it can."""
+    try:
+        if url is None:
+            ENDPOINT.unlink(missing_ok=True)
+        else:
+            replace_file(ENDPOINT, json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
+    except OSError as error:  # a read-only disk, another's folder: the URL works all the same
+        terminal.line(f"cannot write {ENDPOINT}: {error.strerror}")

@@ -6,8 +6,8 @@ import pytest
 from live_server import ADD, live, make_service
 
 from rlm.data.prompts import FORMATS
-from rlm.serving.routes_openai import ChatRequest, to_ask
-from rlm.serving.service import Ask
+from rlm.serving.routes_openai import ChatRequest, generation_request
+from rlm.serving.service import GenerationRequest
 
 openai = pytest.importorskip("openai")
 
@@ -74,7 +74,7 @@ TURNS = [
 def test_every_field_is_asked_for():
     options = {"temperature": 0.3, "top_p": 0.8, "n": 2, "seed": 7, "thinking_budget": 4}
     request = ChatRequest(model="base", messages=TURNS, max_tokens=9, stop="x", **options)
-    assert to_ask(request) == Ask(
+    assert generation_request(request) == GenerationRequest(
         question="two and three",
         n=2,
         max_new_tokens=9,
@@ -88,7 +88,7 @@ def test_every_field_is_asked_for():
         system="Be brief.\nUse words.",
     )
     alone = ChatRequest(model="base", messages=TURNS[-1:], max_completion_tokens=8, seed=0)
-    assert to_ask(alone) == Ask(
+    assert generation_request(alone) == GenerationRequest(
         "two and three", max_new_tokens=8, adapter="base", stop=[], examples=[], system=""
     )
 
@@ -135,8 +135,8 @@ def test_several_choices(client):
 def test_without_a_seed_each_call_draws_anew():
     """Or whoever asks k times would hold one answer k times for a vote."""
     body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
-    assert len({to_ask(ChatRequest(**body)).seed for _ in range(5)}) == 5
-    assert to_ask(ChatRequest(**body, seed=0)).seed == 0
+    assert len({generation_request(ChatRequest(**body)).seed for _ in range(5)}) == 5
+    assert generation_request(ChatRequest(**body, seed=0)).seed == 0
 
 
 def test_a_stop_text_is_not_returned(client):

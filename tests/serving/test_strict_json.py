@@ -63,19 +63,12 @@ def test_accepted():
     body = (
         '{"a": [1, -2.5e3, true, null, "é\\ud83d\\ude00\\n", {"é": {}}], "b": 9223372036854775807}'
     )
-    assert parse(body.encode()) == {
-        "a": [1, -2500.0, True, None, "é😀\n", {"é": {}}],
-        "b": 2**63 - 1,
-    }
-    assert [parse(b) for b in (b"[]", b'"a"', b"null", b" 1 ", b"1e-999")] == [
-        [],
-        "a",
-        None,
-        1,
-        0.0,
-    ]
+    value = {"a": [1, -2500.0, True, None, "é😀\n", {"é": {}}], "b": 2**63 - 1}
+    assert parse(body.encode()) == value
+    assert [parse(b) for b in (b"[]", b'"a"', b"null", b" 1 ")] == [[], "a", None, 1]
+    assert parse(b"1e-999") == 0.0
     assert parse(b"[" * 32 + b"]" * 32)
-    assert parse(b'["[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\\"]]{{"]')  # brackets in a string
+    assert parse(b'["' + b"[" * 40 + b'\\"]]{{"]')  # brackets in a string
 
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
@@ -105,11 +98,9 @@ def content_type(*values: bytes) -> list[tuple[bytes, bytes]]:
     return [(b"content-type", value) for value in values]
 
 
-@pytest.mark.parametrize(
-    "value", [b"application/json", b"APPLICATION/JSON", b'application/json; charset="UTF-8"']
-)
-def test_json_media_types(value):
-    require_json([(b"accept", b"text/html"), *content_type(value)])
+def test_json_media_types():
+    for value in (b"application/json", b"APPLICATION/JSON", b'application/json; charset="UTF-8"'):
+        require_json([(b"accept", b"text/html"), *content_type(value)])
 
 
 @pytest.mark.parametrize(

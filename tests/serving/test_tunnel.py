@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from pyngrok import ngrok
-from walled_server import KEY, Wall, request
+from secured_server import KEY, SecuredServer, request
 
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
@@ -79,7 +79,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
     hosts = AllowedHosts(["localhost"])
     to_public_host = request("GET", "/health", host="127.0.0.1")
 
-    async def scenario(wall: Wall) -> None:
+    async def scenario(wall: SecuredServer) -> None:
         tunnel = await Tunnel.open(f"http://127.0.0.1:{wall.port}", hosts)
         url = tunnel.public_url
         for process in psutil.Process().children(recursive=True):
@@ -107,7 +107,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
         with pytest.raises(ConnectionRefusedError):
             await call("GET", "/health")
 
-    with Wall(allowed_hosts=hosts) as wall:
+    with SecuredServer(allowed_hosts=hosts) as wall:
         assert wall.send(to_public_host).status == 400
         asyncio.run(scenario(wall))
         facts = agent.facts()
@@ -130,7 +130,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
 
 
 def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
-    async def scenario(wall: Wall) -> list[int]:
+    async def scenario(wall: SecuredServer) -> list[int]:
         tunnel = await Tunnel.open(
             f"http://127.0.0.1:{wall.port}",
             wall.settings.allowed_hosts,
@@ -142,7 +142,7 @@ def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
         await tunnel.close()
         return statuses
 
-    with Wall() as wall:
+    with SecuredServer() as wall:
         assert asyncio.run(scenario(wall)) == [200] * 3 + [429] * 2
         assert "127.0.0.1" in wall.settings.allowed_hosts  # it was there before the tunnel
     assert agent.facts()["endpoint"]["url"] == "https://mine.example"

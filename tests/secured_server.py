@@ -1,8 +1,8 @@
-"""A small app behind the wall, on a real uvicorn in a thread, and raw sockets to talk to it.
+"""A small app behind the security middleware on a real uvicorn, and raw sockets to talk to it.
 
-with Wall() as wall:
-    wall.ask("GET", "/health")                    # a well-formed request, without a key
-    wall.send(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n…")  # any bytes
+with SecuredServer() as server:
+    server.ask("GET", "/health")                    # a well-formed request, without a key
+    server.send(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n…")  # any bytes
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.errors import Problem
 from rlm.serving.http_guard import UVICORN, SlowGuard
-from rlm.serving.middleware import SecuritySettings, secure
+from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.strict_json import parse, require_json
 
 KEY = "a-key-for-the-tests-1"
@@ -34,7 +34,7 @@ TIMEOUT = 30.0  # seconds until a test gives up on a socket
 
 
 def small_app() -> FastAPI:
-    """The routes that the wall knows of, one that needs a key, and some that misbehave."""
+    """The routes that the middleware knows of, one that needs a key, and some that misbehave."""
     app = FastAPI()
     app.state.hung_up = threading.Event()  # a client left, or was cut, while being answered
 
@@ -98,7 +98,7 @@ class Answer:
         return json.loads(self.body)
 
 
-class Wall:
+class SecuredServer:
     """`guard`: what replaces attributes of SlowGuard; `settings`: fields of SecuritySettings."""
 
     def __init__(self, app: Any = None, *, guard: dict[str, Any] | None = None, **settings: Any):
@@ -112,14 +112,16 @@ class Wall:
         self.settings = SecuritySettings(**{**defaults, **settings})
         protocol = type("Guard", (SlowGuard,), guard or {})
         config = uvicorn.Config(
-            secure(self.app, self.settings), **{**UVICORN, "http": protocol}, lifespan="off"
+            SecurityMiddleware(self.app, self.settings),
+            **{**UVICORN, "http": protocol},
+            lifespan="off",
         )
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 
-    def __enter__(self) -> Wall:
+    def __enter__(self) -> SecuredServer:
         self._thread.start()
         while not self._server.started:
             time.sleep(0.005)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scripted_sampler import ScriptedSampler
 
 from rlm.data.prompts import FORMATS
+from rlm.reasoner.answers import Answer, Sample, Thinking, read_answer
+from rlm.reasoner.parser import ReasoningParser
+from rlm.reasoner.stream import ReasoningStream
 from rlm.sampling.params import Request, SamplingParams, Token
-from rlm.serving import answering
-from rlm.serving.schema import Sample, ThinkingReport
-from rlm.serving.thinking import Splitter, Thinking
 
 FORMAT = FORMATS["deepseek"]
 PIECES = [
@@ -34,8 +34,8 @@ PIECES = [
 
 
 def split(pieces: list[str], stop: tuple[str, ...] = ()) -> tuple[str, str]:
-    splitter = Splitter(FORMAT, stop)
-    parts = [*map(splitter.feed, pieces), splitter.finish()]
+    parser = ReasoningParser(FORMAT, stop)
+    parts = [*map(parser.feed, pieces), parser.finish()]
     return tuple(map("".join, zip(*parts, strict=True)))
 
 
@@ -83,10 +83,10 @@ def test_split(text, reasoning, answer):
     ],
 )
 def test_the_whole_text_is_cut_where_the_answer_is(text, stop, whole, answer):
-    splitter = Splitter(FORMAT, (stop,))
-    parts = [splitter.feed(text), splitter.finish()]
+    parser = ReasoningParser(FORMAT, (stop,))
+    parts = [parser.feed(text), parser.finish()]
     assert "".join(part[1] for part in parts) == answer
-    assert splitter.cut(text) == whole.replace("…", text.partition("</think>")[0])
+    assert parser.until_stop(text) == whole.replace("…", text.partition("</think>")[0])
 
 
 # --- the budget, on the real sampler with scripted tokens -----------------------------------------
@@ -97,15 +97,15 @@ def run(tokenizer, script: str, *, max_new_tokens: int = 400, after: str | None 
     sampler = ScriptedSampler(tiny_model(), tokenizer, {"": script})
     if after is not None:
         sampler.after_forced = after
-    thinking = Thinking(
+    stream = ReasoningStream(
         tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=max_new_tokens, **options
     )
     prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
     texts = []
-    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, force_tokens=thinking)
+    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, force_tokens=stream)
     for token in sampler.stream([request]):
-        texts.append(thinking.take(token))
-    row = thinking.rows[0]
+        texts.append(stream.add_token(token))
+    row = stream.completions[0]
     assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
     return row
 
@@ -166,12 +166,12 @@ def test_a_second_block_is_text_of_the_answer(tokenizer):
 
 def test_answer_now_closes_at_the_next_token(tokenizer):
     sampler = ScriptedSampler(tiny_model(), tokenizer, {"": LONG})
-    thinking = Thinking(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=400)
+    stream = ReasoningStream(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=400)
     prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
-    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, force_tokens=thinking)]):
-        thinking.take(token)
-        thinking.answer_now |= thinking.rows[0].reasoning.endswith("three")
-    row = thinking.rows[0]
+    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, force_tokens=stream)]):
+        stream.add_token(token)
+        stream.answer_now |= stream.completions[0].reasoning.endswith("three")
+    row = stream.completions[0]
     assert (row.reasoning, row.answer, row.status) == ("one two three", "7", "forced")
 
 
@@ -193,20 +193,6 @@ def test_text_streams_like_the_tokenizer_decodes(tokenizer):
     assert (row.reasoning, row.answer) == ("größer → 日本 🍎", "½")
 
 
-# --- votes ----------------------------------------------------------------------------------------
-
-
-def test_equal_numbers_are_one_answer():
-    result = answering.vote(["0.5", "1/2", "3", None, "1,000", "1000"])
-    assert (result.winner, result.counts) == ("0.5", {"0.5": 2, "1,000": 2, "3": 1})
-    assert (result.tie, result.valid, result.agreement) == (True, 5, pytest.approx(1 / 3))
-
-
-def test_nobody_votes():
-    result = answering.vote([None, None])
-    assert (result.winner, result.agreement, result.tie, result.members) == (None, 0.0, False, ())
-
-
 # --- which answer is shown, and how sure it is ----------------------------------------------------
 
 
@@ -217,7 +203,7 @@ def sample(final_answer: str | None, mean_logprob: float | None, format: str = "
         answer="",
         final_answer=final_answer,
         finish_reason="stop",
-        thinking=ThinkingReport(status="closed", tokens=0, budget=None),
+        thinking=Thinking("closed", 0, None),
         format=format,
         completion_tokens=1,
         mean_logprob=mean_logprob,
@@ -232,21 +218,20 @@ def test_shown_is_the_likeliest_of_those_that_voted_for_the_winner():
         sample("5", None),  # all of it was forced
         sample("5", -0.01, "no_reasoning"),  # has no vote
     ]
-    votes = answering.count_votes(samples)
-    assert (votes.winner, votes.members) == ("5", (1, 2, 3))
-    assert answering.shown_sample(samples, votes) is samples[2]
-    assert answering.confidence(samples, votes).value == 3 / 5
+    answer = Answer(samples)
+    assert (answer.vote.winner, answer.vote.members) == ("5", (1, 2, 3))
+    assert answer.shown is samples[2]
+    assert answer.confidence.value == 3 / 5
     silent = [sample(None, None), sample(None, -0.5), sample(None, -0.2), sample("5", -0.3, "x")]
-    assert answering.shown_sample(silent, answering.count_votes(silent)) is silent[2]
+    assert Answer(silent).shown is silent[2]
 
 
 def test_one_answer_is_as_sure_as_its_drawn_tokens_are_likely_on_average(tokenizer):
-    thinking = Thinking(tokenizer, FORMAT, frozenset({257}), max_new_tokens=400)
+    stream = ReasoningStream(tokenizer, FORMAT, frozenset({257}), max_new_tokens=400)
     ids = tokenizer.encode("<think>a</think><answer>5</answer>")
     drawn = [-1.0, -3.0] + [math.nan] * (len(ids) - 1)  # those of the forced tokens are NaN
     for id, logprob in zip([*ids, 257], drawn, strict=True):
-        thinking.take(Token(0, 0, id, logprob, "stop" if id == 257 else None))
-    samples = answering.finished_samples(thinking)
-    confidence = answering.confidence(samples, answering.count_votes(samples))
+        stream.add_token(Token(0, 0, id, logprob, "stop" if id == 257 else None))
+    confidence = read_answer(stream).confidence
     assert (confidence.value, confidence.method) == (math.exp(-2), "mean_token_probability")
-    assert answering.confidence([sample("5", None)], answering.vote(["5"])) is None
+    assert Answer([sample("5", None)]).confidence is None

@@ -1,9 +1,8 @@
-"""The API's description: the schema completed, and a page of it that needs no script."""
+"""Completes the OpenAPI schema: refusals, keys, and what this server offers."""
 
 from __future__ import annotations
 
 import json
-from html import escape
 from typing import Any
 
 from fastapi import FastAPI
@@ -76,7 +75,7 @@ def _narrow(schemas: dict[str, Any], service: Service) -> None:
     """
     chat, reasoning = (schemas[name]["properties"] for name in ("ChatRequest", "ReasoningRequest"))
     for entry in (chat["model"], reasoning["adapter"]["anyOf"][0]):
-        entry["enum"] = list(service.catalog.offered)
+        entry["enum"] = list(service.models.adapters)
     for fields, name in (
         (reasoning, "max_new_tokens"),
         (chat, "max_tokens"),
@@ -88,61 +87,3 @@ def _narrow(schemas: dict[str, Any], service: Service) -> None:
 def _number(text: str) -> float | int:
     number = float(text)
     return int(number) if number.is_integer() else number
-
-
-def page(schema: dict[str, Any]) -> str:
-    """Every operation with the fields of its request, as plain HTML."""
-    sections = [
-        _operation(schema, method, path, operation)
-        for path, operations in schema["paths"].items()
-        for method, operation in operations.items()
-    ]
-    title = escape(schema["info"]["title"])
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{title}: API</title><link rel="stylesheet" href="page.css"><h1>{title}: API</h1>'
-        f"<p>{escape(schema['info']['description'])} The machine-readable form is "
-        "<code>/openapi.json</code>. A key goes into <code>Authorization: Bearer …</code> or "
-        "<code>X-API-Key</code>, where the server wants one.</p>" + "".join(sections) + "</html>"
-    )
-
-
-def _operation(schema: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> str:
-    head = f"<h2><code>{method.upper()} {escape(path)}</code></h2>"
-    text = f"<p>{escape(operation.get('summary', ''))}</p>"
-    body = operation.get("requestBody")
-    if body is None:
-        return head + text
-    name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    model = schema["components"]["schemas"][name]
-    rows = "".join(
-        f"<tr><td><code>{escape(field)}</code></td><td>{escape(_kind(entry))}"
-        f"{', needed' if field in model.get('required', ()) else ''}</td>"
-        f"<td>{escape(entry.get('description', ''))}</td></tr>"
-        for field, entry in model["properties"].items()
-    )
-    return f"{head}{text}<table><tr><th>field</th><th>type</th><th></th></tr>{rows}</table>"
-
-
-def _kind(entry: dict[str, Any]) -> str:
-    """A schema entry in a few words.
-
-    >>> _kind({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]})
-    'integer ≥ 1'
-    """
-    if "anyOf" in entry:
-        return " or ".join(_kind(one) for one in entry["anyOf"] if one.get("type") != "null")
-    if "const" in entry:
-        return repr(entry["const"])
-    if "$ref" in entry:
-        return entry["$ref"].rpartition("/")[2]
-    if "enum" in entry:
-        return " | ".join(map(repr, entry["enum"]))
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {entry[key]}" for key, sign in signs.items() if key in entry]
-    if "maxLength" in entry:
-        bounds.append(f"at most {entry['maxLength']} characters")
-    if "maxItems" in entry:
-        bounds.append(f"at most {entry['maxItems']}")
-    return " ".join([entry.get("type", "any"), *bounds])

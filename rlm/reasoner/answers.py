@@ -1,0 +1,173 @@
+"""Turns finished completions into an answer: the parts of each, a vote, confidence, a verdict."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from rlm.data.prompts import Format
+from rlm.grading.answers import grade
+from rlm.grading.voting import Vote, majority_vote
+from rlm.reasoner.stream import CompletionState, ReasoningStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Ends of sentences, for reasoning that is one long line. A point inside a number ends nothing.
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How the reasoning of one completion ended, and how long it was."""
+
+    status: Literal["closed", "forced", "unclosed", "absent"]
+    tokens: int
+    budget: int | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished completion, read."""
+
+    response: str
+    reasoning: str | None
+    answer: str
+    final_answer: str | None
+    finish_reason: Literal["stop", "length"]
+    thinking: Thinking
+    format: str  # "strict", or the reason why not
+    completion_tokens: int
+    mean_logprob: float | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    expected: str
+    correct: bool  # graded as in training: format and number
+    correct_lenient: bool  # the number alone
+    reason: str
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """How sure the answer is. It orders answers; it is no probability of being right."""
+
+    value: float
+    method: Literal["vote_share", "mean_token_probability"]
+    calibrated: Literal[False] = False
+
+
+@dataclass(frozen=True)
+class VoteCounts:
+    """agreement: the winner's votes over n, so that abstaining lowers it."""
+
+    n: int
+    valid: int  # had an answer in the strict format
+    winner: str | None
+    agreement: float
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All samples of one question: which is shown, and how sure it is."""
+
+    samples: list[Sample]
+
+    @cached_property
+    def vote(self) -> Vote:
+        """Only answers in the strict format vote."""
+        return majority_vote(
+            [s.final_answer if s.format == "strict" else None for s in self.samples]
+        )
+
+    @property
+    def shown(self) -> Sample:
+        """Of the samples that voted for the winner the likeliest; of all if none voted."""
+        candidates = [self.samples[i] for i in self.vote.members] or self.samples
+        drawn = [sample for sample in candidates if sample.mean_logprob is not None]
+        return max(drawn, key=lambda s: s.mean_logprob) if drawn else candidates[0]
+
+    @property
+    def vote_counts(self) -> VoteCounts | None:
+        """None for a single sample, which votes with nobody."""
+        if len(self.samples) == 1:
+            return None
+        vote = self.vote
+        return VoteCounts(vote.n, vote.valid, vote.winner, vote.agreement, vote.counts)
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """The winner's share of the votes; of one sample how likely its tokens were on average."""
+        if len(self.samples) > 1:
+            return Confidence(self.vote.agreement, "vote_share")
+        logprob = self.samples[0].mean_logprob
+        return None if logprob is None else Confidence(math.exp(logprob), "mean_token_probability")
+
+    def usage(self, prompt_tokens: int) -> Usage:
+        completion = sum(sample.completion_tokens for sample in self.samples)
+        reasoning = sum(sample.thinking.tokens for sample in self.samples)
+        return Usage(prompt_tokens, completion, reasoning, prompt_tokens + completion)
+
+
+def read_answer(stream: ReasoningStream) -> Answer:
+    """Read all completions of a finished request."""
+    return Answer(read_samples(stream, range(len(stream.completions))))
+
+
+def read_samples(stream: ReasoningStream, indices: Sequence[int]) -> list[Sample]:
+    """Read some finished completions of a request (there is no gold here, only a format)."""
+    states = [stream.completions[i] for i in indices]
+    return [_read_sample(state, stream.budget, stream.tokenizer, stream.format) for state in states]
+
+
+def _read_sample(
+    state: CompletionState, budget: int | None, tokenizer: PreTrainedTokenizerBase, format: Format
+) -> Sample:
+    text = tokenizer.decode(state.ids, skip_special_tokens=True)
+    if state.parser.phase == "done":  # the stop text and what was drawn with it are not returned
+        text = state.parser.until_stop(text)
+    # Only whether a number is there matters: a gold that it is compared with has to be given.
+    strict, lenient = (grade(text, "0", strict=strict, **format.tags) for strict in (True, False))
+    found = lenient.answer if lenient.is_answer else None
+    drawn = state.logprobs
+    return Sample(
+        response=text,
+        reasoning=state.reasoning if state.parser.opened else None,
+        answer=state.answer,
+        final_answer=strict.answer if strict.is_answer else found,
+        finish_reason=state.finish_reason,
+        thinking=Thinking(state.status, state.reasoning_tokens, budget),
+        format="strict" if strict.is_answer else strict.reason,
+        completion_tokens=len(state.ids),
+        mean_logprob=math.fsum(drawn) / len(drawn) if drawn else None,
+    )
+
+
+def trace(sample: Sample) -> list[str]:
+    """Split the reasoning into its lines (or sentences, if it is one line); the answer is last."""
+    reasoning = sample.reasoning or ""
+    lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
+    if len(lines) == 1:
+        lines = _SENTENCE_END.split(lines[0])
+    return [*lines, sample.answer] if sample.answer else lines
+
+
+def verify(sample: Sample, expected: str, format: Format) -> Verification:
+    """Grade a sample against the right answer, as in training and leniently."""
+    strict = grade(sample.response, expected, strict=True, **format.tags)
+    lenient = grade(sample.response, expected, strict=False, **format.tags)
+    return Verification(expected, strict.correct, lenient.correct, strict.reason)

@@ -1,0 +1,108 @@
+"""Loads a trained model, and asks it a question in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlm.data.prompts import FORMATS, render_prompt
+from rlm.model.adapter_info import AdapterInfo
+from rlm.reasoner.answers import Answer, Usage, read_answer
+from rlm.reasoner.stream import ReasoningStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlm.sampling import SamplingParams
+
+ADAPTER = Path("weights/final_rlm_lora")
+HOW_TO_TRAIN = "run: python train_sft.py && python train_grpo.py"
+TEMPERATURE_OF_SEVERAL = 0.7  # where none is given and several answers shall differ
+MAX_NUM_SEQS = 16  # answers drawn at the same time
+
+
+def load_rlm_model(
+    adapter: str | Path = ADAPTER,
+    model: str | None = None,
+    base: bool = False,
+    quantize: str = "auto",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the base that the adapter was trained on, with the adapter on it, and the tokenizer.
+
+    Args:
+        model: another copy of that base (a directory, say); needed if run.json names none.
+        base: leave the adapter off.
+        quantize: none, 4bit, 8bit, or auto: as the adapter was trained.
+
+    Raises:
+        UsageError: no adapter, or one of another base; the message says what to run.
+    """
+    from rlm.model.adapters import check_adapter, check_base, load_adapter
+    from rlm.model.base import base_hash, load_base, load_tokenizer
+    from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
+    from rlm.sampling import Sampler
+
+    prepare_process()
+    adapter = Path(adapter)
+    if base and not adapter.exists():
+        model = model or EMBEDDED_MODEL
+    elif not (base and model):
+        check_adapter(adapter, HOW_TO_TRAIN)
+    info = AdapterInfo.load(adapter)
+    model, quantize = info.resolve_base(model, quantize)
+    loaded = load_base(model, pick_device(), quantize=quantize)
+    if not base:
+        check_base(adapter, model, base_hash(model))
+        loaded = load_adapter(loaded, adapter, trainable=False)
+    tokenizer = load_tokenizer(model)
+    loaded.rlm_format = FORMATS[info.reasoning_format]
+    loaded.rlm_sampler = Sampler(loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS)
+    return loaded, tokenizer
+
+
+@dataclass(frozen=True)
+class Reply:
+    answer: Answer
+    usage: Usage
+    seconds: float
+
+
+def ask(
+    question: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    n: int = 1,
+    budget: int | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Reply:
+    """Draw n answers to a question, which vote.
+
+    Args:
+        budget: most tokens of reasoning; None: as many as leave room for an answer.
+        on_text: called with each new piece of the first answer as it is drawn.
+    """
+    from rlm.sampling import Request, Sampler, prompt_seed
+
+    started, shown = time.monotonic(), 0
+    format = getattr(model, "rlm_format", FORMATS["deepseek"])
+    sampler = getattr(model, "rlm_sampler", None)
+    sampler = sampler or Sampler(model, tokenizer, max_num_seqs=MAX_NUM_SEQS)
+    prompt = render_prompt(tokenizer, question, format)
+    length = params.max_new_tokens
+    stream = ReasoningStream(
+        tokenizer, format, sampler.stop_ids, n=n, max_new_tokens=length, budget=budget
+    )
+    for token in sampler.stream([Request(prompt, params, prompt_seed(seed), n, stream)]):
+        stream.add_token(token)
+        if token.row == 0:
+            text = stream.completions[0].text
+            on_text(text[shown:])
+            shown = len(text)
+    answer = read_answer(stream)
+    return Reply(answer, answer.usage(len(prompt)), time.monotonic() - started)

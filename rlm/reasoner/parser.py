@@ -1,0 +1,119 @@
+"""Splits a completion into reasoning and answer while its text streams in.
+
+A tag is several tokens, so it works on text: nothing is given out that may still turn out to be a
+tag. Only the block at the very beginning is reasoning; a tag later is plain text of the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rlm.data.prompts import Format
+
+
+class ReasoningParser:
+    """Parses text that arrives in pieces into reasoning and answer, stripped and without tags.
+
+    However the text is cut into pieces, the joined parts are the same.
+
+    >>> parser = ReasoningParser(Format("think", "answer"))
+    >>> parser.feed("<think>\\n1 + 1 = 2\\n</th"), parser.feed("ink>\\n<answer>2</answer>")
+    (('1 + 1 = 2', ''), ('', '2'))
+    """
+
+    def __init__(self, format: Format, stop: Sequence[str] = ()) -> None:
+        """
+        Args:
+            stop: texts that end the answer, themselves not part of it.
+        """
+        self._format = format
+        self._opening = f"<{format.reasoning_tag}>"
+        self.closing = f"</{format.reasoning_tag}>"
+        self._drop = re.compile("|".join(format.answer_tags))
+        self._stop = tuple(stop)
+        self.phase = "start"  # then reasoning, answer, done (a stop text was met)
+        self.opened = self.closed = False
+        self._held = ""  # may begin a tag or a stop text, or is space that may end a part
+        self._begun = False  # whether the part has anything but space
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """The (reasoning, answer) that are certain after another piece of text."""
+        self._held += text
+        reasoning = answer = ""
+        if self.phase == "start":
+            rest = self._held.lstrip()
+            if rest.startswith(self._opening):
+                self.phase, self.opened = "reasoning", True
+                self._held = rest[len(self._opening) :]
+            elif not self._opening.startswith(rest):
+                self.phase = "answer"
+        if self.phase == "reasoning":
+            before, closed, after = self._held.partition(self.closing)
+            if closed:
+                reasoning = self._stripped(before).rstrip()
+                self.phase, self.closed = "answer", True
+                self._held, self._begun = after, False
+            else:
+                reasoning = self._certain((self.closing,))
+        if self.phase == "answer":
+            self._held = self._stripped(self._drop.sub("", self._held))
+            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            if found:
+                answer = self._stripped(self._held[: min(found)]).rstrip()
+                self.phase = "done"
+            else:
+                answer = self._certain(self._format.answer_tags, self._stop)
+        if self.phase == "done":
+            self._held = ""
+        return reasoning, answer
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back and is no tag after all."""
+        rest, self._held = self._stripped(self._held).rstrip(), ""
+        return (rest, "") if self.phase == "reasoning" else ("", rest)
+
+    def until_stop(self, text: str) -> str:
+        """The whole text, tags included, up to where its answer met a stop text.
+
+        Once more letter by letter: spaces before the answer and tags in it count for no stop.
+        """
+        again = ReasoningParser(self._format, self._stop)
+        for end, letter in enumerate(text, 1):
+            again.feed(letter)
+            if again.phase == "done":
+                starts = range(end - 1, -1, -1)
+                return text[
+                    : next(s for s in starts if self._drop.sub("", text[s:end]) in self._stop)
+                ]
+        return text
+
+    @property
+    def closing_begun(self) -> bool:
+        """Whether the text may be in the middle of the closing tag (not at its first letter)."""
+        return self.phase == "reasoning" and _overlap(self._held, self.closing) > 1
+
+    def _stripped(self, text: str) -> str:
+        return text if self._begun else text.lstrip()
+
+    def _certain(self, tags: Sequence[str], stops: Sequence[str] = ()) -> str:
+        """Take from what is held all that begins no tag or stop, and is no space at its end."""
+        self._held = self._stripped(self._held)
+        end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
+        # What may begin a tag may vanish, and a stop text then go on behind it.
+        begun = (end - _overlap(self._held[:end], stop) for stop in stops)
+        whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
+        certain = self._held[: min((end, *begun, *whole))].rstrip()
+        self._begun = self._begun or bool(certain)
+        self._held = self._held[len(certain) :]
+        return certain
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many last characters of the text begin the tag (not all of it).
+
+    >>> _overlap("a </th", "</think>"), _overlap("a", "</think>")
+    (4, 0)
+    """
+    longest = min(len(tag) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

@@ -1,0 +1,142 @@
+"""Follows the completions of one request as they stream, and limits their reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tokenizers.decoders import DecodeStream
+
+from rlm.data.prompts import Format, encode_text
+from rlm.reasoner.parser import ReasoningParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlm.sampling.params import Token
+
+# Tokens kept for the answer (a quarter of the limit, if that is less).
+ANSWER_RESERVE = 32
+# In this last part of a budget the end of a line or sentence already closes the reasoning.
+SOFT_SHARE = 0.25
+
+
+@dataclass
+class CompletionState:
+    """One completion as far as it has come."""
+
+    detokenizer: DecodeStream
+    parser: ReasoningParser
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the tokens that were drawn
+    text: str = ""  # all of it, tags included
+    reasoning: str = ""
+    answer: str = ""
+    opened_at: int = 0  # tokens up to the end of the opening tag
+    reasoning_tokens: int = 0  # between the tags
+    forced: bool = False
+    finish_reason: str | None = None
+
+    @property
+    def status(self) -> str:
+        """closed | forced | unclosed | absent"""
+        if not self.parser.opened:
+            return "absent"
+        if not self.parser.closed:
+            return "unclosed"
+        return "forced" if self.forced else "closed"
+
+
+class ReasoningStream:
+    """Parses the completions of one request as they stream, and enforces the thinking budget.
+
+    The sampler asks it after each token, as the request's `force_tokens`. The reasoning
+    never exceeds the budget (but for a closing tag half written); in its last quarter the end of a
+    line or sentence closes it. Without a budget it is still closed in time for an answer, and an
+    end token inside the reasoning closes it instead of ending the text. Stop texts count in the
+    answer only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        format: Format,
+        stop_ids: frozenset[int],
+        *,
+        n: int = 1,
+        max_new_tokens: int,
+        budget: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self.tokenizer, self.format = tokenizer, format
+        self._decoder, self._stop_ids = tokenizer.backend_tokenizer, stop_ids
+        after = f"</{format.reasoning_tag}>\n<{format.answer_tag}>"
+        self._close_line = encode_text(tokenizer, after)
+        self._close_text = encode_text(tokenizer, "\n" + after)
+        self._tag_tokens = len(encode_text(tokenizer, f"</{format.reasoning_tag}>"))
+        reserve = min(ANSWER_RESERVE, max_new_tokens // 4) + len(self._close_text)
+        self._last_moment = max_new_tokens - reserve
+        self.budget = budget
+        self.answer_now = False  # set it to close the reasoning at the next token
+        self.completions = [
+            CompletionState(DecodeStream(skip_special_tokens=True), ReasoningParser(format, stop))
+            for _ in range(n)
+        ]
+
+    def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
+        """Tokens that take the place of the one just drawn, or None (see `ForceTokens`)."""
+        state = self.completions[row]
+        if state.parser.phase == "done":
+            return [min(self._stop_ids)]
+        if state.parser.phase != "reasoning" or not self._must_close(state, token):
+            return None
+        state.forced = True
+        state.reasoning_tokens = len(ids) - state.opened_at
+        line_ended = not state.reasoning or self._last_piece(state).endswith("\n")
+        return self._close_line if line_ended else self._close_text
+
+    def _must_close(self, state: CompletionState, token: int) -> bool:
+        used = len(state.ids) - state.opened_at
+        if token in self._stop_ids or len(state.ids) >= self._last_moment:
+            return True
+        if state.parser.closing_begun:
+            return False
+        if self.answer_now:
+            return True
+        if self.budget is None or used < (1 - SOFT_SHARE) * self.budget:
+            return False
+        if used >= self.budget:
+            return True
+        piece = self._last_piece(state)
+        if piece.endswith(".") and self._decoder.decode([token])[:1].isdigit():
+            return False  # inside a number, such as 3.50
+        return piece.rstrip(" ").endswith(("\n", ".", "!", "?"))
+
+    def _last_piece(self, state: CompletionState) -> str:
+        return self._decoder.decode(state.ids[-2:], skip_special_tokens=True)
+
+    def add_token(self, token: Token) -> tuple[str, str]:
+        """Append a token that the sampler drew; the new (reasoning, answer) text."""
+        state = self.completions[token.row]
+        state.ids.append(token.id)
+        if token.logprob == token.logprob:  # NaN: not drawn
+            state.logprobs.append(token.logprob)
+        before = state.parser.phase
+        piece = state.detokenizer.step(self._decoder, token.id) or ""
+        state.text += piece
+        parts = state.parser.feed(piece)
+        phase = state.parser.phase
+        if before == "start" and phase == "reasoning":
+            state.opened_at = len(state.ids)
+        if phase == "reasoning" and not state.forced:
+            state.reasoning_tokens = len(state.ids) - state.opened_at
+        elif before == "reasoning" and not state.forced:
+            used = len(state.ids) - state.opened_at - self._tag_tokens
+            state.reasoning_tokens = max(0, used)
+        if token.finish_reason:
+            state.finish_reason = "stop" if phase == "done" else token.finish_reason
+            parts = tuple(map("".join, zip(parts, state.parser.finish(), strict=True)))
+        state.reasoning += parts[0]
+        state.answer += parts[1]
+        return parts

@@ -1,0 +1,58 @@
+"""Runs uvicorn on a socket of ours, and shuts it down gracefully: what is running may finish."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from types import FrameType
+
+import uvicorn
+
+from rlm.cli.options import UsageError
+from rlm.serving.service import Service
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a socket, before anything slow happens: a port in use should be said at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()  # only now would another server be told that the port is taken
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listening
+
+
+def local_url(listening: socket.socket) -> str:
+    """Where programs of this machine reach the socket: another one may have the same port on
+    another of its addresses, and a tunnel must not lead there."""
+    host, port = listening.getsockname()[:2]
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://{address if address.version == 4 else f'[{address}]'}:{port}"
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn whose first signal drains the service, and whose second one leaves at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
+        super().__init__(config)
+        self._service, self._seconds = service, seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would raise the signal again at the end: the exit code would not be 0.
+        self.should_exit, self.force_exit = True, self.should_exit
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._service.engine.state != "dead":
+            draining = asyncio.create_task(self._service.drain(self._seconds))
+            while not (draining.done() or self.force_exit):
+                await asyncio.sleep(0.05)
+            draining.cancel()
+        await super().shutdown(sockets)

@@ -1,0 +1,112 @@
+"""Lists the adapters that a server offers: those of one folder, read once, at the start.
+
+A request chooses by name from this fixed list, so no name can become a path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlm.cli.options import UsageError
+from rlm.data.prompts import FORMATS, Format
+from rlm.model.adapter_info import AdapterInfo
+from rlm.model.adapters import ADAPTER_FILES, check_adapter, check_base
+from rlm.model.base import base_hash
+from rlm.model.hardware import EMBEDDED_MODEL
+from rlm.reasoner.local import HOW_TO_TRAIN
+from rlm.runs.checkpoints import file_hash
+
+BASE = "base"  # the name of no adapter
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CAN_EXECUTE = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """An adapter by name; BASE has no path."""
+
+    name: str
+    path: Path | None
+    sha256: str | None  # of its tensors
+    stage: str  # base | sft | grpo | unknown
+    format: Format
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """The base model of a server, and the adapters that it offers on it."""
+
+    base_model: str  # as --model takes it
+    base_hash: str
+    quantize: str  # of rlm.model.quantize.QUANTIZATIONS
+    adapters: dict[str, ServedAdapter]
+    default: str
+
+
+def find_models(
+    adapter: Path,
+    folder: Path | None,
+    model: str | None,
+    quantize: str = "auto",
+    *,
+    base: bool = False,
+) -> ServedModels:
+    """Find the adapter served by default, its neighbours in a folder, and their base.
+
+    Args:
+        quantize: how the base is packed; auto: as it was when the adapter was trained.
+        base: leave the adapter out; its run still says which base it was, and with which tags.
+
+    Raises:
+        UsageError: one of them is missing, could execute code, or belongs to another base.
+    """
+    paths = ([] if base else [adapter]) + _adapters_in(folder, None if base else adapter)
+    for path in paths:
+        check_adapter(path, HOW_TO_TRAIN)
+        _check_files(path, folder)
+    infos = [AdapterInfo.load(path) for path in paths]
+    own = AdapterInfo.load(adapter)
+    if infos and own.base_hash not in {info.base_hash for info in infos}:
+        own = infos[0]  # with --base the folder may be of another base than the adapter left out
+    if not (paths or adapter.exists()):
+        model = model or EMBEDDED_MODEL
+    model = model or next((i.base_model for i in (own, *infos) if i.base_model), None)
+    model, quantize = own.resolve_base(model, quantize)
+    model_hash = base_hash(model)
+    adapters = {BASE: ServedAdapter(BASE, None, None, "base", FORMATS[own.reasoning_format])}
+    for path, info in zip(paths, infos, strict=True):
+        check_base(path, model, model_hash)
+        if path.name in adapters:
+            raise UsageError(f"{path}: another adapter already has the name {path.name}")
+        digest = file_hash(path / ADAPTER_FILES[1])
+        format = FORMATS[info.reasoning_format]
+        adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, format)
+    return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
+
+
+def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise UsageError(f"--adapters {folder}: no such directory")
+    # `save_adapter` keeps what it replaced as NAME.prev, and writes into .NAME.new.
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if (path / ADAPTER_FILES[0]).is_file()
+        and not path.name.startswith(".")
+        and path.suffix != ".prev"
+        and not (but and path.resolve() == but.resolve())
+    )
+
+
+def _check_files(path: Path, folder: Path | None) -> None:
+    if not _NAME.fullmatch(path.name):
+        raise UsageError(f"{path}: an adapter's name is made of letters, digits and . _ -")
+    if folder is not None and path.parent == folder and path.resolve().parent != folder.resolve():
+        raise UsageError(f"{path} is a link that leads out of {folder}")
+    unsafe = [file.name for file in path.iterdir() if file.suffix in _CAN_EXECUTE]
+    if unsafe:
+        raise UsageError(f"{path} holds {unsafe[0]}, which could execute code: only safetensors")
