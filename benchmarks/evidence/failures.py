@@ -19,13 +19,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.evidence.equations import NUMBER, Equation, find_equations  # rlm.grading.equations
 from benchmarks.evidence.plan import START, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER
 from benchmarks.evidence.reward_hacking import with_false_step, without_reasoning
 from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.grading.answers import split_completion
+from rlm.grading.equations import NUMBER, Equation, find_equations
 from rlm.grading.numbers import parse_number
 from rlm.runs.atomic_files import replace_file
 

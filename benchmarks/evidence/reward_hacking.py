@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.evidence.equations import find_equations  # rlm.grading.equations
 from rlm.grading.answers import split_completion
+from rlm.grading.equations import find_equations
 from rlm.grading.numbers import parse_number
 
 REPEATS, WORDS_IN_A_ROW = 3, 4
