@@ -1,4 +1,4 @@
-"""The frozen model that plays the agents: one of ours, shared where possible, or an API's."""
+"""Plays the agents with a frozen model: one of ours, shared where possible, or an API's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to an agent; equal greedy ones have equal replies."""
+    """Holds what an agent is asked; equal greedy calls have equal replies."""
 
     system_prompt: str
     text: str
@@ -38,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """An agent's reply; where an API failed `error` says why, and the text is empty."""
+    """Holds an agent's reply; where an API failed `error` says why, and the text is empty."""
 
     text: str
     prompt_tokens: int = 0
@@ -48,7 +48,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class AgentModel:
-    """A frozen model, by name. `load_agents` loads its weights, if they are not there already."""
+    """Names a frozen model; `load_agents` loads its weights, if they are not there already."""
 
     name: str
     adapter: Path | None = None
@@ -60,7 +60,7 @@ class AgentModel:
 
 
 class LocalAgents:
-    """A model of ours that plays the agents, through the sampling engine."""
+    """Plays the agents with a model of ours, through the sampling engine."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LocalAgents:
 
 
 class APIAgents:
-    """A model behind an OpenAI-compatible API. A request that fails is recorded, not scored."""
+    """Plays the agents through an OpenAI-compatible API; failed requests get no verdict."""
 
     def __init__(self, client: APIClient, model: str) -> None:
         self._client, self._model = client, model
@@ -123,7 +123,7 @@ class APIAgents:
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | APIAgents:
-    """The agents that the config names.
+    """Return the agents that the config names.
 
     Raises:
         UsageError: the adapter is not there, or the URL or key of the API is none.

@@ -1,4 +1,4 @@
-"""Cold start: supervised training on generated graphs, so that the orchestrator can write any.
+"""Teaches the orchestrator the form of a graph, by supervised training on random ones.
 
 A small model can not write the JSON, and what never happens is never rewarded. A seeded generator
 writes graphs out of parts, good and bad ones alike; training on them teaches the format and a wide

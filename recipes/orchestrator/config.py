@@ -1,4 +1,4 @@
-"""The options of orchestrator training: those of GRPO, and who the agents are."""
+"""Defines the options of orchestrator training: those of GRPO, and who the agents are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
 
 @dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
-    """One training run. Making it touches no disk."""
+    """Holds the options of one training run; making it touches no disk."""
 
     model: str | None = flag(
         None,
@@ -98,7 +98,7 @@ PUBLISHED_NAMES = {
 
 
 class Config:
-    """The published description's options, for Python code that sets one after the other."""
+    """Holds the published description's options, for Python code that sets one after the other."""
 
     __slots__ = tuple(PUBLISHED_NAMES)  # a misspelt name is an error
 

@@ -1,4 +1,4 @@
-"""Is the orchestrator worth having? One table: same problems, same agents, same limit of tokens.
+"""Compares the orchestrator with a single agent: same problems, same agents, same limit of tokens.
 
 What may be written for a problem is two replies' length: the single agent has it in one reply, the
 others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
@@ -111,7 +111,7 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def scores(row: Row) -> list[float]:
-    """Accuracy on each problem, in 0…1; that of a vote with ties lies between."""
+    """Return the accuracy on each problem, in 0…1; that of a vote with ties lies between."""
     return [
         float(group[0].solved()) if len(group) == 1 else majority_score([r.verdict for r in group])
         for group in row
@@ -119,7 +119,7 @@ def scores(row: Row) -> list[float]:
 
 
 def tokens(row: Row) -> dict[str, float]:
-    """Means over problems: written by the agents and by the orchestrator, read by both."""
+    """Average tokens over problems: written by the agents and by the orchestrator, read by both."""
     runs = [run for group in row for run in group]
     generations = [run.generation for run in runs if run.generation]
     totals = {
@@ -131,7 +131,7 @@ def tokens(row: Row) -> dict[str, float]:
 
 
 def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
-    """What evaluation.json holds of a row."""
+    """Compute what evaluation.json holds of a row."""
     solved, used = scores(row), tokens(row)
     correct, total = sum(solved), len(solved)
     exact = set(solved) <= {0.0, 1.0}

@@ -1,4 +1,4 @@
-"""The graph of agents that the orchestrator writes, and the parser that reads it.
+"""Defines the graph of agents that the orchestrator writes, and parses it.
 
     {"agents": [{"id": "agentA", "type": "llm", "system_prompt": "…"},
                 {"id": "agentB", "type": "llm", "system_prompt": "…"}]}
@@ -34,14 +34,14 @@ REASONS = (
 
 @dataclass(frozen=True)
 class InvalidGraph:
-    """A completion that holds no graph, and why."""
+    """Says why a completion holds no graph."""
 
     reason: str  # one of REASONS
     detail: str
 
 
 class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
-    """One node of a graph: an LLM with a system prompt."""
+    """Describes a node of a graph: an LLM with a system prompt."""
 
     id: str
     type: Literal["llm"]
@@ -49,7 +49,7 @@ class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
 
 
 class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Agents, and edges (from, to); without edges they are a chain in the order of `agents`."""
+    """Holds agents and edges (from, to); without edges the agents are a chain, in their order."""
 
     agents: list[Agent]
     edges: list[list[str]] | None = None
@@ -91,7 +91,7 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 
     @property
     def last(self) -> str:
-        """The id of the agent whose text is the final one."""
+        """Return the id of the agent whose text is the final one."""
         return self._ends()[0]
 
     @property

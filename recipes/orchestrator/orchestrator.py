@@ -1,4 +1,4 @@
-"""The orchestrator: a model that writes graphs of agents, and the agents that run them."""
+"""Runs the orchestrator: a model writes graphs of agents, and the agents solve problems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(enco
 
 
 def orchestrator_prompt(max_agents: int = MIN_AGENTS) -> str:
-    """The orchestrator's system prompt; the problem follows as the user's text."""
+    """Write the orchestrator's system prompt; the problem follows as the user's text."""
     shape = Graph.chain("...", "...").to_json()
     text = PROMPTS["two_agents" if max_agents == MIN_AGENTS else "more_agents"]
     last = AGENT_IDS[max_agents - 1]
@@ -45,7 +45,7 @@ def render(
 
 
 class Orchestrator:
-    """A policy that writes graphs, and a runner with the agents that it writes them for."""
+    """Writes graphs with a policy, and runs them with the agents."""
 
     def __init__(
         self,

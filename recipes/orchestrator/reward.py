@@ -1,4 +1,4 @@
-"""The reward of a graph: 1 if the last agent's final number is the gold, else 0.
+"""Rewards a graph: 1 if the last agent's final number is the gold, else 0.
 
 An invalid graph stays in its group with 0: a retry would hide the failure from the learner. An
 orchestrator could also solve the problem itself and write the answer into a prompt, which no
@@ -32,7 +32,7 @@ class GraphReward:
         groups: Sequence[Sequence[str]],
         truncated: Sequence[Sequence[bool]] = (),
     ) -> Scores:
-        """Rewards and metrics. `truncated` changes nothing: a graph that was cut off is no JSON."""
+        """Score each graph. `truncated` changes nothing: a graph that was cut off is no JSON."""
         pairs = zip(problems, groups, strict=True)
         rows = [(p, text, number) for p, group in pairs for number, text in enumerate(group)]
         flat = self._runner.run(
@@ -64,7 +64,7 @@ class GraphReward:
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares of all graphs; `graph/distinct` and `graph/similarity` are of the valid ones."""
+    """Count shares of all graphs; `graph/distinct` and `graph/similarity` are of the valid ones."""
     if not trajectories:  # the share of a process that has no problem to replace
         return {}
     count = len(trajectories)
@@ -84,7 +84,7 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def jaccard_similarity(graphs: Sequence[Graph]) -> float:
-    """Mean over all pairs of the share of words that two graphs' prompts have in common.
+    """Average over all pairs the share of words that two graphs' prompts have in common.
 
     1 where all are the same; 0 for fewer than two.
     """

@@ -17,7 +17,7 @@ from rlm.sampling import Completion, SamplingParams, prompt_seed
 
 @dataclass(frozen=True)
 class Generation:
-    """What the orchestrator read and wrote for a problem."""
+    """Records what the orchestrator read and wrote for a problem."""
 
     prompt_tokens: int
     completion: Completion
@@ -26,7 +26,7 @@ class Generation:
 
 @dataclass
 class Trajectory:
-    """A graph on a problem: what each agent read and wrote, and whether the answer is right."""
+    """Records a graph on a problem: what agents read and wrote, and whether the answer is right."""
 
     problem: Problem
     graph: Graph | InvalidGraph
@@ -36,7 +36,7 @@ class Trajectory:
 
     @property
     def error(self) -> str | None:
-        """Why there is no verdict: an agent's API failed."""
+        """Say why there is no verdict: an agent's API failed."""
         return next((reply.error for reply in self.replies.values() if reply.error), None)
 
     @property
@@ -53,7 +53,7 @@ class Trajectory:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The lenient grader's on the final text; where there is none, the reason says why."""
+        """Grade the final text leniently; where there is none, the reason says why."""
         if isinstance(self.graph, InvalidGraph):
             return Verdict(False, self.graph.reason, None)
         if self.error:
@@ -62,7 +62,7 @@ class Trajectory:
 
     @property
     def leak(self) -> bool:
-        """Whether a prompt holds the gold, and the problem itself does not."""
+        """Tell whether a prompt holds the gold, and the problem itself does not."""
         gold = parse_number(self.problem.answer)
         if isinstance(self.graph, InvalidGraph) or gold is None:
             return False
@@ -70,7 +70,7 @@ class Trajectory:
         return in_prompts and abs(gold) not in numbers_in(self.problem.question)
 
     def ready(self) -> list[Agent]:
-        """The agents that have every draft they read, and were not asked yet."""
+        """Return the agents that have every draft they read, and were not asked yet."""
         if self.error or isinstance(self.graph, InvalidGraph):
             return []
         inputs = self.graph.inputs()
@@ -78,11 +78,11 @@ class Trajectory:
         return [agent for agent in waiting if self.replies.keys() >= set(inputs[agent.id])]
 
     def solved(self, zero_leaks: bool = False) -> bool:
-        """Whether the answer is right, and with `zero_leaks` not given away by a prompt."""
+        """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""
         return self.verdict.correct and not (zero_leaks and self.leak)
 
     def to_dict(self) -> dict[str, Any]:
-        """As rollouts.jsonl holds it."""
+        """Return the record that rollouts.jsonl holds."""
         row = {"verdict": self.verdict.reason, "correct": self.verdict.correct, "leak": self.leak}
         if isinstance(self.graph, InvalidGraph):
             return row | {"graph": None, "detail": self.graph.detail}
@@ -153,7 +153,7 @@ class Runner:
 
 
 def agent_input(question: str, drafts: Mapping[str, str]) -> str:
-    """The user's text of an agent's conversation: the bare problem where there is no draft.
+    """Write the user's text of an agent's conversation: the bare problem where there is no draft.
 
     >>> agent_input("1 + 1?", {"agentA": "two"})
     'PROBLEM: 1 + 1?\\n\\nDRAFT of agentA: two'

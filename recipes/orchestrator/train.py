@@ -63,7 +63,7 @@ Log = dict[str, float | None]
 
 
 class OrchestratorTrainer(GRPOTrainer):
-    """GRPO whose completions are graphs, and whose reward is what the agents make of them."""
+    """Trains with GRPO; completions are graphs, and the agents' answers are the reward."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class OrchestratorTrainer(GRPOTrainer):
 
 
 def as_log(metrics: Mapping[str, float]) -> Log:
-    """A step as a line of train_logs.csv; None where nothing was measured."""
+    """Return a step as a line of train_logs.csv; None where nothing was measured."""
     return {column: metrics.get(name) for column, name in LOGS.items()}
 
 
@@ -171,7 +171,7 @@ def load_gsm8k(
 def load_tokenizers(
     orchestrator_id: str | None, agent_id: str | None
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
-    """Load the orchestrator's and the agents'."""
+    """Load the tokenizers of the orchestrator and of the agents."""
     orchestrator, agent = (load_agent_model(name).name for name in (orchestrator_id, agent_id))
     return models.load_tokenizer(orchestrator), models.load_tokenizer(agent)
 
