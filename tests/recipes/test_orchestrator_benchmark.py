@@ -3,7 +3,7 @@
 from itertools import chain
 
 from recipes.orchestrator import benchmark
-from recipes.orchestrator.runner import Reply
+from recipes.orchestrator.agents import Reply
 
 
 def test_both_ways_run_the_same_graphs_in_other_batches():
@@ -11,7 +11,7 @@ def test_both_ways_run_the_same_graphs_in_other_batches():
         def __init__(self):
             self.batches = []
 
-        def reply(self, calls):
+        def chat(self, calls, params):
             self.batches.append([(call.system_prompt, call.text) for call in calls])
             return [Reply("4")] * len(calls)
 
