@@ -278,7 +278,7 @@ def run_ours(**work: Any) -> dict[str, Any]:
 
 def planned_memory_gb(trainer: GRPOTrainer) -> float:
     """The memory plan of our trainer, to stand beside the measured peak."""
-    return trainer.plan.peak / 2**30
+    return trainer.memory_plan.peak / 2**30
 
 
 def _save(trainer: GRPOTrainer, path: Path) -> None:

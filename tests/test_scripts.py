@@ -581,7 +581,7 @@ def test_another_chat_template_than_in_training_is_refused(trained, model_dir, t
 def test_yaml_configs_parse(file):
     classes = {"sft": "train_sft.SFTConfig", "grpo": "train_grpo.GRPOConfig"}
     kind = file.stem.rpartition("_")[2]
-    cls = pkgutil.resolve_name(classes.get(kind, "recipes.orchestrator.config.Config"))
+    cls = pkgutil.resolve_name(classes.get(kind, "recipes.orchestrator.config.OrchestratorConfig"))
     assert parse(cls, ["--config", str(file)]).dataset == "word-problems:1"
 
 
