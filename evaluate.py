@@ -235,14 +235,14 @@ def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         return audit_run(config.run_dir, config.output, config.max_samples)
     from rlm.model.adapters import adapter_hash, check_base, load_adapter, read_run
-    from rlm.model.base import base_hash, load_base, load_tokenizer
+    from rlm.model.base import base_model_hash, load_base, load_tokenizer
     from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
 
     prepare_process()
     adapters = find_adapters(config)
     config = fill_in(config, [read_run(path) for path in adapters.values()])
     device = pick_device()
-    weights = base_hash(config.model)
+    weights = base_model_hash(config.model)
     for path in adapters.values():
         check_base(path, config.model, weights)
     problems = load_problems(

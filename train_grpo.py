@@ -40,20 +40,16 @@ from rlm.cli import terminal
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_problem
 from rlm.evaluation.evaluator import evaluate
-from rlm.model import base as models
-from rlm.model import hardware as machine
 from rlm.model.adapters import set_gradient_checkpointing
+from rlm.model.base import base_model_hash, load_tokenizer
 from rlm.model.export import check_output, save_adapter
-from rlm.model.hardware import Device
+from rlm.model.hardware import Device, prepare_process, release_memory
 from rlm.rewards import CorrectnessReward, RewardFunction
 from rlm.rewards.reward_function import load_reward
 from rlm.rewards.scorer import Scorer
 from rlm.runs.directory import RunDirectory
 from rlm.runs.plots import learning_curves
 from rlm.sampling import SamplingParams
-from rlm.training import doctor
-from rlm.training import metrics as report
-from rlm.training import setup as start
 from rlm.training.advantages import (
     Group,
     group_advantages,
@@ -70,11 +66,29 @@ from rlm.training.batches import (
     shard_rollouts,
 )
 from rlm.training.distributed import Distributed
+from rlm.training.doctor import run_doctor
 from rlm.training.fused_layers import use_fused_layers
 from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
-from rlm.training.metrics import LearnMetrics, mean_metrics, step_metrics, timer
+from rlm.training.metrics import (
+    LearnMetrics,
+    announce_run,
+    log_step,
+    mean_metrics,
+    run_summary,
+    step_metrics,
+    summary_card,
+    timer,
+)
 from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.setup import (
+    drop_long_prompts,
+    load_data,
+    load_policy,
+    make_sampler,
+    plan_trainer_memory,
+    resolve_start,
+)
 from rlm.training.state import TrainingState
 from rlm.training.validation import validate
 
@@ -102,8 +116,8 @@ class GRPOTrainer:
         is 1 for a completion in the strict format with the right number, else 0.
         """
         self.distributed = Distributed.from_env()
-        self.model_name, self.base_hash = model_name, models.base_hash(model_name)
-        config = start.resolve_start(
+        self.model_name, self.base_hash = model_name, base_model_hash(model_name)
+        config = resolve_start(
             config or GRPOConfig(), model_name, self.base_hash, self.distributed.size
         )
         self.config, self.format = config, FORMATS[config.reasoning_format]
@@ -114,9 +128,7 @@ class GRPOTrainer:
         set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
-        self.sampler = start.make_sampler(
-            self.policy, self.tokenizer, config, self.distributed.rank
-        )
+        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed.rank)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -124,8 +136,8 @@ class GRPOTrainer:
 
     def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
         """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
-        policy = start.load_policy(self.config, self.model_name, device)
-        return models.load_tokenizer(self.model_name), policy
+        policy = load_policy(self.config, self.model_name, device)
+        return load_tokenizer(self.model_name), policy
 
     def render(self, problem: Problem) -> list[int]:
         """Render the prompt of a problem as token ids."""
@@ -181,9 +193,9 @@ class GRPOTrainer:
     ) -> tuple[list[Problem], int, dict[str, float]]:
         """Return the problems that fit, the first step, and the accuracy before the very first."""
         config, distributed, run = self.config, self.distributed, self.run
-        problems = start.within(problems, self.render, config.max_prompt_length)
+        problems = drop_long_prompts(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, distributed)
-        plan = start.plan(self, [*problems, *eval_problems], len(eval_problems))
+        plan = plan_trainer_memory(self, [*problems, *eval_problems], len(eval_problems))
         self.memory_plan = distributed.broadcast(plan)
         metrics = validate(self, eval_problems, 0) if first_step == 0 else {}
         run.raise_if_interrupted(distributed.any(run.interrupted))
@@ -244,7 +256,7 @@ class GRPOTrainer:
             metrics.grad_norm = self._optimizer_step()
             if not math.isfinite(metrics.grad_norm):
                 break  # the weights are as before, another pass would give the same
-        machine.release_memory()  # the sampler's turn
+        release_memory()  # the sampler's turn
         learned = LearnMetrics.joined(self.distributed.gather([metrics])).as_dict()
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
 
@@ -269,13 +281,13 @@ class GRPOTrainer:
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""
-        report.log_step(self.run, self.config, metrics, groups, advantages)
+        log_step(self.run, self.config, metrics, groups, advantages)
 
     def _finish(self, validated_on: int) -> dict:
         """Export the best adapter with its history, draw the curves, return the summary."""
         self.state.load_best()
         rows, config = self.distributed.broadcast(self.run.metrics()), self.config
-        summary = report.run_summary(config, self.model_name, self.state, rows, validated_on)
+        summary = run_summary(config, self.model_name, self.state, rows, validated_on)
         if self.distributed.is_main:
             save_adapter(self.policy, self.tokenizer, config.output, summary)
             self.run.write_csv(rows)
@@ -284,14 +296,14 @@ class GRPOTrainer:
 
 
 def main(config: GRPOConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     reward = load_reward(config.reward)
-    problems, validation = start.load_data(config)
+    problems, validation = load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)
     if config.doctor:
-        return doctor.examine(trainer, problems)
-    report.announce(trainer, len(problems), len(validation))
-    report.summary_card(config, trainer.train(problems, validation))
+        return run_doctor(trainer, problems)
+    announce_run(trainer, len(problems), len(validation))
+    summary_card(config, trainer.train(problems, validation))
     return 0
 
 

@@ -31,15 +31,15 @@ from rlm.cli.options import UsageError, to_dict
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.model import base as models
-from rlm.model import hardware as machine
 from rlm.model.adapters import (
     ADAPTER_FILES,
     check_base,
     load_adapter,
     new_adapter,
 )
+from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.export import check_output, save_adapter, write_run
+from rlm.model.hardware import Device, peak_memory_gb, pick_device, prepare_process
 from rlm.runs.checkpoints import writing
 from rlm.runs.directory import RunDirectory
 from rlm.runs.resume import data_id, run_origin
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def main(config: SFTConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT is one process: start it with python, not with a launcher")
     choice = {"seed": config.seed, "keep_code": config.keep_code}
@@ -73,7 +73,7 @@ def train(
             or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
-    tokenizer = models.load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model)
     format, limits = FORMATS[config.reasoning_format], (config.dataset, config.max_length)
     examples = to_examples(tokenizer, problems, format, *limits)
     held_out = to_examples(tokenizer, validation, format, *limits)
@@ -88,7 +88,7 @@ def train(
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
-    device, base_hash = machine.pick_device(), models.base_hash(config.model)
+    device, base_hash = pick_device(), base_model_hash(config.model)
     set_seed(config.seed)  # of a new adapter, and of the order of the examples
     policy = start_policy(config, device, base_hash)
     steps = config.steps(len(examples))
@@ -120,11 +120,11 @@ def train(
     return history
 
 
-def start_policy(config: SFTConfig, device: machine.Device, base_hash: str) -> PeftModel:
+def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel:
     """Load the base, with the adapter to go on from or a new one."""
     if config.adapter:
         check_base(config.adapter, config.model, base_hash)
-    base = models.load_base(
+    base = load_base(
         config.model, device, quantize=config.quantize, attn=config.attn_implementation
     )
     if config.adapter:
@@ -159,7 +159,7 @@ def run_summary(config: SFTConfig, base_hash: str, examples: int) -> dict[str, o
 
 
 def announce(
-    config: SFTConfig, device: machine.Device, policy: PeftModel, problems: int, examples: int
+    config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
 ) -> None:
     left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
     terminal.facts(
@@ -184,7 +184,7 @@ def summary_card(config: SFTConfig, history: dict) -> None:
             "mean loss": f"{history['loss']:.3f}"
             + ("" if held_out is None else f", on held-out problems {held_out:.3f}"),
             "time": terminal.duration(history["seconds"]),
-            "peak memory": f"{machine.peak_memory_gb():.1f} GB",
+            "peak memory": f"{peak_memory_gb():.1f} GB",
             "adapter": config.output,
             "next": f"python train_grpo.py --sft-adapter {config.output}",
         },

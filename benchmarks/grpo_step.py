@@ -21,7 +21,7 @@ from benchmarks.trainers import ComparedConfig, run_work
 from rlm.cli import terminal
 from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.model import hardware as machine
+from rlm.model.hardware import available_memory, pick_device, prepare_process
 
 PARTS = ("sample", "score", "learn")
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
@@ -116,7 +116,7 @@ def variants(config: GRPOStepConfig) -> list[dict[str, Any]]:
         if rows % batch == 0
     ]
     tried += [given | {"continuous": True}, given | {"malloc": True}, given | {"attn": "eager"}]
-    if machine.pick_device().dtype.itemsize == 2:  # where 16 bits are slow, autocast only costs
+    if pick_device().dtype.itemsize == 2:  # where 16 bits are slow, autocast only costs
         tried.append(given | {"autocast": True})
     return [variant for i, variant in enumerate(tried) if variant not in tried[:i]]
 
@@ -126,8 +126,8 @@ def tune(config: GRPOStepConfig, model: str) -> dict[str, Any]:
 
     A setting that needs more memory than is free fails, and is reported as that.
     """
-    cuda = machine.pick_device().type == "cuda"  # whose driver maps far more than it uses
-    limit = None if cuda else int(machine.available_memory("cpu"))
+    cuda = pick_device().type == "cuda"  # whose driver maps far more than it uses
+    limit = None if cuda else int(available_memory("cpu"))
     run = partial(run_work, config.work(model, steps=2, reward=config.cells[0]))
     rows = []
     for settings in variants(config):
@@ -155,7 +155,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def main(config: GRPOStepConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     with shapes.model_at(config.model) as model:
         run = tune if config.tune else compare
         harness.write_json(config.json, run(config, model))

@@ -28,9 +28,9 @@ from rlm.cli.main import run_main
 from rlm.data.loaders import load_problems
 from rlm.evaluation.evaluator import evaluate
 from rlm.evaluation.statistics import paired_bootstrap, wilson_interval
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.hardware import pick_device, prepare_process
 from rlm.runs.directory import check_writable
 from rlm.runs.plots import BLUE, ORANGE
 from rlm.sampling import Sampler
@@ -58,14 +58,14 @@ class LearningCurveConfig(ComparedConfig):
 
 def evaluate_snapshots(work: dict[str, Any], steps: list[int], samples: int) -> dict[str, Any]:
     """Strict greedy verdict (1 or 0) on each validation problem, for each snapshot."""
-    machine.prepare_process()
+    prepare_process()
     work = Work(**work)
     problems = load_problems(work.dataset, "validation", max_samples=samples)
-    tokenizer = models.load_tokenizer(work.model)
-    base = models.load_base(work.model, machine.pick_device())
+    tokenizer = load_tokenizer(work.model)
+    base = load_base(work.model, pick_device())
     bits = []
     for done in steps:
-        policy = adapters.load_adapter(base, snapshot_path(work.snapshots, done), trainable=False)
+        policy = load_adapter(base, snapshot_path(work.snapshots, done), trainable=False)
         sampler = Sampler(policy, tokenizer)
         result = evaluate(sampler, tokenizer, problems, FORMAT, max_new_tokens=work.max_new_tokens)
         bits.append([int(score) for score in result.per_problem(strict=True)])
@@ -211,7 +211,7 @@ def show(curves: dict[str, list[Row]], compared: dict[str, Any]) -> None:
 
 
 def main(config: LearningCurveConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     with shapes.model_at(config.model) as model:
         adapter = config.adapter and config.adapter.resolve()
         harness.write_json(config.json, measure(replace(config, adapter=adapter), model))

@@ -12,9 +12,9 @@ from rlm.cli import terminal
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.hardware import pick_device
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ ROWS, LIMIT = 256, 128
 
 def record(config: RolloutConfig, model: str) -> None:
     """Sample with an adapter as training does, and keep how long the completions were."""
-    base = models.load_base(model, machine.pick_device())
-    tokenizer = models.load_tokenizer(model)
-    policy = adapters.load_adapter(base, config.record_lengths, trainable=False)
+    base = load_base(model, pick_device())
+    tokenizer = load_tokenizer(model)
+    policy = load_adapter(base, config.record_lengths, trainable=False)
     problems = load_problems(config.dataset, "train", max_samples=ROWS // GROUP, seed=config.seed)
     groups = Sampler(policy, tokenizer).sample(
         [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems],

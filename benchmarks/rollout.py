@@ -31,9 +31,9 @@ from rlm.cli.options import to_dict
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.hardware import pick_device, prepare_process
 from rlm.model.quantize import QUANTIZATIONS
 from rlm.sampling import Sampler, prompt_seed
 
@@ -105,14 +105,14 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     Args:
         only: one arm of this process, "ours" or "generate", to measure its memory.
     """
-    device = machine.pick_device()
+    device = pick_device()
     problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
-    tokenizer = models.load_tokenizer(model)
-    base = models.load_base(model, device, quantize=config.quantize)
+    tokenizer = load_tokenizer(model)
+    base = load_base(model, device, quantize=config.quantize)
     cost = floor.ModelCost.of(base)
     policy = base
     if config.adapter:
-        policy = adapters.load_adapter(base, config.adapter, trainable=False)
+        policy = load_adapter(base, config.adapter, trainable=False)
     arms: dict[str, Any] = {}
     if only in (None, harness.OURS):
         arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer), MAX_NUM_SEQS)
@@ -169,7 +169,7 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
 
 def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Run in a process of its own: one repetition of the headline cell (or the largest below)."""
-    machine.prepare_process()
+    prepare_process()
     config = RolloutConfig(**config)
     bench = load_bench(config, model, only=arm)
     rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
@@ -182,7 +182,7 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
 
 
 def main(config: RolloutConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     recorded = None
     if config.lengths and not config.record_lengths:
         recorded = lengths.read()  # before minutes of work
@@ -206,7 +206,7 @@ def measure(
             memory[arm] = child["peak_memory_gb"]
             terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
     bench = load_bench(config, model)
-    device = machine.pick_device()
+    device = pick_device()
     rates = floor.measure(device.type, device.dtype)
     terminal.line(
         f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "

@@ -24,8 +24,8 @@ from benchmarks.trainers import StepConfig, Work, run_work
 from rlm.cli import terminal
 from rlm.cli.flags import flag
 from rlm.cli.main import run_main
-from rlm.model import hardware as machine
 from rlm.model.base import model_directory
+from rlm.model.hardware import EMBEDDED_MODEL, prepare_process
 
 PARTS = ("total", "sample", "learn")
 
@@ -39,7 +39,7 @@ class ScalingConfig(StepConfig):
         (64, 128, 256, 512), "completion lengths, or none", min=1
     )
     models: tuple[str, ...] | None = flag(
-        (machine.EMBEDDED_MODEL, "random:smollm2-360m", "random:qwen2.5-0.5b"),
+        (EMBEDDED_MODEL, "random:smollm2-360m", "random:qwen2.5-0.5b"),
         "models of growing size, or none",
     )
     steps: int = flag(2, "measured steps of a cell, after one to warm up", min=1)
@@ -125,7 +125,7 @@ def show(cells: Sequence[dict[str, Any]], exponents: dict[str, dict[str, float]]
 
 
 def main(config: ScalingConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     harness.write_json(config.json, measure(config))
     return 0
 

@@ -33,7 +33,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.prompts import FORMATS
-from rlm.model import base as models
+from rlm.model.base import model_directory
 
 PEER = "transformers serve"
 START_SECONDS = 180
@@ -186,7 +186,7 @@ def main(config: ServingConfig) -> int:
         ours = ["server.py", "--base", "--model", model, "--max-num-seqs", str(config.requests)]
         servers = {harness.OURS: stack.enter_context(running(ours, "base", "/ready"))}
         if config.peer:
-            directory = models.model_directory(model)
+            directory = model_directory(model)
             peer = ["-m", "transformers.cli.transformers", "serve"]
             peer += ["--device", "cpu", "--dtype", "float32"]
             peer += ["--continuous-batching"] if config.continuous else []

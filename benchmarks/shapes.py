@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rlm.cli.options import UsageError
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.base import load_tokenizer
+from rlm.model.hardware import EMBEDDED_MODEL, pick_device
 
 PREFIX = "random:"
 
@@ -57,8 +57,8 @@ def model_at(name: str) -> Iterator[str]:
 
 def save_random_model(shape: str, folder: str) -> None:
     """Weights of the machine's number type and the embedded tokenizer, as from_pretrained reads."""
-    device = machine.pick_device()
-    tokenizer = models.load_tokenizer(machine.EMBEDDED_MODEL)
+    device = pick_device()
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
     config = config_of(
         shape,
         max_position_embeddings=8192,

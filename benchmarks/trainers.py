@@ -19,8 +19,8 @@ from rlm.cli.flags import flag
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.model import export
-from rlm.model import hardware as machine
+from rlm.model.export import save_adapter
+from rlm.model.hardware import prepare_process
 from rlm.rewards import CorrectnessReward
 from rlm.training.batches import problems_for_step
 from rlm.training.config import GRPOConfig
@@ -236,7 +236,7 @@ def run_ours(**work: Any) -> dict[str, Any]:
     """Train as `work` says; seconds of every step (the first is the warm-up), snapshots."""
     from train_grpo import GRPOTrainer
 
-    machine.prepare_process()
+    prepare_process()
     work = Work(**work)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -282,4 +282,4 @@ def planned_memory_gb(trainer: GRPOTrainer) -> float:
 
 
 def _save(trainer: GRPOTrainer, path: Path) -> None:
-    export.save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})
+    save_adapter(trainer.policy, trainer.tokenizer, path, {"base_hash": trainer.base_hash})

@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from benchmarks.trainers import FORMAT, Recorder, Work, reward_function
 from rlm.data.problem import Problem
 from rlm.data.prompts import render_prompt, stop_token_ids
-from rlm.model import adapters, export
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter, new_adapter
+from rlm.model.base import base_model_hash, load_base, load_tokenizer
+from rlm.model.export import save_adapter
+from rlm.model.hardware import pick_device, prepare_process
 
 
 class TimedTrainer(trl.GRPOTrainer):
@@ -84,12 +85,12 @@ def run_trl(
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     work = Work(**work)
     if settings["malloc"]:
-        machine.prepare_process()
+        prepare_process()
     policy, tokenizer = load_policy(work, settings["attn"])
-    base_hash = models.base_hash(work.model)
+    base_hash = base_model_hash(work.model)
     recorder = Recorder(
         work,
-        lambda path: export.save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
+        lambda path: save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
     )
     clock = Clock(work.minutes)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,14 +109,14 @@ def run_trl(
 
 def load_policy(work: Work, attn: str = "sdpa") -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """The model with the adapter that the work starts from, as both trainers have it."""
-    tokenizer = models.load_tokenizer(work.model)
-    base = models.load_base(work.model, machine.pick_device(), attn=attn)
+    tokenizer = load_tokenizer(work.model)
+    base = load_base(work.model, pick_device(), attn=attn)
     # TRL stops at the ends that the model's config names: all of those that ours stops at.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
     if work.adapter:
-        return adapters.load_adapter(base, Path(work.adapter), trainable=True), tokenizer
+        return load_adapter(base, Path(work.adapter), trainable=True), tokenizer
     torch.manual_seed(work.seed)
-    return adapters.new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r), tokenizer
+    return new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r), tokenizer
 
 
 def config_for(work: Work, settings: Mapping[str, Any], folder: str, **more: Any) -> trl.GRPOConfig:
@@ -127,7 +128,7 @@ def config_for(work: Work, settings: Mapping[str, Any], folder: str, **more: Any
     rows = work.prompts * work.group_size
     if rows % settings["batch"]:
         raise ValueError(f"a batch of {settings['batch']} does not divide the {rows} rows")
-    use_cpu = machine.pick_device().type == "cpu"
+    use_cpu = pick_device().type == "cpu"
     options = {
         "output_dir": folder,
         "max_steps": work.steps,

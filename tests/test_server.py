@@ -28,7 +28,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model.adapters import adapter_tensors, load_adapter, new_adapter
-from rlm.model.base import base_hash, load_base
+from rlm.model.base import base_model_hash, load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.sampling import Sampler
@@ -60,7 +60,7 @@ def weights(model_dir, tokenizer, tmp_path_factory) -> Path:
         run = {
             "stage": "grpo",
             "base_model": str(model_dir),
-            "base_hash": base_hash(str(model_dir)),
+            "base_hash": base_model_hash(str(model_dir)),
         }
         save_adapter(policy, tokenizer, folder / name, run)
     return folder

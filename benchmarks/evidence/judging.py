@@ -31,9 +31,9 @@ from benchmarks.trainers import FORMAT
 from rlm.data.problem import Problem
 from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
 from rlm.grading.voting import majority_score
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.hardware import pick_device, prepare_process
 from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8
@@ -68,14 +68,14 @@ class Judge:
 
 def judge(config: EvidenceConfig, cell: Cell) -> None:
     """Judge a trained cell on all test sets and write its `result.json`, the mark of being done."""
-    machine.prepare_process()
+    prepare_process()
     started = time.monotonic()
     folder, is_base = config.folder(cell), ARMS[cell.arm].kind == "base"
-    tokenizer = models.load_tokenizer(config.model)
-    model = models.load_base(config.model, machine.pick_device())
+    tokenizer = load_tokenizer(config.model)
+    model = load_base(config.model, pick_device())
     training: dict[str, Any] = {}
     if not is_base:
-        model = adapters.load_adapter(model, folder / "adapter", trainable=False)
+        model = load_adapter(model, folder / "adapter", trainable=False)
         training = read_json(folder / "train.json")
     limit = config.base_new_tokens if is_base else config.max_new_tokens
     examiner = Judge(Sampler(model, tokenizer), tokenizer, limit, cell.seed)

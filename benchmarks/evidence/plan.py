@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from benchmarks.trainers import TRLFlags
 from rlm.cli.flags import check_values, flag
 from rlm.cli.options import UsageError, to_dict
-from rlm.model import hardware as machine
+from rlm.model.hardware import EMBEDDED_MODEL
 from rlm.runs.atomic_files import replace_file
 from rlm.training.config import GRPOConfig
 
@@ -119,7 +119,7 @@ class EvidenceConfig(TRLFlags):
     docs: Path = flag(Path("docs/results"), "where the report goes")
     weights: Path = flag(Path("weights/final_rlm_lora"), "ship: where the adapter goes")
 
-    model: str = setting(machine.EMBEDDED_MODEL, "hub id or directory")
+    model: str = setting(EMBEDDED_MODEL, "hub id or directory")
     dataset: str = setting("word-problems", "or gsm8k:DIRECTORY (hash checked)")
     solved: int = count(200, "worked solutions")
     sft_passes: int = count(2, "of SFT over them")

@@ -30,9 +30,9 @@ from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.statistics import wilson_interval
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter, read_run
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12
@@ -50,12 +50,12 @@ def ship(config: EvidenceConfig) -> None:
     Raises:
         UsageError: the directory does not hold a finished run, or the adapter is too large.
     """
-    machine.prepare_process()
+    prepare_process()
     run = Path(config.cell or "runs/demo")
     adapter, summary_file = run / "final_rlm_lora", run / "summary.json"
     if not (adapter / "run.json").exists() or not summary_file.exists():
         raise UsageError(f"{run} holds no finished run: make demo")
-    history, summary = adapters.read_run(adapter), read_json(summary_file)
+    history, summary = read_run(adapter), read_json(summary_file)
     if history["base_model"] != config.model:
         raise UsageError(f"{run} trained {history['base_model']}, not --model {config.model}")
     if "command" not in summary:
@@ -64,7 +64,7 @@ def ship(config: EvidenceConfig) -> None:
         write_rounded(adapter, folder, config.model)
         judged = judge(config, folder, problem_sets(config, history, summary))
         write_json(folder / "run.json", run_json(history, summary, judged))
-        card = model_card(history, adapters.read_run(run / "sft_lora"), summary, judged)
+        card = model_card(history, read_run(run / "sft_lora"), summary, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
     terminal.line(f"{config.weights}: the adapter of {run} in bf16")
 
@@ -122,9 +122,9 @@ def judge(
     config: EvidenceConfig, adapter: Path, sets: Mapping[str, Sequence[Problem]]
 ) -> dict[str, Evaluation]:
     """One greedy completion of each test problem, from the rounded weights."""
-    tokenizer = models.load_tokenizer(config.model)
-    base = models.load_base(config.model, machine.pick_device())
-    policy = adapters.load_adapter(base, adapter, trainable=False)
+    tokenizer = load_tokenizer(config.model)
+    base = load_base(config.model, pick_device())
+    policy = load_adapter(base, adapter, trainable=False)
     examiner = Judge(Sampler(policy, tokenizer), tokenizer, config.max_new_tokens, seed=0)
     return {name: examiner(problems, 1) for name, problems in sets.items()}
 
@@ -154,7 +154,7 @@ def model_card(
     summary: Mapping[str, Any],
     judged: Mapping[str, Evaluation],
 ) -> str:
-    embedded = history["base_model"] == machine.EMBEDDED_MODEL
+    embedded = history["base_model"] == EMBEDDED_MODEL
     words = history["dataset"].startswith("word-problems")
     before, after = history.get("start_accuracy"), history["accuracy"]
     measured = before is not None and after is not None

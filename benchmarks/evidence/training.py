@@ -23,7 +23,7 @@ from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.trainers import FORMAT
 from rlm.data.problem import Problem
 from rlm.grading.answers import grade, split_completion
-from rlm.model import hardware as machine
+from rlm.model.hardware import pick_device, prepare_process
 from rlm.runs.atomic_files import read_lines
 from rlm.training.batches import problems_for_step
 
@@ -33,7 +33,7 @@ RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold
 
 def train(config: EvidenceConfig, cell: Cell) -> Record:
     """Train the cell's adapter into `adapter/`, or go on where a kill stopped it."""
-    machine.prepare_process()
+    prepare_process()
     kinds: dict[str, Callable[[EvidenceConfig, Cell], Record]] = {
         "sft": _sft,
         "supervised": _supervised,
@@ -95,13 +95,13 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
     from rlm.data.prompts import render_prompt
-    from rlm.model import adapters
-    from rlm.model import base as models
+    from rlm.model.adapters import load_adapter
+    from rlm.model.base import load_base, load_tokenizer
     from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
-    tokenizer = models.load_tokenizer(config.model)
-    base = models.load_base(config.model, machine.pick_device())
-    policy = adapters.load_adapter(base, _adapter(config, cell, START), trainable=False)
+    tokenizer = load_tokenizer(config.model)
+    base = load_base(config.model, pick_device())
+    policy = load_adapter(base, _adapter(config, cell, START), trainable=False)
     started = time.monotonic()
     groups = Sampler(policy, tokenizer, max_num_seqs=config.batch_size * config.group_size).sample(
         [render_prompt(tokenizer, problem.question, FORMAT) for problem in practice],

@@ -18,8 +18,9 @@ from benchmarks.evidence.pools import pools
 from benchmarks.evidence.training import is_whole
 from benchmarks.trainers import Work, reward_function
 from benchmarks.trl_arm import Clock, TimedTrainer, config_for, dataset, load_policy
-from rlm.model import adapters, export
-from rlm.model import base as models
+from rlm.model.adapters import adapter_tensors
+from rlm.model.base import base_model_hash
+from rlm.model.export import save_adapter
 
 SPLIT_SECONDS = "steps.jsonl"
 
@@ -55,7 +56,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     )
     policy, tokenizer = load_policy(work)
     optimizer = torch.optim.AdamW(
-        adapters.adapter_tensors(policy).values(), lr=config.learning_rate, weight_decay=0.0
+        adapter_tensors(policy).values(), lr=config.learning_rate, weight_decay=0.0
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: ours.learning_rate_at(step) / ours.learning_rate
@@ -72,8 +73,8 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
         optimizers=(optimizer, schedule),
     )
     clock.trainer.train(resume_from_checkpoint=begun)
-    run = {"base_model": config.model, "base_hash": models.base_hash(config.model)}
-    export.save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
+    run = {"base_model": config.model, "base_hash": base_model_hash(config.model)}
+    save_adapter(policy, tokenizer, config.folder(cell) / "adapter", run)
     return [json.loads(row) for row in steps_file.read_text(encoding="utf-8").splitlines()]
 
 

@@ -16,9 +16,15 @@ from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import (
+    check_adapter,
+    check_base,
+    has_plain_lora,
+    load_adapter,
+    using_adapter,
+)
+from rlm.model.base import base_model_hash, load_base, load_tokenizer
+from rlm.model.hardware import pick_device
 from rlm.sampling import Request, Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -132,7 +138,7 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | APIAgents:
         limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
         return APIAgents(APIClient(config.agent_url, **limits), config.agent_model)
     if config.agent_adapter:
-        adapters.check_adapter(config.agent_adapter, "run: python train_grpo.py")
+        check_adapter(config.agent_adapter, "run: python train_grpo.py")
     return AgentModel(config.agent_model or config.model, config.agent_adapter, config.quantize)
 
 
@@ -151,22 +157,22 @@ def load_agents(
     if not isinstance(agents, AgentModel):
         return agents
     if agents.adapter:
-        adapters.check_base(agents.adapter, agents.name, models.base_hash(agents.name))
+        check_base(agents.adapter, agents.name, base_model_hash(agents.name))
     if (agents.name, agents.quantize) != (config.model, config.quantize):
-        model = models.load_base(agents.name, machine.pick_device(), quantize=agents.quantize)
+        model = load_base(agents.name, pick_device(), quantize=agents.quantize)
         if agents.adapter:
-            model = adapters.load_adapter(model, agents.adapter, trainable=False)
-        tokenizer = agents.tokenizer or models.load_tokenizer(agents.name)
+            model = load_adapter(model, agents.adapter, trainable=False)
+        tokenizer = agents.tokenizer or load_tokenizer(agents.name)
         return LocalAgents(Sampler(model, tokenizer), tokenizer)
     name = "agent" if agents.adapter else None
     if name:
-        was_plain = adapters.has_plain_lora(policy)
-        adapters.load_adapter(policy, agents.adapter, trainable=False, name=name)
-        if was_plain and not adapters.has_plain_lora(policy):  # its layers take no other
+        was_plain = has_plain_lora(policy)
+        load_adapter(policy, agents.adapter, trainable=False, name=name)
+        if was_plain and not has_plain_lora(policy):  # its layers take no other
             raise UsageError(
                 f"adapter {agents.adapter} is more than plain LoRA: agents with it need a base "
                 "of their own (--agent-model with another copy's path)"
             )
     if not isinstance(sampler, Sampler):  # a vLLM server has the orchestrator's adapter only
         sampler = Sampler(policy, tokenizer)
-    return LocalAgents(sampler, tokenizer, partial(adapters.using_adapter, policy, name))
+    return LocalAgents(sampler, tokenizer, partial(using_adapter, policy, name))

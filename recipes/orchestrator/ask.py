@@ -15,7 +15,7 @@ from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.problem import Problem
-from rlm.model import hardware as machine
+from rlm.model.hardware import prepare_process
 
 
 @dataclass
@@ -31,7 +31,7 @@ class AskConfig:
 
 
 def main(config: AskConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     orchestrator = Orchestrator.load(config.run)
     # The gold does not matter: the verdict also carries the answer as it was found.
     problem = Problem("asked", config.question, "0")

@@ -26,9 +26,9 @@ from rlm.cli import terminal
 from rlm.cli.flags import check_values, flag
 from rlm.cli.main import run_main
 from rlm.data.loaders import load_problems
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import load_adapter
+from rlm.model.base import load_base, load_tokenizer
+from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
 from rlm.runs.atomic_files import replace_json
 from rlm.runs.directory import git_commit
 from rlm.sampling import Sampler
@@ -36,7 +36,7 @@ from rlm.sampling import Sampler
 
 @dataclass
 class BenchmarkConfig:
-    model: str = flag(machine.EMBEDDED_MODEL, "behind all agents")
+    model: str = flag(EMBEDDED_MODEL, "behind all agents")
     adapter: Path | None = flag(None, "that they use; without one they rarely end by themselves")
     graphs: int = flag(32, "in a step, each with prompts and a problem of its own", min=1)
     max_new_tokens: int = flag(64, "of each agent", min=1)
@@ -73,17 +73,17 @@ def measure(config: BenchmarkConfig, agents: LocalAgents) -> dict[str, Any]:
         "ratio": together / alone,  # of the medians
         "ratio_range": [min(ratios), max(ratios)],
         "command": shlex.join(["python", "-m", "recipes.orchestrator.benchmark", *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} cores, {machine.pick_device()}",
+        "machine": f"{os.cpu_count()} cores, {pick_device()}",
         "commit": git_commit(),
     }
 
 
 def main(config: BenchmarkConfig) -> None:
-    machine.prepare_process()
-    model = models.load_base(config.model, machine.pick_device())
+    prepare_process()
+    model = load_base(config.model, pick_device())
     if config.adapter:
-        model = adapters.load_adapter(model, config.adapter, trainable=False)
-    tokenizer = models.load_tokenizer(config.model)
+        model = load_adapter(model, config.adapter, trainable=False)
+    tokenizer = load_tokenizer(config.model)
     # As in training, where the weights are merged once a step: kept from batch to batch here,
     # so that one at a time does not pay for it every time.
     agents = LocalAgents(Sampler(model, tokenizer), tokenizer)

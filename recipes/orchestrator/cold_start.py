@@ -27,8 +27,8 @@ from rlm.cli import terminal
 from rlm.cli.options import to_dict
 from rlm.data.problem import Problem
 from rlm.data.prompts import encode_text, end_of_turn_id
-from rlm.model import base as models
 from rlm.model.adapters import set_gradient_checkpointing
+from rlm.model.base import base_model_hash, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.fused_layers import use_fused_layers
@@ -74,7 +74,7 @@ def make_examples(
 def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem]) -> None:
     """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`."""
     started = time.monotonic()
-    tokenizer = models.load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model)
     policy = load_policy(replace(config, sft_adapter=None), config.model, None)
     use_fused_layers(policy)
     set_gradient_checkpointing(policy, config.checkpointing)
@@ -102,7 +102,7 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
     run = {
         "stage": "orchestrator_start",
         "base_model": config.model,
-        "base_hash": models.base_hash(config.model),
+        "base_hash": base_model_hash(config.model),
         "quantize": config.quantize,
         "dataset": config.dataset,
         "examples": count,

@@ -33,8 +33,8 @@ from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.evaluation.statistics import bootstrap_interval, paired_bootstrap, wilson_interval
 from rlm.grading.voting import majority_score
-from rlm.model import hardware as machine
 from rlm.model.adapters import using_adapter
+from rlm.model.hardware import prepare_process
 from rlm.runs.atomic_files import replace_file, replace_json
 from rlm.runs.directory import check_writable
 
@@ -179,7 +179,7 @@ def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def main(config: EvaluateConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     check_writable("--output", config.output)  # before the hours, not after them
     orchestrator = Orchestrator.load(config.run)
     dataset = orchestrator.config.dataset

@@ -16,9 +16,9 @@ from recipes.orchestrator.runner import Generation, Runner, Trajectory
 from rlm.cli.options import UsageError, parse
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import check_adapter, check_base, load_adapter
+from rlm.model.base import base_model_hash, load_base, load_tokenizer
+from rlm.model.hardware import pick_device
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class Orchestrator:
                 f"{run_dir} holds no run; python -m recipes.orchestrator.train makes one"
             )
         config = parse(OrchestratorConfig, ["--config", str(file)])
-        adapters.check_adapter(config.output, "the run has not ended: train with --resume")
-        adapters.check_base(config.output, config.model, models.base_hash(config.model))
-        tokenizer = models.load_tokenizer(config.model)
-        base = models.load_base(config.model, machine.pick_device(), quantize=config.quantize)
-        policy = adapters.load_adapter(base, config.output, trainable=False)
+        check_adapter(config.output, "the run has not ended: train with --resume")
+        check_base(config.output, config.model, base_model_hash(config.model))
+        tokenizer = load_tokenizer(config.model)
+        base = load_base(config.model, pick_device(), quantize=config.quantize)
+        policy = load_adapter(base, config.output, trainable=False)
         if config.sft_adapter:
-            adapters.check_adapter(config.sft_adapter, "it is what the run began with")
-            adapters.load_adapter(policy, config.sft_adapter, trainable=False, name="start")
+            check_adapter(config.sft_adapter, "it is what the run began with")
+            load_adapter(policy, config.sft_adapter, trainable=False, name="start")
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         return cls(config, choose_agents(config), policy, tokenizer, sampler)
 

@@ -31,10 +31,10 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.loaders import is_file, load_problems, only_numbers
 from rlm.data.problem import Problem
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import ADAPTER_FILES
+from rlm.model.base import load_tokenizer
 from rlm.model.export import check_output
+from rlm.model.hardware import Device, default_setup, prepare_process
 from rlm.runs.atomic_files import replace_json
 from rlm.training.advantages import Group
 from rlm.training.setup import load_data, load_policy
@@ -71,7 +71,7 @@ class OrchestratorTrainer(GRPOTrainer):
         agents: AgentModel | APIAgents,
         *,
         loaded: tuple[PreTrainedTokenizerBase, PeftModel] | None = None,
-        device: machine.Device | None = None,
+        device: Device | None = None,
     ) -> None:
         """
         Args:
@@ -85,9 +85,7 @@ class OrchestratorTrainer(GRPOTrainer):
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
         self._val_acc: float | None = None  # the last one measured
 
-    def load_model(
-        self, device: machine.Device | None
-    ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
+    def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
         return self._loaded or super().load_model(device)
 
     def render(self, problem: Problem) -> list[int]:
@@ -173,7 +171,7 @@ def load_tokenizers(
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
     """Load the tokenizers of the orchestrator and of the agents."""
     orchestrator, agent = (load_agent_model(name).name for name in (orchestrator_id, agent_id))
-    return models.load_tokenizer(orchestrator), models.load_tokenizer(agent)
+    return load_tokenizer(orchestrator), load_tokenizer(agent)
 
 
 def make_lora_orchestrator(
@@ -194,7 +192,7 @@ def load_agent_model(agent_id: str | None, adapter: Path | None = None) -> Agent
     """
     if agent_id is not None:
         return AgentModel(agent_id, adapter)
-    setup = machine.default_setup()
+    setup = default_setup()
     return AgentModel(setup.model, adapter, setup.quantize)
 
 
@@ -223,9 +221,9 @@ def run_grpo_training(
 
 
 def main(config: OrchestratorConfig) -> int:
-    machine.prepare_process()
+    prepare_process()
     start = config.sft_adapter
-    start_is_missing = start is not None and not (start / adapters.ADAPTER_FILES[0]).is_file()
+    start_is_missing = start is not None and not (start / ADAPTER_FILES[0]).is_file()
     agents = choose_agents(config)
     train, validation = load_data(config)
     test = []

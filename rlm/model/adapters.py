@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.cli.options import UsageError
 from rlm.model.adapter_info import AdapterInfo
-from rlm.model.base import base_hash, model_directory
+from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
 
 TEACH = "run: python train_sft.py"  # how to make an adapter to start from
@@ -68,7 +68,7 @@ def misfit(adapter: Path, model: str, model_hash: str | None = None) -> str:
         return f"{adapter} does not exist"
     try:
         check_adapter(adapter, TEACH)
-        check_base(adapter, model, model_hash or base_hash(model))
+        check_base(adapter, model, model_hash or base_model_hash(model))
     except UsageError as error:
         return str(error)
     return ""

@@ -202,7 +202,7 @@ def _cannot_load(name: str, error: Exception) -> str:
     return f"--model {name}: no such directory, and the hub is out of reach; {OFFLINE_HINT}"
 
 
-def base_hash(name: str) -> str:
+def base_model_hash(name: str) -> str:
     """Identify the weights, wherever they lie: a SHA-256 over those of their files.
 
     Raises:

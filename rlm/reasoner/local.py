@@ -41,7 +41,7 @@ def load_rlm_model(
         UsageError: no adapter, or one of another base; the message says what to run.
     """
     from rlm.model.adapters import check_adapter, check_base, load_adapter
-    from rlm.model.base import base_hash, load_base, load_tokenizer
+    from rlm.model.base import base_model_hash, load_base, load_tokenizer
     from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
     from rlm.sampling import Sampler
 
@@ -55,7 +55,7 @@ def load_rlm_model(
     model, quantize = info.resolve_base(model, quantize)
     loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:
-        check_base(adapter, model, base_hash(model))
+        check_base(adapter, model, base_model_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
     loaded.rlm_format = FORMATS[info.reasoning_format]

@@ -13,7 +13,7 @@ from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS, Format
 from rlm.model.adapter_info import AdapterInfo
 from rlm.model.adapters import ADAPTER_FILES, check_adapter, check_base
-from rlm.model.base import base_hash
+from rlm.model.base import base_model_hash
 from rlm.model.hardware import EMBEDDED_MODEL
 from rlm.reasoner.local import HOW_TO_TRAIN
 from rlm.runs.checkpoints import file_hash
@@ -74,7 +74,7 @@ def find_models(
         model = model or EMBEDDED_MODEL
     model = model or next((i.base_model for i in (own, *infos) if i.base_model), None)
     model, quantize = own.resolve_base(model, quantize)
-    model_hash = base_hash(model)
+    model_hash = base_model_hash(model)
     adapters = {BASE: ServedAdapter(BASE, None, None, "base", FORMATS[own.reasoning_format])}
     for path, info in zip(paths, infos, strict=True):
         check_base(path, model, model_hash)

@@ -195,15 +195,15 @@ class GRPOConfig:
             UsageError: the adapter to start from is not there. The default one is required only if
                 no model is named: then training goes on where SFT ended.
         """
-        from rlm.model import adapters
+        from rlm.model.adapters import TEACH, check_adapter, misfit, read_run
         from rlm.model.hardware import default_values
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start_run = adapter == DEFAULT_SFT_ADAPTER, {}
         if adapter is not None and not (is_default and model and not adapter.exists()):
-            start_run = adapters.read_run(adapters.check_adapter(adapter, adapters.TEACH))
+            start_run = read_run(check_adapter(adapter, TEACH))
             is_renamed = model not in (None, start_run.get("base_model"))
-            if is_default and is_renamed and adapters.misfit(adapter, model):  # `resolve_start`
+            if is_default and is_renamed and misfit(adapter, model):  # `resolve_start`
                 start_run = {}  # says why
         return default_values(given, start_run, GPU_DEFAULTS)
 

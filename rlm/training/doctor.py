@@ -17,8 +17,8 @@ from rlm.cli import terminal
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, Format, end_of_turn_id, render_prompt
 from rlm.evaluation.evaluator import Evaluation, evaluate
-from rlm.training import setup as start
 from rlm.training.config import GRPOConfig
+from rlm.training.setup import plan_trainer_memory
 
 PROBLEMS = 32
 MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault
@@ -42,9 +42,9 @@ class Diagnosis:
     findings: list[Finding]
 
 
-def examine(trainer: Any, problems: Sequence[Problem]) -> int:
+def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
-    start.plan(trainer, problems, 0)
+    plan_trainer_memory(trainer, problems, 0)
     diagnosis = diagnose(trainer, problems)
     shown = {name: f"{value:.1%}" for name, value in diagnosis.metrics.items()}
     terminal.facts(

@@ -22,7 +22,7 @@ from rlm.training.loss import LossSums
 from rlm.training.state import TrainingState
 
 
-def announce(trainer: Any, problems: int, validation: int) -> None:
+def announce_run(trainer: Any, problems: int, validation: int) -> None:
     """Print what a `train_grpo.GRPOTrainer` will do."""
     config = trainer.config
     trainable = sum(tensor.numel() for tensor in trainer.adapter.values())

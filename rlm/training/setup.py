@@ -17,9 +17,17 @@ from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import longest_prompts, stop_token_ids
-from rlm.model import adapters
-from rlm.model import base as models
-from rlm.model import hardware as machine
+from rlm.model.adapters import (
+    TEACH,
+    check_adapter,
+    check_base,
+    load_adapter,
+    misfit,
+    new_adapter,
+    read_run,
+)
+from rlm.model.base import load_base
+from rlm.model.hardware import Device, pick_device, pick_quantization, release_memory
 from rlm.model.quantize import trained_on
 from rlm.sampling import Sampler
 from rlm.sampling.vllm import VLLMSampler
@@ -49,16 +57,16 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
     """
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
-    adapter, quantize = config.sft_adapter, machine.pick_quantization(config.quantize)
+    adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
     if adapter == DEFAULT_SFT_ADAPTER:
-        if problem := adapters.misfit(adapter, model, base_hash):
+        if problem := misfit(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
             adapter = None
     elif adapter is not None:
-        adapters.check_adapter(adapter, adapters.TEACH)
-        adapters.check_base(adapter, model, base_hash)
+        check_adapter(adapter, TEACH)
+        check_base(adapter, model, base_hash)
     if adapter is not None:
-        before = trained_on(adapters.read_run(adapter))
+        before = trained_on(read_run(adapter))
         if before != quantize:
             now = f"--quantize {quantize}"
             terminal.line(f"{adapter} was trained with --quantize {before}, now {now}")
@@ -66,17 +74,17 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
     return replace(config, sft_adapter=adapter, quantize=quantize, use_4bit=use_4bit)
 
 
-def load_policy(config: GRPOConfig, model: str, device: machine.Device | None) -> PeftModel:
+def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
     """Load the base with the adapter to train on it, in eval mode."""
     gc.collect()  # SFT's trainer, where that ran in this process: a cycle of a gigabyte
-    machine.release_memory()
-    device = device or machine.pick_device()
+    release_memory()
+    device = device or pick_device()
     packing = {"quantize": config.quantize, "attn": config.attn_implementation}
-    base = models.load_base(model, device, **packing)
+    base = load_base(model, device, **packing)
     if config.sft_adapter:
-        return adapters.load_adapter(base, config.sft_adapter, trainable=True)
+        return load_adapter(base, config.sft_adapter, trainable=True)
     torch.manual_seed(config.seed)  # of the new adapter's matrices
-    return adapters.new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+    return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
 
 
 def make_sampler(
@@ -104,7 +112,7 @@ def make_sampler(
     return VLLMSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
 
 
-def plan(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
+def plan_trainer_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
     """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, and say it in a line."""
     prompts = longest_prompts(trainer.render, problems)
     master_weights = list(trainer.adapter.values())
@@ -115,7 +123,7 @@ def plan(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPla
     return found
 
 
-def within(
+def drop_long_prompts(
     problems: Sequence[Problem], render: Callable[[Problem], Sequence[int]], limit: int | None
 ) -> list[Problem]:
     """Keep the problems whose prompts have at most `limit` tokens, and say how many have not.

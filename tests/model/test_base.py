@@ -36,9 +36,9 @@ def cached(cache, weights, name="models--org--tiny"):
 
 def test_a_model_of_the_hub_and_a_copy_of_it_are_the_same(hub_cache, model_dir):
     blob = cached(hub_cache, model_dir / "model.safetensors")
-    assert models.base_hash("org/tiny") == models.base_hash(str(model_dir))
+    assert models.base_model_hash("org/tiny") == models.base_model_hash(str(model_dir))
     blob.write_bytes(b"")  # the name says it: gigabytes are not read again
-    assert models.base_hash("org/tiny") == models.base_hash(str(model_dir))
+    assert models.base_model_hash("org/tiny") == models.base_model_hash(str(model_dir))
 
 
 def test_the_same_weights_under_another_name_do_not_count(model_dir, tmp_path):
@@ -46,14 +46,14 @@ def test_the_same_weights_under_another_name_do_not_count(model_dir, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(model_dir, copy)
     shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
-    assert models.base_hash(str(copy)) == models.base_hash(str(model_dir))
+    assert models.base_model_hash(str(copy)) == models.base_model_hash(str(model_dir))
     (copy / "model.safetensors").unlink()
-    assert models.base_hash(str(copy)) == models.base_hash(str(model_dir))
+    assert models.base_model_hash(str(copy)) == models.base_model_hash(str(model_dir))
 
 
 def test_what_the_hub_says_is_passed_on(hub_cache, monkeypatch):
     with pytest.raises(UsageError, match="no such directory, and the hub is out of reach"):
-        models.base_hash("org/other")
+        models.base_model_hash("org/other")
     monkeypatch.setattr(models, "hub_reachable", lambda: True)
 
     def refuse(*_, **__):
@@ -61,7 +61,7 @@ def test_what_the_hub_says_is_passed_on(hub_cache, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(UsageError, match=r"^--model org/gated: You are trying to access a gated"):
-        models.base_hash("org/gated")
+        models.base_model_hash("org/gated")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from rlm.cli.options import resolve_config
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
-from rlm.model.base import base_hash
+from rlm.model.base import base_model_hash
 from rlm.training.config import DEFAULT_SFT_ADAPTER, PRESETS, GRPOConfig
 from train_sft import SFTConfig
 
@@ -122,7 +122,7 @@ def test_nothing_is_taken_from_an_adapter_of_another_base(
     having(gpu=False, hub=False)
     monkeypatch.chdir(tmp_path)
     run = {"base_model": "theirs", "dataset": "gsm8k:here", "quantize": "8bit"}
-    run["base_hash"] = base_hash(str(model_dir)) if same_weights else "sha256:0"
+    run["base_hash"] = base_model_hash(str(model_dir)) if same_weights else "sha256:0"
     DEFAULT_SFT_ADAPTER.mkdir(parents=True)
     for name in ADAPTER_FILES:
         (DEFAULT_SFT_ADAPTER / name).write_text("{}")

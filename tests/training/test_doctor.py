@@ -15,7 +15,7 @@ from rlm.rewards import FormatReward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
-from rlm.training.doctor import _reward, diagnose, examine
+from rlm.training.doctor import _reward, diagnose, run_doctor
 
 CPU = Device("cpu", torch.float32, "test")
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(40)]
@@ -88,7 +88,7 @@ def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
         "one answer found, lenient": 1.0,
         "truncated": 0.0,
     }
-    assert examine(trainer, PROBLEMS) == 0
+    assert run_doctor(trainer, PROBLEMS) == 0
     out = capsys.readouterr().out
     assert "nothing stands in the way" in out
     assert "on 32 problems" in out
