@@ -17,7 +17,7 @@ from live_server import ADD, live, make_service
 from rlm.serving.access import Keys
 
 KEY = "a-key-of-some-length"
-FAST = {"requests_per_minute": 10**6, "failures_per_minute": 10**6}  # the wall's limits aside
+FAST = {"requests_per_minute": 10**6, "failures_per_minute": 10**6}  # the rate limits aside
 
 
 @pytest.mark.schema
