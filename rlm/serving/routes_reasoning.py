@@ -178,7 +178,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
     return {
         "model": {
             "base": models.base_model,
-            "base_hash": models.base_model_hash,
+            "base_hash": models.base_hash,
             "adapter": default.name,
             "adapter_sha256": default.sha256,
             "stage": default.stage,

@@ -619,14 +619,14 @@ class Killed(Exception):
 
 def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
     """Killed in the second step, and again between two test sets."""
-    from rlm.training import metrics as report
+    import train_grpo
 
     config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
     source, target = (c.folder(Cell("sft", 0)) for c in (finished, config))
     target.parent.mkdir(parents=True)
     target.symlink_to(source.resolve())  # the same start
 
-    first_steps, log_step = [], report.log_step
+    first_steps, log_step = [], train_grpo.log_step
 
     def killed_in_the_second_step(run, options, metrics, *rest):
         first_steps.append(metrics["step"])
@@ -634,7 +634,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
             raise Killed
         log_step(run, options, metrics, *rest)
 
-    monkeypatch.setattr(report, "log_step", killed_in_the_second_step)
+    monkeypatch.setattr(train_grpo, "log_step", killed_in_the_second_step)
     with pytest.raises(Killed):
         grid.run(config)
     assert "step 1 of 2" in grid.state(config, Cell("random_reward", 0))

@@ -333,7 +333,7 @@ def test_wrong_key_then_right_key(page, server):
     page.reload()
     expect(page.locator("#status")).to_contain_text("final_rlm_lora")
     expect(key).to_be_hidden()
-    expect(page.locator("#docs")).to_be_hidden()  # a link sends no key
+    expect(page.locator("#openapi")).to_be_hidden()  # a link sends no key
     page.get_by_role("button", name="Forget key").click()
     expect(key).to_be_focused()
     assert page.evaluate("sessionStorage.length") == 0

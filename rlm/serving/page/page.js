@@ -163,7 +163,7 @@ function showInfo({ model, adapters, default_adapter: usual, needs_key: keyed })
   show("status", modelName(model));
   $("status").className = "ready";
   $("key-form").hidden = true;
-  $("docs").hidden = keyed; // a link sends no key
+  $("openapi").hidden = keyed; // a link sends no key
   $("forget").hidden = !keyed;
   const option = (name) => new Option(name, name === usual ? "" : name, false, name === usual);
   if (!fields.adapter.length) fields.adapter.append(...adapters.map(option));
