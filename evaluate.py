@@ -20,19 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import Interrupted, UsageError, to_dict
-from rlm.data.loaders import is_file, load_problems
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS
-from rlm.evaluation.audit import audit_run
-from rlm.evaluation.evaluator import Evaluation, evaluate
-from rlm.evaluation.records import RowRecord
-from rlm.evaluation.report import write_report
-from rlm.model.quantize import QUANTIZATIONS, trained_on
-from rlm.runs.atomic_files import Journal
+from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
+from rlm.data import FORMATS, Problem, is_file, load_problems
+from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
+from rlm.model import QUANTIZATIONS, trained_on
+from rlm.runs import Journal
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
@@ -93,7 +85,7 @@ def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
     Raises:
         UsageError: one is not there, or none is named.
     """
-    from rlm.model.adapters import check_adapter
+    from rlm.model import check_adapter
 
     found: dict[str, Path] = {}
     for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
@@ -204,7 +196,7 @@ def open_journal(config: EvaluateConfig) -> Journal:
     Raises:
         UsageError: there is nothing to resume, or --output cannot be written.
     """
-    from rlm.runs.directory import check_writable
+    from rlm.runs import check_writable
 
     check_writable("--output", config.output)  # before the hours, not after them
     file = config.output / "completions.jsonl"
@@ -219,7 +211,7 @@ def made_of(
     config: EvaluateConfig, device: object, problems: Sequence[Problem], examples: Sequence
 ) -> dict[str, object]:
     """What a row's completions depend on, beside weights, decoding and the code."""
-    from rlm.runs.resume import data_id
+    from rlm.runs import data_id
 
     options = ("model", "quantize", "reasoning_format", "seed", "max_new_tokens")
     asked = [[p.id, p.question, p.answer, p.answer_type] for p in problems]
@@ -234,9 +226,18 @@ def made_of(
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         return audit_run(config.run_dir, config.output, config.max_samples)
-    from rlm.model.adapters import adapter_hash, check_base, load_adapter, read_run
-    from rlm.model.base import base_model_hash, load_base, load_tokenizer
-    from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
+    from rlm.model import (
+        EMBEDDED_MODEL,
+        adapter_hash,
+        base_model_hash,
+        check_base,
+        load_adapter,
+        load_base,
+        load_tokenizer,
+        pick_device,
+        prepare_process,
+        read_run,
+    )
 
     prepare_process()
     adapters = find_adapters(config)

@@ -24,13 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.data.experiences import load_experiences, with_experiences
-from rlm.model.quantize import QUANTIZATIONS
-from rlm.reasoner.local import ADAPTER, TEMPERATURE_OF_SEVERAL, Reply, ask, load_rlm_model
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.data import load_experiences, with_experiences
+from rlm.model import QUANTIZATIONS
+from rlm.reasoner import ADAPTER, TEMPERATURE_OF_SEVERAL, Reply, ask, load_rlm_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -23,17 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.model.quantize import QUANTIZATIONS
-from rlm.reasoner.local import ADAPTER
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.model import QUANTIZATIONS
+from rlm.reasoner import ADAPTER
 
 if TYPE_CHECKING:
-    from rlm.serving.access import AllowedHosts, Keys
-    from rlm.serving.service import Service
-    from rlm.serving.tunnel import Tunnel
+    from rlm.serving import AllowedHosts, Keys, Service, Tunnel
 
 DRAIN_SECONDS = 25.0  # what runs may finish in
 
@@ -67,10 +62,9 @@ class ServerConfig:
 
 
 def main(config: ServerConfig) -> int:
-    from rlm.model.hardware import prepare_process
+    from rlm.model import prepare_process
+    from rlm.serving import Keys, is_loopback, listen, load_keys, new_key
     from rlm.serving import logging as logs
-    from rlm.serving.access import Keys, is_loopback, load_keys, new_key
-    from rlm.serving.http_server import listen
 
     keys = load_keys(os.environ, config.key_file)
     if not is_loopback(config.host) and not keys.required:
@@ -91,12 +85,8 @@ def _service(config: ServerConfig) -> Service:
     """The engine, which will load the model in its own thread, and what admits requests to it."""
     from functools import partial
 
-    from rlm.model.base import load_tokenizer
-    from rlm.serving.engine import Engine
-    from rlm.serving.metrics import Metrics
-    from rlm.serving.models import find_models
-    from rlm.serving.replicas import load_replicas
-    from rlm.serving.service import Limits, Service
+    from rlm.model import load_tokenizer
+    from rlm.serving import Engine, Limits, Metrics, Service, find_models, load_replicas
 
     models = find_models(
         config.adapter, config.adapters, config.model, config.quantize, base=config.base
@@ -123,11 +113,14 @@ async def _serve(
     """Run until a signal or the engine's death; the exit code."""
     import uvicorn
 
-    from rlm.serving.access import AllowedHosts
-    from rlm.serving.app import create_app
-    from rlm.serving.http_guard import UVICORN
-    from rlm.serving.http_server import GracefulServer
-    from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
+    from rlm.serving import (
+        UVICORN,
+        AllowedHosts,
+        GracefulServer,
+        SecurityMiddleware,
+        SecuritySettings,
+        create_app,
+    )
 
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
@@ -156,7 +149,7 @@ async def _watch(
     config: ServerConfig, service: Service, hosts: AllowedHosts, listening: socket.socket
 ) -> None:
     """Say when the model is ready, and keep the tunnel, until the engine is dead."""
-    from rlm.serving.tunnel import write_endpoint
+    from rlm.serving import write_endpoint
 
     tunnel = None
     try:
@@ -191,8 +184,7 @@ async def _open_tunnel(
     config: ServerConfig, hosts: AllowedHosts, listening: socket.socket
 ) -> Tunnel | None:
     """Open the tunnel, or say in a line why there is none: the local server goes on."""
-    from rlm.serving.http_server import local_url
-    from rlm.serving.tunnel import Tunnel, TunnelError
+    from rlm.serving import Tunnel, TunnelError, local_url
 
     try:
         return await Tunnel.open(local_url(listening), hosts, url=config.ngrok_url)

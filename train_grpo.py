@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlm.cli.main import check_command_line, run_main
-from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
+from rlm.cli import check_command_line, run_main
+from rlm.training import PRESETS, GRPOConfig, algorithms_help
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     COMMAND_LINE = {"description": __doc__, "presets": PRESETS, "epilog": algorithms_help()}
@@ -37,60 +37,57 @@ import torch
 from torch import Tensor
 
 from rlm.cli import terminal
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS, render_problem
-from rlm.evaluation.evaluator import evaluate
-from rlm.model.adapters import set_gradient_checkpointing
-from rlm.model.base import base_model_hash, load_tokenizer
-from rlm.model.export import check_output, save_adapter
-from rlm.model.hardware import Device, prepare_process, release_memory
-from rlm.rewards import CorrectnessReward, RewardFunction
-from rlm.rewards.reward_function import load_reward
-from rlm.rewards.scorer import Scorer
-from rlm.runs.directory import RunDirectory
-from rlm.runs.plots import learning_curves
+from rlm.data import FORMATS, Problem, render_problem
+from rlm.evaluation import evaluate
+from rlm.model import (
+    Device,
+    base_model_hash,
+    check_output,
+    load_tokenizer,
+    prepare_process,
+    release_memory,
+    save_adapter,
+    set_gradient_checkpointing,
+)
+from rlm.rewards import CorrectnessReward, RewardFunction, Scorer, load_reward
+from rlm.runs import RunDirectory, learning_curves
 from rlm.sampling import SamplingParams
-from rlm.training.advantages import (
+from rlm.training import (
+    Distributed,
     Group,
+    LearnMetrics,
+    MixedPrecisionAdapter,
+    Rollout,
+    TrainingState,
+    announce_run,
+    draw_problems,
+    drop_long_prompts,
     group_advantages,
     has_signal,
-    overlong_penalties,
-    reward_tensor,
-)
-from rlm.training.batches import (
-    Rollout,
-    draw_problems,
+    load_data,
+    load_policy,
+    log_step,
     make_micro_batches,
     make_rollouts,
-    rollout_seeds,
-    shard_rollouts,
-)
-from rlm.training.distributed import Distributed
-from rlm.training.doctor import run_doctor
-from rlm.training.fused_layers import use_fused_layers
-from rlm.training.logprobs import reference_logprobs, token_logprobs
-from rlm.training.loss import policy_loss
-from rlm.training.metrics import (
-    LearnMetrics,
-    announce_run,
-    log_step,
+    make_sampler,
     mean_metrics,
+    overlong_penalties,
+    plan_trainer_memory,
+    policy_loss,
+    reference_logprobs,
+    resolve_start,
+    reward_tensor,
+    rollout_seeds,
+    run_doctor,
     run_summary,
+    shard_rollouts,
     step_metrics,
     summary_card,
     timer,
+    token_logprobs,
+    use_fused_layers,
+    validate,
 )
-from rlm.training.mixed_precision import MixedPrecisionAdapter
-from rlm.training.setup import (
-    drop_long_prompts,
-    load_data,
-    load_policy,
-    make_sampler,
-    plan_trainer_memory,
-    resolve_start,
-)
-from rlm.training.state import TrainingState
-from rlm.training.validation import validate
 
 if TYPE_CHECKING:
     from peft import PeftModel

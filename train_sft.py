@@ -18,33 +18,34 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlm.cli.main import check_command_line, run_main
-from rlm.training.sft_config import SFTConfig
+from rlm.cli import check_command_line, run_main
+from rlm.training import SFTConfig
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     check_command_line(SFTConfig, description=__doc__)
 
 from transformers import set_seed
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError, to_dict
-from rlm.data.loaders import load_problems
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS
-from rlm.model.adapters import (
+from rlm.cli import UsageError, terminal, to_dict
+from rlm.data import FORMATS, Problem, load_problems
+from rlm.model import (
     ADAPTER_FILES,
+    Device,
+    base_model_hash,
     check_base,
+    check_output,
     load_adapter,
+    load_base,
+    load_tokenizer,
     new_adapter,
+    peak_memory_gb,
+    pick_device,
+    prepare_process,
+    save_adapter,
+    write_run,
 )
-from rlm.model.base import base_model_hash, load_base, load_tokenizer
-from rlm.model.export import check_output, save_adapter, write_run
-from rlm.model.hardware import Device, peak_memory_gb, pick_device, prepare_process
-from rlm.runs.checkpoints import writing
-from rlm.runs.directory import RunDirectory
-from rlm.runs.resume import data_id, run_origin
-from rlm.training.fused_layers import use_fused_layers
-from rlm.training.sft_examples import Example, show_example, to_examples
+from rlm.runs import RunDirectory, data_id, run_origin, writing
+from rlm.training import Example, show_example, to_examples, use_fused_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -84,7 +85,7 @@ def train(
             show_example(tokenizer, example)
         return {}
 
-    from rlm.training.sft import CheckpointCallback, make_trainer  # load trl, which takes seconds
+    from rlm.training import CheckpointCallback, make_trainer
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)

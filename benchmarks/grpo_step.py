@@ -18,10 +18,8 @@ from typing import Any
 
 from benchmarks import harness, shapes
 from benchmarks.trainers import ComparedConfig, run_work
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.cli.main import run_main
-from rlm.model.hardware import available_memory, pick_device, prepare_process
+from rlm.cli import flag, run_main, terminal
+from rlm.model import available_memory, pick_device, prepare_process
 
 PARTS = ("sample", "score", "learn")
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}

@@ -27,8 +27,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
+from rlm.cli import check_values, flag, terminal
 from rlm.model import hardware as machine
 
 T = TypeVar("T")
@@ -215,7 +214,7 @@ def provenance(benchmark: str) -> dict[str, Any]:
 
 def code_commit() -> str | None:
     """The commit of this code, with -dirty behind it where tracked files were changed since."""
-    from rlm.runs.directory import git_commit
+    from rlm.runs import git_commit
 
     commit = git_commit()
     if commit is None:

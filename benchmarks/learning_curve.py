@@ -22,17 +22,11 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness, shapes
 from benchmarks.trainers import FORMAT, ComparedConfig, Work, run_work, snapshot_path
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.cli.main import run_main
-from rlm.data.loaders import load_problems
-from rlm.evaluation.evaluator import evaluate
-from rlm.evaluation.statistics import paired_bootstrap, wilson_interval
-from rlm.model.adapters import load_adapter
-from rlm.model.base import load_base, load_tokenizer
-from rlm.model.hardware import pick_device, prepare_process
-from rlm.runs.directory import check_writable
-from rlm.runs.plots import BLUE, ORANGE
+from rlm.cli import flag, run_main, terminal
+from rlm.data import load_problems
+from rlm.evaluation import evaluate, paired_bootstrap, wilson_interval
+from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
+from rlm.runs import BLUE, ORANGE, check_writable
 from rlm.sampling import Sampler
 
 COLOURS = {harness.OURS: BLUE, "trl": ORANGE}

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks import harness
 from benchmarks.samplers import count_tokens
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.data.loaders import load_problems
-from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model.adapters import load_adapter
-from rlm.model.base import load_base, load_tokenizer
-from rlm.model.hardware import pick_device
+from rlm.cli import UsageError, terminal
+from rlm.data import FORMATS, load_problems, render_prompt
+from rlm.model import load_adapter, load_base, load_tokenizer, pick_device
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
 if TYPE_CHECKING:

@@ -24,17 +24,16 @@ import torch
 
 from benchmarks import floor, harness, lengths, samplers, shapes
 from benchmarks.lengths import GROUP
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.cli.main import run_main
-from rlm.cli.options import to_dict
-from rlm.data.loaders import load_problems
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model.adapters import load_adapter
-from rlm.model.base import load_base, load_tokenizer
-from rlm.model.hardware import pick_device, prepare_process
-from rlm.model.quantize import QUANTIZATIONS
+from rlm.cli import flag, run_main, terminal, to_dict
+from rlm.data import FORMATS, Problem, load_problems, render_prompt
+from rlm.model import (
+    QUANTIZATIONS,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    prepare_process,
+)
 from rlm.sampling import Sampler, prompt_seed
 
 HEADLINE_ROWS = 64

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from rlm.cli.options import UsageError
-from rlm.sampling import Completion, Sampler, SamplingParams
-from rlm.sampling.params import Request
+from rlm.cli import UsageError
+from rlm.sampling import Completion, Request, Sampler, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch

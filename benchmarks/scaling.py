@@ -21,11 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import harness, shapes
 from benchmarks.trainers import StepConfig, Work, run_work
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.cli.main import run_main
-from rlm.model.base import model_directory
-from rlm.model.hardware import EMBEDDED_MODEL, prepare_process
+from rlm.cli import flag, run_main, terminal
+from rlm.model import EMBEDDED_MODEL, model_directory, prepare_process
 
 PARTS = ("total", "sample", "learn")
 

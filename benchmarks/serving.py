@@ -27,13 +27,9 @@ from typing import Any
 import httpx2
 
 from benchmarks import harness, shapes
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.data.loaders import load_problems
-from rlm.data.prompts import FORMATS
-from rlm.model.base import model_directory
+from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.data import FORMATS, load_problems
+from rlm.model import model_directory
 
 PEER = "transformers serve"
 START_SECONDS = 180

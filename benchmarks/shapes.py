@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rlm.cli.options import UsageError
-from rlm.model.base import load_tokenizer
-from rlm.model.hardware import EMBEDDED_MODEL, pick_device
+from rlm.cli import UsageError
+from rlm.model import EMBEDDED_MODEL, load_tokenizer, pick_device
 
 PREFIX = "random:"
 

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness
-from rlm.cli.flags import flag
-from rlm.data.loaders import load_problems
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS
-from rlm.model.export import save_adapter
-from rlm.model.hardware import prepare_process
+from rlm.cli import flag
+from rlm.data import FORMATS, Problem, load_problems
+from rlm.model import prepare_process, save_adapter
 from rlm.rewards import CorrectnessReward
-from rlm.training.batches import problems_for_step
-from rlm.training.config import GRPOConfig
+from rlm.training import GRPOConfig, problems_for_step
 
 if TYPE_CHECKING:
     from train_grpo import GRPOTrainer

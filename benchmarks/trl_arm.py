@@ -20,12 +20,17 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.trainers import FORMAT, Recorder, Work, reward_function
-from rlm.data.problem import Problem
-from rlm.data.prompts import render_prompt, stop_token_ids
-from rlm.model.adapters import load_adapter, new_adapter
-from rlm.model.base import base_model_hash, load_base, load_tokenizer
-from rlm.model.export import save_adapter
-from rlm.model.hardware import pick_device, prepare_process
+from rlm.data import Problem, render_prompt, stop_token_ids
+from rlm.model import (
+    base_model_hash,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    new_adapter,
+    pick_device,
+    prepare_process,
+    save_adapter,
+)
 
 
 class TimedTrainer(trl.GRPOTrainer):

@@ -26,14 +26,17 @@ from fastapi.responses import StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when it is not installed
 
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.serving.access import AllowedHosts, Keys, new_key
-from rlm.serving.http_guard import UVICORN
-from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
-from rlm.serving.tunnel import Tunnel, TunnelError
+from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.serving import (
+    UVICORN,
+    AllowedHosts,
+    Keys,
+    SecurityMiddleware,
+    SecuritySettings,
+    Tunnel,
+    TunnelError,
+    new_key,
+)
 
 RATE = 40  # requests a minute that the edge shall let through; more than the other checks need
 PAUSE, EVENTS = 0.3, 5  # seconds between the events of the stream, and their number

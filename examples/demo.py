@@ -22,14 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import parse, resolve_config
+from rlm.cli import check_values, flag, parse, resolve_config, run_main, terminal
 
 if TYPE_CHECKING:
-    from rlm.evaluation.evaluator import Evaluation
-    from rlm.training.config import GRPOConfig
+    from rlm.evaluation import Evaluation
+    from rlm.training import GRPOConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,7 +46,7 @@ class DemoConfig:
 def main(config: DemoConfig) -> int:
     import train_grpo
     import train_sft
-    from rlm.model.hardware import peak_memory_gb, pick_device, prepare_process
+    from rlm.model import peak_memory_gb, pick_device, prepare_process
 
     prepare_process()
     began, clock = time.monotonic(), Clock()
@@ -116,11 +113,9 @@ def _evaluate(
 ) -> dict[str, dict[str, Evaluation]]:
     """Base and adapters on the same test problems, one after the other on one copy of the base."""
     import evaluate
-    from rlm.data.loaders import load_problems
-    from rlm.evaluation.report import write_report
-    from rlm.model.adapters import load_adapter
-    from rlm.model.base import load_base, load_tokenizer
-    from rlm.model.hardware import pick_device
+    from rlm.data import load_problems
+    from rlm.evaluation import write_report
+    from rlm.model import load_adapter, load_base, load_tokenizer, pick_device
 
     problems = load_problems(grpo.dataset, "test", max_samples=config.problems)
     settings = evaluate.EvaluateConfig(
@@ -149,8 +144,7 @@ def _evaluate(
 
 
 def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
-    from rlm.evaluation.report import GRADINGS
-    from rlm.evaluation.statistics import paired_bootstrap
+    from rlm.evaluation import GRADINGS, paired_bootstrap
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
@@ -175,7 +169,7 @@ def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
 
 def _show_one_answer(grpo: GRPOConfig, adapter: Path) -> None:
     from inference import generate_reasoning, load_rlm_model
-    from rlm.data.loaders import load_problems
+    from rlm.data import load_problems
 
     unseen = load_problems(grpo.dataset, "test_families", max_samples=1)[0].question
     terminal.line(f"\nA kind of problem it never saw: {unseen}")

@@ -28,13 +28,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package, when it is not installed
 
-from rlm.cli import terminal  # noqa: E402
-from rlm.cli.flags import check_values, flag  # noqa: E402
-from rlm.cli.main import run_main  # noqa: E402
-from rlm.cli.options import UsageError  # noqa: E402
-from rlm.data.loaders import HELD_OUT  # noqa: E402
-from rlm.grading.numbers import parse_number  # noqa: E402
-from rlm.runs.atomic_files import replace_file  # noqa: E402
+from rlm.cli import (  # noqa: E402
+    UsageError,
+    check_values,
+    flag,
+    run_main,
+    terminal,
+)
+from rlm.data import HELD_OUT  # noqa: E402
+from rlm.grading import parse_number  # noqa: E402
+from rlm.runs import replace_file  # noqa: E402
 
 TRIES = 30  # draws of numbers before a problem is left without a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")

@@ -22,11 +22,13 @@ import httpx2
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # rlm, when the package is not installed
 
-from rlm.cli import terminal  # noqa: E402
-from rlm.cli.flags import flag  # noqa: E402
-from rlm.cli.main import run_main  # noqa: E402
-from rlm.cli.options import UsageError  # noqa: E402
-from rlm.runs.atomic_files import replace_json  # noqa: E402
+from rlm.cli import (  # noqa: E402
+    UsageError,
+    flag,
+    run_main,
+    terminal,
+)
+from rlm.runs import replace_json  # noqa: E402
 
 # Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
 KEPT = (

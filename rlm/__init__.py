@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before a hub library is imported
 
-from rlm.data.loaders import load_gsm8k
-from rlm.training.config import GRPOConfig
+from rlm.data import load_gsm8k
+from rlm.training import GRPOConfig
 
 __all__ = ["GRPOConfig", "load_gsm8k"]

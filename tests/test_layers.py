@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,28 @@ def test_no_circle_inside_a_package(package):
         leaves = {name for name, targets in arrows.items() if not targets & arrows.keys()}
         assert leaves, f"these import each other: {sorted(arrows)}"
         arrows = {name: targets for name, targets in arrows.items() if name not in leaves}
+
+
+OUTSIDE = [
+    f.relative_to(ROOT)
+    for folder in ("rlm", "recipes", "benchmarks", "examples")
+    for f in sorted((ROOT / folder).rglob("*.py"))
+] + [Path(f"{script}.py") for script in sorted(SCRIPTS)]
+
+
+@pytest.mark.parametrize("file", OUTSIDE, ids=str)
+def test_others_import_from_the_package_not_from_its_files(file):
+    own = file.parts[1] if file.parts[0] == "rlm" and len(file.parts) > 2 else None
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        parts = module.split(".")
+        inner = parts[0] == "rlm" and len(parts) == 3
+        assert not inner or parts[1] == own, f"{file}:{node.lineno} imports from {module}"
+
+
+@pytest.mark.parametrize("package", sorted(LAYERS))
+def test_what_a_package_exports_is_there(package):
+    module = importlib.import_module(f"rlm.{package}")
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name) is not None

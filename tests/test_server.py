@@ -261,7 +261,7 @@ def config_of(*arguments: object) -> server.ServerConfig:
 
 def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     loaded = []
-    monkeypatch.setattr("rlm.serving.replicas.load_replicas", lambda *given: loaded.append(given))
+    monkeypatch.setattr("rlm.serving.load_replicas", lambda *given: loaded.append(given))
     options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--max-num-seqs": 2}
     options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5}
     service = server._service(config_of(*(word for pair in options.items() for word in pair)))
@@ -292,8 +292,8 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     async def leave(*_):
         pass
 
-    monkeypatch.setattr("rlm.serving.middleware.SecurityMiddleware", Middleware)
-    monkeypatch.setattr("rlm.serving.http_server.GracefulServer", Watched)
+    monkeypatch.setattr("rlm.serving.SecurityMiddleware", Middleware)
+    monkeypatch.setattr("rlm.serving.GracefulServer", Watched)
     monkeypatch.setattr(server, "_watch", leave)
     config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
     with listen(config.host, 0) as listening:

@@ -9,8 +9,7 @@ if not __package__:  # python benchmarks/evidence
 from benchmarks import evidence
 from benchmarks.evidence import grid
 from benchmarks.evidence.plan import PRESETS, EvidenceConfig
-from rlm.cli import terminal
-from rlm.cli.main import run_main
+from rlm.cli import run_main, terminal
 
 
 def main(config: EvidenceConfig) -> int:

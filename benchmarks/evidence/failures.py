@@ -22,12 +22,9 @@ import yaml
 from benchmarks.evidence.plan import START, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER
 from benchmarks.evidence.reward_hacking import with_false_step, without_reasoning
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.grading.answers import split_completion
-from rlm.grading.equations import NUMBER, Equation, find_equations
-from rlm.grading.numbers import parse_number
-from rlm.runs.atomic_files import replace_file
+from rlm.cli import UsageError, terminal
+from rlm.grading import NUMBER, Equation, find_equations, parse_number, split_completion
+from rlm.runs import replace_file
 
 WRONG, DOUBTFUL = 50, 20
 SORTS = {

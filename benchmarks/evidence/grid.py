@@ -21,8 +21,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json, write_atomically
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError, terminal
 
 THIS = "benchmarks.evidence.grid"
 

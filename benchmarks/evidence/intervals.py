@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlm.evaluation.statistics import pass_at_k
+from rlm.evaluation import pass_at_k
 
 RESAMPLES = 10_000
 FEW_SEEDS = 10  # fewer, and an interval is too narrow as to seeds (see `Interval.verdict`)

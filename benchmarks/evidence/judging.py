@@ -28,12 +28,10 @@ from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
 from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.evidence.training import points
 from benchmarks.trainers import FORMAT
-from rlm.data.problem import Problem
-from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
-from rlm.grading.voting import majority_score
-from rlm.model.adapters import load_adapter
-from rlm.model.base import load_base, load_tokenizer
-from rlm.model.hardware import pick_device, prepare_process
+from rlm.data import Problem
+from rlm.evaluation import Evaluation, Graded, evaluate
+from rlm.grading import majority_score
+from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8

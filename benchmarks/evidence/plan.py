@@ -39,11 +39,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.trainers import TRLFlags
-from rlm.cli.flags import check_values, flag
-from rlm.cli.options import UsageError, to_dict
-from rlm.model.hardware import EMBEDDED_MODEL
-from rlm.runs.atomic_files import replace_file
-from rlm.training.config import GRPOConfig
+from rlm.cli import UsageError, check_values, flag, to_dict
+from rlm.model import EMBEDDED_MODEL
+from rlm.runs import replace_file
+from rlm.training import GRPOConfig
 
 
 class Arm(NamedTuple):

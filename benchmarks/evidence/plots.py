@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.evidence.intervals import Interval, crossed_bootstrap
 from benchmarks.evidence.plan import ARMS, OURS, START
 from benchmarks.evidence.results import Results
-from rlm.runs.plots import BLUE, GREY, ORANGE
+from rlm.runs import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

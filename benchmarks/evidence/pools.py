@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.evidence.plan import EvidenceConfig
-from rlm.cli.options import UsageError
-from rlm.data.loaders import load_problems
-from rlm.data.problem import Problem
-from rlm.data.word_problems import generate_word_problems, load_word_problem_table
+from rlm.cli import UsageError
+from rlm.data import Problem, generate_word_problems, load_problems, load_word_problem_table
 
 LEVEL = 1
 FAMILIES = load_word_problem_table().families

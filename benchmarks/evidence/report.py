@@ -24,8 +24,7 @@ from benchmarks.evidence.intervals import FEW_SEEDS
 from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig
 from benchmarks.evidence.pools import TITLES
 from benchmarks.evidence.results import Result, Results, copy_results, machine_name
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError, terminal
 
 GRADINGS, HEADLINE = ("strict", "lenient"), ("greedy", "sampled")
 METRICS = (*HEADLINE, "majority")

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.evidence.intervals import Interval, Scores, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER, TITLES, WORDS
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 Result = dict[str, Any]  # a cell's result.json
 Sets = Sequence[str] | None  # test sets; None: the pooled ones

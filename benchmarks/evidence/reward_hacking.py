@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rlm.grading.answers import split_completion
-from rlm.grading.equations import find_equations
-from rlm.grading.numbers import parse_number
+from rlm.grading import find_equations, parse_number, split_completion
 
 REPEATS, WORDS_IN_A_ROW = 3, 4
 

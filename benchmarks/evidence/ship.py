@@ -24,15 +24,18 @@ from benchmarks.evidence.judging import GRADINGS, Judge, as_rows
 from benchmarks.evidence.plan import EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER, TITLES, gym_installed, gym_problems, made
 from benchmarks.evidence.report import template
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.data.loaders import load_problems
-from rlm.data.problem import Problem
-from rlm.evaluation.evaluator import Evaluation
-from rlm.evaluation.statistics import wilson_interval
-from rlm.model.adapters import load_adapter, read_run
-from rlm.model.base import load_base, load_tokenizer
-from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
+from rlm.cli import UsageError, terminal
+from rlm.data import Problem, load_problems
+from rlm.evaluation import Evaluation, wilson_interval
+from rlm.model import (
+    EMBEDDED_MODEL,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    prepare_process,
+    read_run,
+)
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12

@@ -21,11 +21,11 @@ from benchmarks.evidence.plan import ARMS, OURS, START, Cell, EvidenceConfig, ma
 from benchmarks.evidence.pools import pools, without_golds
 from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.trainers import FORMAT
-from rlm.data.problem import Problem
-from rlm.grading.answers import grade, split_completion
-from rlm.model.hardware import pick_device, prepare_process
-from rlm.runs.atomic_files import read_lines
-from rlm.training.batches import problems_for_step
+from rlm.data import Problem
+from rlm.grading import grade, split_completion
+from rlm.model import pick_device, prepare_process
+from rlm.runs import read_lines
+from rlm.training import problems_for_step
 
 Record = dict[str, Any]
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
@@ -94,9 +94,8 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
-    from rlm.data.prompts import render_prompt
-    from rlm.model.adapters import load_adapter
-    from rlm.model.base import load_base, load_tokenizer
+    from rlm.data import render_prompt
+    from rlm.model import load_adapter, load_base, load_tokenizer
     from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
     tokenizer = load_tokenizer(config.model)

@@ -18,9 +18,7 @@ from benchmarks.evidence.pools import pools
 from benchmarks.evidence.training import is_whole
 from benchmarks.trainers import Work, reward_function
 from benchmarks.trl_arm import Clock, TimedTrainer, config_for, dataset, load_policy
-from rlm.model.adapters import adapter_tensors
-from rlm.model.base import base_model_hash
-from rlm.model.export import save_adapter
+from rlm.model import adapter_tensors, base_model_hash, save_adapter
 
 SPLIT_SECONDS = "steps.jsonl"
 

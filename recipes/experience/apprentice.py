@@ -23,9 +23,9 @@ from tqdm import tqdm
 from recipes.experience.attempts import Actor, Row, differs, group_statistics, show_attempts
 from recipes.experience.library import Library
 from recipes.experience.roles import GENERATORS
-from rlm.cli.options import UsageError
-from rlm.data.problem import Problem
-from rlm.runs.atomic_files import Journal, append_lines, read_lines, replace_file, replace_json
+from rlm.cli import UsageError
+from rlm.data import Problem
+from rlm.runs import Journal, append_lines, read_lines, replace_file, replace_json
 
 
 def cache_path(run_dir: Path, name: str) -> Path:

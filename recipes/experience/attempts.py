@@ -14,8 +14,7 @@ from recipes.experience.prompting import Prompts
 from recipes.experience.roles import Role
 from recipes.experience.scaffold import Scaffold, ScaffoldError, find_object, parse_scaffold
 from rlm.api_client import APIError, ChatReply
-from rlm.data.experiences import experience_block
-from rlm.data.problem import Problem
+from rlm.data import Problem, experience_block
 
 ROUNDING = 1e-9  # σ > τ means: by more than this
 MAX_SHOWN = 1500  # characters of one solution in a prompt that compares several

@@ -36,14 +36,10 @@ from recipes.experience.roles import (
 from recipes.experience.scaffold import ScaffoldError
 from recipes.experience.train import RUN, load
 from rlm.api_client import APIError, Budget, ChatReply
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, to_dict
-from rlm.data.experiences import load_experiences, with_experiences
-from rlm.data.problem import Problem
-from rlm.evaluation.statistics import bootstrap_interval, mean_at_k, paired_bootstrap
-from rlm.runs.atomic_files import Journal, read_lines, replace_file, replace_json
+from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
+from rlm.data import Problem, load_experiences, with_experiences
+from rlm.evaluation import bootstrap_interval, mean_at_k, paired_bootstrap
+from rlm.runs import Journal, read_lines, replace_file, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
 BASELINE = "no library"

@@ -19,10 +19,9 @@ from recipes.experience.roles import Role
 from recipes.experience.rules import Value, is_rule
 from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, find_object
 from rlm.api_client import APIError
-from rlm.cli.options import UsageError
-from rlm.data.problem import Problem
-from rlm.grading.answers import grade, split_completion
-from rlm.grading.numbers import parse_number
+from rlm.cli import UsageError
+from rlm.data import Problem
+from rlm.grading import grade, parse_number, split_completion
 
 PARTS = ("r_ans", "r_logic", "r_graph", "r_fusion")
 GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)

@@ -16,11 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.options import UsageError
-from rlm.data.experiences import load_experiences
-from rlm.data.problem import Problem
-from rlm.grading.numbers import numbers_in, parse_number
-from rlm.runs.atomic_files import append_lines, read_lines, replace_json
+from rlm.cli import UsageError
+from rlm.data import Problem, load_experiences
+from rlm.grading import numbers_in, parse_number
+from rlm.runs import append_lines, read_lines, replace_json
 
 DIRECTORY = Path("data/grpo_experiences")
 PREFIXES = {"generator_1": "G1", "generator_2": "G2", "generator_3": "G3", "critic": "C"}

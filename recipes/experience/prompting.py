@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from string import Template
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 DIRECTORY = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {

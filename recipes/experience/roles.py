@@ -28,9 +28,9 @@ from rlm.api_client import (
     Price,
     RateLimit,
 )
-from rlm.cli.options import UsageError
-from rlm.runs.atomic_files import Journal
-from rlm.serving.access import is_loopback
+from rlm.cli import UsageError
+from rlm.runs import Journal
+from rlm.serving import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 CONFIG = Path("data/api_keys/api_config.json")

@@ -21,8 +21,7 @@ import networkx
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from recipes.experience.rules import RuleError, Value, evaluate_rule
-from rlm.grading.answers import split_completion
-from rlm.grading.numbers import parse_number
+from rlm.grading import parse_number, split_completion
 
 MAX_TEXT = 50_000  # characters of a reply that are searched for JSON
 MAX_OPENINGS = 50  # "{" at which an object is looked for

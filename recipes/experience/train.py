@@ -39,13 +39,9 @@ from recipes.experience.roles import (
 )
 from recipes.experience.summary import summarise
 from rlm.api_client import APIClient, Budget
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.data.loaders import is_file, load_jsonl, load_problems, only_numbers
-from rlm.data.problem import Problem
-from rlm.runs.atomic_files import read_lines, replace_json
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.data import Problem, is_file, load_jsonl, load_problems, only_numbers
+from rlm.runs import read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN = Path("runs/experience/default")

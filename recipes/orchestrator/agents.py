@@ -14,23 +14,25 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
-from rlm.cli.options import UsageError
-from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model.adapters import (
+from rlm.cli import UsageError
+from rlm.data import FORMATS, render_prompt
+from rlm.model import (
+    base_model_hash,
     check_adapter,
     check_base,
     has_plain_lora,
     load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
     using_adapter,
 )
-from rlm.model.base import base_model_hash, load_base, load_tokenizer
-from rlm.model.hardware import pick_device
 from rlm.sampling import Request, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from rlm.sampling.vllm import VLLMSampler
+    from rlm.sampling import VLLMSampler
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,9 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import Orchestrator
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.data.problem import Problem
-from rlm.model.hardware import prepare_process
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.data import Problem
+from rlm.model import prepare_process
 
 
 @dataclass

@@ -22,15 +22,17 @@ from typing import Any
 from recipes.orchestrator.agents import LocalAgents
 from recipes.orchestrator.cold_start import random_graph
 from recipes.orchestrator.runner import Runner
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.data.loaders import load_problems
-from rlm.model.adapters import load_adapter
-from rlm.model.base import load_base, load_tokenizer
-from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
-from rlm.runs.atomic_files import replace_json
-from rlm.runs.directory import git_commit
+from rlm.cli import check_values, flag, run_main, terminal
+from rlm.data import load_problems
+from rlm.model import (
+    EMBEDDED_MODEL,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    prepare_process,
+)
+from rlm.runs import git_commit, replace_json
 from rlm.sampling import Sampler
 
 

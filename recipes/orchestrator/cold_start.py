@@ -23,19 +23,18 @@ from transformers import PreTrainedTokenizerBase
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import MIN_AGENTS, Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
-from rlm.cli import terminal
-from rlm.cli.options import to_dict
-from rlm.data.problem import Problem
-from rlm.data.prompts import encode_text, end_of_turn_id
-from rlm.model.adapters import set_gradient_checkpointing
-from rlm.model.base import base_model_hash, load_tokenizer
-from rlm.model.export import save_adapter
-from rlm.training.batches import Rollout, make_micro_batches
-from rlm.training.fused_layers import use_fused_layers
-from rlm.training.logprobs import token_logprobs
-from rlm.training.memory_plan import micro_batch_tokens
-from rlm.training.mixed_precision import MixedPrecisionAdapter
-from rlm.training.setup import load_policy
+from rlm.cli import terminal, to_dict
+from rlm.data import Problem, encode_text, end_of_turn_id
+from rlm.model import base_model_hash, load_tokenizer, save_adapter, set_gradient_checkpointing
+from rlm.training import (
+    MixedPrecisionAdapter,
+    Rollout,
+    load_policy,
+    make_micro_batches,
+    micro_batch_tokens,
+    token_logprobs,
+    use_fused_layers,
+)
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel

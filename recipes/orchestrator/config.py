@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.orchestrator.graph import AGENT_IDS, MIN_AGENTS
-from rlm.cli import terminal
-from rlm.cli.flags import flag
-from rlm.training.config import GRPOConfig
+from rlm.cli import flag, terminal
+from rlm.training import GRPOConfig
 
 DEFAULT_START = Path("weights/orchestrator_start")
 DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
@@ -72,8 +71,7 @@ class OrchestratorConfig(GRPOConfig):
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to start from, the agents' and the machine decide."""
-        from rlm.model.adapters import read_run
-        from rlm.model.hardware import default_values
+        from rlm.model import default_values, read_run
 
         start = given.get("sft_adapter", DEFAULT_START)
         values = default_values(given, read_run(start) if start else {}, {})

@@ -24,19 +24,12 @@ from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
-from rlm.cli import terminal
-from rlm.cli.flags import check_values, flag
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, to_dict
-from rlm.data.loaders import is_file, load_problems
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS
-from rlm.evaluation.statistics import bootstrap_interval, paired_bootstrap, wilson_interval
-from rlm.grading.voting import majority_score
-from rlm.model.adapters import using_adapter
-from rlm.model.hardware import prepare_process
-from rlm.runs.atomic_files import replace_file, replace_json
-from rlm.runs.directory import check_writable
+from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
+from rlm.data import FORMATS, Problem, is_file, load_problems
+from rlm.evaluation import bootstrap_interval, paired_bootstrap, wilson_interval
+from rlm.grading import majority_score
+from rlm.model import prepare_process, using_adapter
+from rlm.runs import check_writable, replace_file, replace_json
 
 SOLVER_PROMPT = FORMATS["deepseek"].system_prompt
 FIXED_GRAPHS = {

@@ -13,12 +13,17 @@ from recipes.orchestrator.agents import AgentModel, APIAgents, choose_agents, lo
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import AGENT_IDS, MIN_AGENTS, Graph, parse_graph
 from recipes.orchestrator.runner import Generation, Runner, Trajectory
-from rlm.cli.options import UsageError, parse
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model.adapters import check_adapter, check_base, load_adapter
-from rlm.model.base import base_model_hash, load_base, load_tokenizer
-from rlm.model.hardware import pick_device
+from rlm.cli import UsageError, parse
+from rlm.data import FORMATS, Problem, render_prompt
+from rlm.model import (
+    base_model_hash,
+    check_adapter,
+    check_base,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+)
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import REASONS, Graph, InvalidGraph, parse_graph
 from recipes.orchestrator.runner import Runner, Trajectory
-from rlm.data.problem import Problem
-from rlm.rewards.scorer import Scores
+from rlm.data import Problem
+from rlm.rewards import Scores
 
 
 class GraphReward:

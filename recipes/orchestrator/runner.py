@@ -9,9 +9,8 @@ from typing import Any
 
 from recipes.orchestrator.agents import APIAgents, Call, LocalAgents, Reply
 from recipes.orchestrator.graph import Agent, Graph, InvalidGraph
-from rlm.data.problem import Problem
-from rlm.grading.answers import Verdict, grade
-from rlm.grading.numbers import numbers_in, parse_number
+from rlm.data import Problem
+from rlm.grading import Verdict, grade, numbers_in, parse_number
 from rlm.sampling import Completion, SamplingParams, prompt_seed
 
 

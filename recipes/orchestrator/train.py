@@ -26,18 +26,18 @@ from recipes.orchestrator.cold_start import train_start_adapter
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import Orchestrator, render
 from recipes.orchestrator.reward import GraphReward
-from rlm.cli import terminal
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
-from rlm.data.loaders import is_file, load_problems, only_numbers
-from rlm.data.problem import Problem
-from rlm.model.adapters import ADAPTER_FILES
-from rlm.model.base import load_tokenizer
-from rlm.model.export import check_output
-from rlm.model.hardware import Device, default_setup, prepare_process
-from rlm.runs.atomic_files import replace_json
-from rlm.training.advantages import Group
-from rlm.training.setup import load_data, load_policy
+from rlm.cli import UsageError, run_main, terminal
+from rlm.data import Problem, is_file, load_problems, only_numbers
+from rlm.model import (
+    ADAPTER_FILES,
+    Device,
+    check_output,
+    default_setup,
+    load_tokenizer,
+    prepare_process,
+)
+from rlm.runs import replace_json
+from rlm.training import Group, load_data, load_policy
 from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from rlm.api_client.limits import FREE, Budget, Price, RateLimit, Usage
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 if TYPE_CHECKING:
     import openai

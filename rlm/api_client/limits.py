@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 
 class BudgetExceeded(UsageError):

@@ -1,2 +1,19 @@
 """Command lines: a dataclass becomes flags, YAML and presets; exit codes, one-line errors, tables,
 progress bars."""
+
+from rlm.cli.flags import check_values, flag, merge_switches
+from rlm.cli.main import check_command_line, run_main
+from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, to_dict
+
+__all__ = [
+    "Interrupted",
+    "UsageError",
+    "check_command_line",
+    "check_values",
+    "flag",
+    "merge_switches",
+    "parse",
+    "resolve_config",
+    "run_main",
+    "to_dict",
+]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 
 def load_experiences(path: str | Path) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.data import word_problems
 from rlm.data.problem import (
     Problem,

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlm.cli.options import UsageError
-from rlm.grading.answers import gold_from_gsm8k, split_completion
-from rlm.grading.numbers import parse_number
-from rlm.grading.text import ANSWER_TYPES, READERS
+from rlm.cli import UsageError
+from rlm.grading import ANSWER_TYPES, READERS, gold_from_gsm8k, parse_number, split_completion
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,1 +1,15 @@
 """Evaluation: sample, grade, accuracy with intervals, paired comparison, tables and records."""
+
+import lazy_loader
+
+# File → what other packages import of it.
+EXPORTS = {
+    "audit": "audit_run",
+    "evaluator": "Evaluation Graded evaluate",
+    "records": "RowRecord",
+    "report": "GRADINGS write_report",
+    "statistics": "bootstrap_interval mean_at_k paired_bootstrap pass_at_k wilson_interval",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

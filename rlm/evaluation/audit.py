@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from itertools import islice, permutations
 from pathlib import Path
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.data.prompts import FORMATS, Format
+from rlm.cli import UsageError, terminal
+from rlm.data import FORMATS, Format
 from rlm.evaluation.statistics import wilson_interval
-from rlm.grading.answers import grade
-from rlm.runs.atomic_files import read_log, replace_json
+from rlm.grading import grade
+from rlm.runs import read_log, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
 START_LIMIT = 60.0  # for importing sympy

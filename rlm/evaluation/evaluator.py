@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlm.data.prompts import Format, render_problem
+from rlm.data import Format, render_problem
 from rlm.evaluation.statistics import mean_at_k, pass_at_k, summarize_scores
-from rlm.grading.answers import Verdict, grade
-from rlm.grading.voting import majority_score
+from rlm.grading import Verdict, grade, majority_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.data.problem import Problem
+    from rlm.data import Problem
     from rlm.sampling import Completion, Sampler
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlm.cli import terminal
-from rlm.data.problem import Problem
-from rlm.data.prompts import Format
+from rlm.data import Format, Problem
 from rlm.evaluation.evaluator import Evaluation, grade_completion
-from rlm.runs.atomic_files import Journal
+from rlm.runs import Journal
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class RowRecord:
         Raises:
             UsageError: it cannot be written.
         """
-        from rlm.runs.checkpoints import writing  # loads torch
+        from rlm.runs import writing
 
         groups = [
             [{"text": g.text, "tokens": g.tokens, "truncated": g.truncated} for g in group]

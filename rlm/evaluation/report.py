@@ -16,8 +16,7 @@ from rich.table import Table
 from rlm.cli import terminal
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.statistics import mcnemar, paired_bootstrap
-from rlm.runs.atomic_files import replace_json
-from rlm.runs.plots import accuracy_bars
+from rlm.runs import accuracy_bars, replace_json
 
 GRADINGS = {"strict": True, "lenient": False}
 
@@ -73,7 +72,7 @@ def write_report(
     Raises:
         UsageError: a file cannot be written.
     """
-    from rlm.runs.checkpoints import writing  # loads torch
+    from rlm.runs import writing
 
     content, note = dict(about), about.get("note", "")
     for kind in ("greedy", "sampled"):

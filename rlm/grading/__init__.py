@@ -1,1 +1,24 @@
 """Grades a completion: finds the final answer and compares it exactly with the gold answer."""
+
+from rlm.grading.answers import Verdict, gold_from_gsm8k, grade, split_completion
+from rlm.grading.equations import NUMBER, Equation, find_equations
+from rlm.grading.numbers import numbers_in, parse_number
+from rlm.grading.text import ANSWER_TYPES, READERS
+from rlm.grading.voting import Vote, majority_score, majority_vote
+
+__all__ = [
+    "ANSWER_TYPES",
+    "NUMBER",
+    "READERS",
+    "Equation",
+    "Verdict",
+    "Vote",
+    "find_equations",
+    "gold_from_gsm8k",
+    "grade",
+    "majority_score",
+    "majority_vote",
+    "numbers_in",
+    "parse_number",
+    "split_completion",
+]

@@ -1,1 +1,28 @@
 """Models: hardware and number type, base models, LoRA adapters, quantization, attention, export."""
+
+import lazy_loader
+
+# File → what other packages import of it.
+EXPORTS = {
+    "adapter_info": "AdapterInfo",
+    "adapters": (
+        "ADAPTER_FILES TEACH active_lora_tensors adapter_hash adapter_tensors check_adapter "
+        "check_base gradient_checkpointing_disabled has_plain_lora is_plain_lora load_adapter "
+        "lora_layers merged_weight misfit new_adapter read_run set_gradient_checkpointing "
+        "using_adapter using_reference"
+    ),
+    "attention": "softmax_scale",
+    "base": (
+        "base_model_hash decoder_and_head head_dim kernels_for load_base load_tokenizer "
+        "model_directory num_key_value_heads"
+    ),
+    "export": "check_output save_adapter write_run",
+    "hardware": (
+        "Device EMBEDDED_MODEL available_memory default_setup default_values peak_memory_gb "
+        "pick_device pick_quantization prepare_process release_memory"
+    ),
+    "quantize": "QUANTIZATIONS trained_on",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.model.adapter_info import AdapterInfo
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight

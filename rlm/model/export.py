@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.model.adapters import ADAPTER_FILES, exported_tensors
-from rlm.runs.atomic_files import replace_json, sync
-from rlm.runs.checkpoints import writing
-from rlm.runs.directory import check_writable
+from rlm.runs import check_writable, replace_json, sync, writing
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
     from peft import PeftModel

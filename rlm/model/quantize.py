@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 if TYPE_CHECKING:
     import torch

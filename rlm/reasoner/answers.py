@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from rlm.data.prompts import Format
-from rlm.grading.answers import grade
-from rlm.grading.voting import Vote, majority_vote
+from rlm.data import Format
+from rlm.grading import Vote, grade, majority_vote
 from rlm.reasoner.stream import CompletionState, ReasoningStream
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm.data.prompts import FORMATS, render_prompt
-from rlm.model.adapter_info import AdapterInfo
+from rlm.data import FORMATS, render_prompt
+from rlm.model import AdapterInfo
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
 
@@ -40,9 +40,17 @@ def load_rlm_model(
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
     """
-    from rlm.model.adapters import check_adapter, check_base, load_adapter
-    from rlm.model.base import base_model_hash, load_base, load_tokenizer
-    from rlm.model.hardware import EMBEDDED_MODEL, pick_device, prepare_process
+    from rlm.model import (
+        EMBEDDED_MODEL,
+        base_model_hash,
+        check_adapter,
+        check_base,
+        load_adapter,
+        load_base,
+        load_tokenizer,
+        pick_device,
+        prepare_process,
+    )
     from rlm.sampling import Sampler
 
     prepare_process()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rlm.data.prompts import Format
+from rlm.data import Format
 
 
 class ReasoningParser:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
 
-from rlm.data.prompts import Format, encode_text
+from rlm.data import Format, encode_text
 from rlm.reasoner.parser import ReasoningParser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling.params import Token
+    from rlm.sampling import Token
 
 # Tokens kept for the answer (a quarter of the limit, if that is less).
 ANSWER_RESERVE = 32

@@ -9,7 +9,8 @@ from rlm.rewards.functions import (
     ReasoningQualityReward,
     TruncationPenalty,
 )
-from rlm.rewards.reward_function import RewardFunction
+from rlm.rewards.reward_function import RewardFunction, load_reward
+from rlm.rewards.scorer import Scorer, Scores
 
 __all__ = [
     "CombinedReward",
@@ -19,5 +20,8 @@ __all__ = [
     "MathReward",
     "ReasoningQualityReward",
     "RewardFunction",
+    "Scorer",
+    "Scores",
     "TruncationPenalty",
+    "load_reward",
 ]

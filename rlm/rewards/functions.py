@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlm.data.prompts import FORMATS, Format
-from rlm.grading.answers import Verdict, grade, split_completion
-from rlm.grading.numbers import parse_number
+from rlm.data import FORMATS, Format
+from rlm.grading import Verdict, grade, parse_number, split_completion
 from rlm.rewards.reward_function import Reward, RewardFunction, as_reward
 
 _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.data.problem import Problem
+from rlm.cli import UsageError, terminal
+from rlm.data import Problem
 from rlm.rewards import functions
 from rlm.rewards.reward_function import Reward, RewardFunction, Rollout, as_reward
 

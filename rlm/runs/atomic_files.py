@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError, terminal
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +122,9 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
         stream.close()
         raise UsageError(f"{where}: {holder} {advice}") from error
     except OSError as error:  # some network file systems have none
-        terminal.line(f"{path} cannot be locked ({error.strerror}): let no other process write here")
+        terminal.line(
+            f"{path} cannot be locked ({error.strerror}): let no other process write here"
+        )
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     stream.flush()

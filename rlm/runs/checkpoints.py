@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError, terminal
 from rlm.runs.atomic_files import replace_json, sync
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
@@ -115,7 +114,7 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def _delete(self, folder: Path) -> None:
-        """Rename, then delete: a kill in the middle leaves no half of a checkpoint under its name."""
+        """Rename, then delete: a kill half way leaves no half of a checkpoint under its name."""
         doomed = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)

@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from rlm.cli import terminal
-from rlm.runs.checkpoints import Checkpoints, writing
-from rlm.cli.options import Interrupted, UsageError
-from rlm.runs.signals import Interrupts
+from rlm.cli import Interrupted, UsageError, terminal
 from rlm.runs.atomic_files import lock_file, read_log, replace_file, replace_json, sync
+from rlm.runs.checkpoints import Checkpoints, writing
+from rlm.runs.signals import Interrupts
 from rlm.runs.trackers import Tracker, open_tracker
 
 LOCK = ".lock"

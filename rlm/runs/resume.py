@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError, terminal
 from rlm.runs.checkpoints import file_hash
 from rlm.runs.directory import RunDirectory
 

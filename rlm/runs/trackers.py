@@ -34,8 +34,6 @@ TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage"
 TABLE_ROWS = 16  # of a table; samples.jsonl has all
 
 
-
-
 class Tracker:
     """Sends what is logged to a back-end, until its first error."""
 
@@ -191,4 +189,3 @@ def _run_id(run_dir: Path) -> str:
     """The same for a run and its resumption: of where it is and when its first file was made."""
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
     return hashlib.sha256(identity.encode()).hexdigest()[:12]
-

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.kernels import VOCAB_BLOCK
 from rlm.sampling.params import SamplingParams
 

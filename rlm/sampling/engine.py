@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlm.cli.options import UsageError
-from rlm.data.prompts import stop_token_ids
-from rlm.model.base import kernels_for
-from rlm.model.hardware import available_memory, release_memory
+from rlm.cli import UsageError
+from rlm.data import stop_token_ids
+from rlm.model import available_memory, kernels_for, release_memory
 from rlm.sampling.draw import sample_rows, uniforms
 from rlm.sampling.kv_cache import AttentionFunction, CacheConfig, KVCache, round_up, token_bytes
 from rlm.sampling.params import Completion, Request, SamplingParams, Token

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.kernels import Kernels
-from rlm.model.base import head_dim, num_key_value_heads
+from rlm.model import head_dim, num_key_value_heads
 
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

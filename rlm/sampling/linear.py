@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlm.kernels import Kernels
-from rlm.model.adapters import merged_weight
+from rlm.model import merged_weight
 
 # linear(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
 LinearFunction = Callable[..., Tensor]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.api_client import APIClient, APIError
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.sampling.params import Completion, SamplingParams
 
 # Said although it is nothing: vLLM would look into the model's generation_config.json instead.

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.kernels import Kernels
-from rlm.model.adapters import active_lora_tensors, has_plain_lora
-from rlm.model.attention import softmax_scale
-from rlm.model.base import decoder_and_head
-from rlm.model.hardware import available_memory
+from rlm.model import (
+    active_lora_tensors,
+    available_memory,
+    decoder_and_head,
+    has_plain_lora,
+    softmax_scale,
+)
 from rlm.sampling.kv_cache import AttentionFunction
 from rlm.sampling.linear import TorchOps, fused_gate_up, fused_linear
 

@@ -1,1 +1,21 @@
 """The HTTP server: what stands between a stranger's request and the model."""
+
+import lazy_loader
+
+# File → what other packages import of it.
+EXPORTS = {
+    "access": "AllowedHosts Keys is_loopback load_keys new_key",
+    "app": "create_app",
+    "engine": "Engine",
+    "http_guard": "UVICORN",
+    "http_server": "GracefulServer listen local_url",
+    "metrics": "Metrics",
+    "middleware": "SecurityMiddleware SecuritySettings",
+    "models": "find_models",
+    "replicas": "load_replicas",
+    "service": "Limits Service",
+    "tunnel": "Tunnel TunnelError write_endpoint",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

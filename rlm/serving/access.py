@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 
 Headers = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower case
 

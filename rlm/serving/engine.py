@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlm.sampling.engine import Sampler
-from rlm.sampling.kv_cache import CacheConfig
-from rlm.sampling.params import Request, Token
+from rlm.sampling import CacheConfig, Request, Sampler, Token
 from rlm.serving.errors import Problem
 from rlm.serving.logging import log_error
 from rlm.serving.request import RunningRequest

@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from rlm.cli.options import UsageError
+from rlm.cli import UsageError
 from rlm.serving.service import Service
 
 

@@ -9,14 +9,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlm.cli.options import UsageError
-from rlm.data.prompts import FORMATS, Format
-from rlm.model.adapter_info import AdapterInfo
-from rlm.model.adapters import ADAPTER_FILES, check_adapter, check_base
-from rlm.model.base import base_model_hash
-from rlm.model.hardware import EMBEDDED_MODEL
-from rlm.reasoner.local import HOW_TO_TRAIN
-from rlm.runs.checkpoints import file_hash
+from rlm.cli import UsageError
+from rlm.data import FORMATS, Format
+from rlm.model import (
+    ADAPTER_FILES,
+    EMBEDDED_MODEL,
+    AdapterInfo,
+    base_model_hash,
+    check_adapter,
+    check_base,
+)
+from rlm.reasoner import HOW_TO_TRAIN
+from rlm.runs import file_hash
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -8,10 +8,8 @@ from functools import partial
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlm.data.prompts import Format, render_prompt
-from rlm.model.adapters import load_adapter
-from rlm.model.base import load_base
-from rlm.model.hardware import pick_device
+from rlm.data import Format, render_prompt
+from rlm.model import load_adapter, load_base, pick_device
 from rlm.sampling import Sampler, common_prefix_length
 from rlm.serving.engine import Replica
 from rlm.serving.models import BASE, ServedModels

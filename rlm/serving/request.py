@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from rlm.reasoner.stream import ReasoningStream
-from rlm.sampling.params import SamplingParams
+from rlm.reasoner import ReasoningStream
+from rlm.sampling import SamplingParams
 from rlm.serving.errors import Problem
 from rlm.serving.models import ServedAdapter
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rlm.reasoner.answers import read_answer
+from rlm.reasoner import read_answer
 from rlm.serving.errors import Problem
 from rlm.serving.openapi import event_stream
 from rlm.serving.request import RunningRequest

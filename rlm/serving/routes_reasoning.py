@@ -12,8 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rlm.reasoner.answers import read_answer, read_samples, trace, verify
-from rlm.reasoner.local import TEMPERATURE_OF_SEVERAL
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_samples, trace, verify
 from rlm.serving.errors import Problem
 from rlm.serving.openapi import event_stream
 from rlm.serving.request import RunningRequest

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-from rlm.reasoner.answers import Confidence, Sample, Thinking, Usage, Verification, VoteCounts
+from rlm.reasoner import Confidence, Sample, Thinking, Usage, Verification, VoteCounts
 
 PROMPT_CHARS = 8000
 MOST_SAMPLES = 16

@@ -13,10 +13,9 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlm.data.prompts import render_prompt
-from rlm.reasoner.local import TEMPERATURE_OF_SEVERAL
-from rlm.reasoner.stream import ReasoningStream
-from rlm.sampling.params import SamplingParams, prompt_seed
+from rlm.data import render_prompt
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
+from rlm.sampling import SamplingParams, prompt_seed
 from rlm.serving.engine import Engine
 from rlm.serving.errors import Problem
 from rlm.serving.metrics import Metrics

@@ -23,7 +23,7 @@ from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
 
 from rlm.cli import terminal
-from rlm.runs.atomic_files import replace_file
+from rlm.runs import replace_file
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 

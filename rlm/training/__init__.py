@@ -1,2 +1,36 @@
 """Training: config and algorithms, advantages, batches, log-probabilities, loss, state,
 processes, doctor, SFT."""
+
+import lazy_loader
+
+# File → what other packages import of it.
+EXPORTS = {
+    "advantages": "Group group_advantages has_signal overlong_penalties reward_tensor",
+    "batches": (
+        "Rollout draw_problems make_micro_batches make_rollouts problems_for_step rollout_seeds "
+        "shard_rollouts"
+    ),
+    "config": "GRPOConfig PRESETS algorithms_help",
+    "distributed": "Distributed",
+    "doctor": "run_doctor",
+    "fused_layers": "use_fused_layers",
+    "logprobs": "reference_logprobs token_logprobs",
+    "loss": "policy_loss",
+    "memory_plan": "micro_batch_tokens",
+    "metrics": (
+        "LearnMetrics announce_run log_step mean_metrics run_summary step_metrics summary_card "
+        "timer"
+    ),
+    "mixed_precision": "MixedPrecisionAdapter",
+    "setup": (
+        "drop_long_prompts load_data load_policy make_sampler plan_trainer_memory resolve_start"
+    ),
+    "sft": "CheckpointCallback make_trainer",
+    "sft_config": "SFTConfig",
+    "sft_examples": "Example show_example to_examples",
+    "state": "TrainingState",
+    "validation": "validate",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

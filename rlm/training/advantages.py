@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlm.data.problem import Problem
-from rlm.sampling.params import Completion
+from rlm.data import Problem
+from rlm.sampling import Completion
 from rlm.training.algorithms import soft_overlong
 from rlm.training.config import GRPOConfig
 

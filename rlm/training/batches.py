@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlm.data.problem import Problem
-from rlm.sampling.params import prompt_seed
+from rlm.data import Problem
+from rlm.sampling import prompt_seed
 from rlm.training.advantages import Group, has_signal, reward_tensor
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed

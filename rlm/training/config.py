@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.flags import check_values, flag, merge_switches
-from rlm.data.prompts import FORMATS
-from rlm.model.quantize import QUANTIZATIONS
-from rlm.runs.trackers import TRACKER_NAMES
+from rlm.cli import check_values, flag, merge_switches
+from rlm.data import FORMATS
+from rlm.model import QUANTIZATIONS
+from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import ALGORITHMS, Algorithm
 
 logger = logging.getLogger(__name__)
@@ -195,8 +195,7 @@ class GRPOConfig:
             UsageError: the adapter to start from is not there. The default one is required only if
                 no model is named: then training goes on where SFT ended.
         """
-        from rlm.model.adapters import TEACH, check_adapter, misfit, read_run
-        from rlm.model.hardware import default_values
+        from rlm.model import TEACH, check_adapter, default_values, misfit, read_run
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start_run = adapter == DEFAULT_SFT_ADAPTER, {}

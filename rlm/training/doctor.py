@@ -14,9 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import terminal
-from rlm.data.problem import Problem
-from rlm.data.prompts import FORMATS, Format, end_of_turn_id, render_prompt
-from rlm.evaluation.evaluator import Evaluation, evaluate
+from rlm.data import FORMATS, Format, Problem, end_of_turn_id, render_prompt
+from rlm.evaluation import Evaluation, evaluate
 from rlm.training.config import GRPOConfig
 from rlm.training.setup import plan_trainer_memory
 

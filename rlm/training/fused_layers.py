@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlm.kernels import Kernels
-from rlm.model import attention
-from rlm.model.adapters import is_plain_lora, lora_layers
-from rlm.model.base import decoder_and_head, kernels_for
+from rlm.model import attention, decoder_and_head, is_plain_lora, kernels_for, lora_layers
 from rlm.sampling import FUSED_MODEL_TYPES
 
 

@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from rlm.kernels import Kernels
-from rlm.model.adapters import using_reference
-from rlm.model.base import decoder_and_head, kernels_for
+from rlm.model import decoder_and_head, kernels_for, using_reference
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 

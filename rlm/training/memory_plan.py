@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.model import attention
-from rlm.model.adapters import gradient_checkpointing_disabled
-from rlm.model.hardware import available_memory
-from rlm.sampling import Sampler, common_prefix_length
-from rlm.sampling.vllm import VLLMSampler
+from rlm.cli import UsageError, terminal
+from rlm.model import attention, available_memory, gradient_checkpointing_disabled
+from rlm.sampling import Sampler, VLLMSampler, common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs

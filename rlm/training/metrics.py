@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlm.cli import terminal
-from rlm.cli.options import to_dict
-from rlm.model.hardware import peak_memory_gb, pick_device
-from rlm.runs.alerts import new_alerts
-from rlm.runs.directory import RunDirectory, git_commit
+from rlm.cli import terminal, to_dict
+from rlm.model import peak_memory_gb, pick_device
+from rlm.runs import RunDirectory, git_commit, new_alerts
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig

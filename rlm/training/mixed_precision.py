@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlm.model.adapters import adapter_tensors
+from rlm.model import adapter_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel

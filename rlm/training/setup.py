@@ -12,25 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlm.api_client import APIClient
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.data.loaders import load_problems
-from rlm.data.problem import Problem
-from rlm.data.prompts import longest_prompts, stop_token_ids
-from rlm.model.adapters import (
+from rlm.cli import UsageError, terminal
+from rlm.data import Problem, load_problems, longest_prompts, stop_token_ids
+from rlm.model import (
     TEACH,
+    Device,
     check_adapter,
     check_base,
     load_adapter,
+    load_base,
     misfit,
     new_adapter,
+    pick_device,
+    pick_quantization,
     read_run,
+    release_memory,
+    trained_on,
 )
-from rlm.model.base import load_base
-from rlm.model.hardware import Device, pick_device, pick_quantization, release_memory
-from rlm.model.quantize import trained_on
-from rlm.sampling import Sampler
-from rlm.sampling.vllm import VLLMSampler
+from rlm.sampling import Sampler, VLLMSampler
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.memory_plan import MemoryPlan, plan_memory
 

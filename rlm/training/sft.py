@@ -26,13 +26,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from rlm.cli import terminal
-from rlm.data.prompts import IGNORED
-from rlm.model.adapters import adapter_tensors
-from rlm.model.base import decoder_and_head, kernels_for
-from rlm.model.hardware import Device
-from rlm.runs.checkpoints import check_space
-from rlm.runs.directory import RunDirectory
-from rlm.runs.resume import optimizer_tensors, restore_tensors, resume_run
+from rlm.data import IGNORED
+from rlm.model import Device, adapter_tensors, decoder_and_head, kernels_for
+from rlm.runs import RunDirectory, check_space, optimizer_tensors, restore_tensors, resume_run
 from rlm.training.logprobs import score_tokens
 from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example, check_loss_mask

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli.flags import check_values, flag
-from rlm.data.prompts import FORMATS
-from rlm.model.quantize import QUANTIZATIONS
-from rlm.runs.trackers import TRACKER_NAMES
+from rlm.cli import check_values, flag
+from rlm.data import FORMATS
+from rlm.model import QUANTIZATIONS
+from rlm.runs import TRACKER_NAMES
 from rlm.training.config import ATTENTIONS
 
 # What changes when a GPU picks the 7B model on GSM8K.
@@ -74,8 +74,7 @@ class SFTConfig:
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
-        from rlm.model.adapters import TEACH, check_adapter, read_run
-        from rlm.model.hardware import default_values
+        from rlm.model import TEACH, check_adapter, default_values, read_run
 
         adapter = given.get("adapter")
         start_run = read_run(check_adapter(adapter, TEACH)) if adapter else {}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError
-from rlm.data.problem import Problem
-from rlm.data.prompts import IGNORED, Format, render_completion, render_problem
+from rlm.cli import UsageError, terminal
+from rlm.data import IGNORED, Format, Problem, render_completion, render_problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlm.cli import terminal
-from rlm.cli.options import UsageError, to_dict
-from rlm.data.problem import Problem
-from rlm.model.adapters import ADAPTER_FILES
-from rlm.runs.checkpoints import check_space
-from rlm.runs.directory import RunDirectory
-from rlm.runs.resume import data_id, optimizer_tensors, restore_tensors, resume_run, run_origin
+from rlm.cli import UsageError, terminal, to_dict
+from rlm.data import Problem
+from rlm.model import ADAPTER_FILES
+from rlm.runs import (
+    RunDirectory,
+    check_space,
+    data_id,
+    optimizer_tensors,
+    restore_tensors,
+    resume_run,
+    run_origin,
+)
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.mixed_precision import MixedPrecisionAdapter

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlm.cli import terminal
-from rlm.data.problem import Problem
+from rlm.data import Problem
 
 
 def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:

@@ -708,11 +708,11 @@ def test_the_commit_of_training_is_marked_where_files_were_changed(tmp_path, mon
     git("commit", "-q", "-m", "x")
     (tmp_path / "notes").write_text("untracked")
     monkeypatch.setattr(training.harness, "ROOT", tmp_path)
-    monkeypatch.setattr("rlm.runs.directory.git_commit", lambda: 40 * "a")
+    monkeypatch.setattr("rlm.runs.git_commit", lambda: 40 * "a")
     assert training.harness.code_commit() == 40 * "a"
     (tmp_path / "code.py").write_text("2\n")
     assert training.harness.code_commit() == 40 * "a" + "-dirty"
-    monkeypatch.setattr("rlm.runs.directory.git_commit", lambda: None)  # no checkout
+    monkeypatch.setattr("rlm.runs.git_commit", lambda: None)  # no checkout
     assert training.harness.code_commit() is None
 
 

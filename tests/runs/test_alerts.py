@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlm.training.config import GRPOConfig
-from rlm.runs.alerts import FLAT_STEPS, WINDOW, new_alerts, active_alerts
-from rlm.training.metrics import log_step
+from rlm.runs.alerts import FLAT_STEPS, WINDOW, active_alerts, new_alerts
 from rlm.runs.directory import RunDirectory
+from rlm.training.config import GRPOConfig
+from rlm.training.metrics import log_step
 
 GOOD = {
     "reward/mean": 0.4,

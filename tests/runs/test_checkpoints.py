@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
 from rlm.cli.options import UsageError
 from rlm.runs.atomic_files import replace_file
+from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
 from rlm.runs.directory import RunDirectory
 
 

@@ -6,12 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
 
 import rlm.runs.trackers as tracking
 from rlm.cli.options import UsageError, parse
-from rlm.training.config import GRPOConfig
 from rlm.runs.trackers import ALIASES, TABLE_ROWS, TRACKER_NAMES, Tracker, open_tracker
+from rlm.training.config import GRPOConfig
+from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
 from train_grpo import GRPOTrainer
 
 OTHER_NAMES = {

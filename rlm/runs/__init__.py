@@ -1,0 +1,18 @@
+"""Run directories: atomic files, checkpoints, resume, signals, metrics, trackers, plots,
+alerts."""
+
+import lazy_loader
+
+# File → what other packages import of it.
+EXPORTS = {
+    "alerts": "new_alerts",
+    "atomic_files": "Journal append_lines read_lines read_log replace_file replace_json sync",
+    "checkpoints": "check_space file_hash writing",
+    "directory": "RunDirectory check_writable git_commit",
+    "plots": "BLUE GREY ORANGE accuracy_bars learning_curves",
+    "resume": "data_id optimizer_tensors restore_tensors resume_run run_origin",
+    "trackers": "TRACKER_NAMES",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)
