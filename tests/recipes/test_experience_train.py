@@ -13,14 +13,15 @@ import pytest
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
-from recipes.experience import apprentice, prompting, train
+from recipes.experience import agent, train
+from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
-from recipes.experience.roles import GENERATORS, RoleSettings, load_settings
-from recipes.experience.scaffold import parse_scaffold
+from recipes.experience.plan import parse_plan
+from recipes.experience.trainer import records_path
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import load_experiences
-from rlm.runs.atomic_files import Journal, read_lines
+from rlm.runs.atomic_files import Journal, lock_file, read_lines
 from server import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ class Place:
         return exit.value.code or 0
 
     def rows(self, name="generator_1") -> list[dict]:
-        return read_lines(apprentice.cache_path(self.run_dir, name))
+        return read_lines(records_path(self.run_dir, name))
 
     def lessons(self, name="generator_1") -> tuple[str, ...]:
         return load_experiences(self.libraries / f"{name}_experiences.json")
@@ -118,7 +119,7 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", row["timestamp"])
         assert [r["rollout_id"] for r in row["rollouts"]] == [1, 2, 3]
         for r in row["rollouts"]:
-            assert parse_scaffold(r["scaffold"]).text() == r["scaffold"]
+            assert parse_plan(r["scaffold"]).text() == r["scaffold"]
             assert isinstance(json.loads(r["scaffold"]), dict)
             assert r["is_correct"] is (r["answer"] == problem["answer"])
             assert r["r_ans"] == float(r["is_correct"])
@@ -151,8 +152,6 @@ def test_an_endpoint_with_short_replies_is_not_asked_for_longer_ones(place):
     place.configure(max_tokens=50)
     assert place.run("generator", 1, "--max-problems", 1) == 0
     assert {body["max_tokens"] for body in place.asked()} == {50}
-    own = load_settings(["critic"], place.path / "nothing.json", {})["critic"]
-    assert own.max_tokens <= ServerConfig.max_new_tokens  # that of `python server.py`
 
 
 def test_default_temperatures(place):
@@ -308,7 +307,7 @@ def test_the_critic_writes_three_lines_a_problem(place):
     fields |= {"final_answer", "is_correct", "rewards", "timestamp"}
     for row in rows:
         assert fields <= set(row)
-        assert parse_scaffold(row["fused_scaffold"])
+        assert parse_plan(row["fused_scaffold"])
         assert row["fusion"] == "fused"
         names = ["r_ans", "r_logic", "r_graph", "r_fusion", "r_total"]
         assert list(row["rewards"]) == names
@@ -359,7 +358,7 @@ def test_a_fusion_that_is_none_is_refused_with_a_reason(place, model, fusion, re
         assert row["fusion"] == "best_of"
         assert row["scaffold_error"].startswith(reason)
         assert row["rewards"]["r_fusion"] == 0.0
-        assert parse_scaffold(row["fused_scaffold"])  # the best proposal
+        assert parse_plan(row["fused_scaffold"])  # the best proposal
     assert "3 best_of" in place.summary("critic")["fusions"]
 
 
@@ -708,7 +707,10 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
         # Where the tests run in the background, Ctrl-C is ignored, and a child inherits that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    cache, calls = apprentice.cache_path(place.run_dir, name), place.run_dir / f"{name}_calls.jsonl"
+    cache, calls = (
+        records_path(place.run_dir, name),
+        place.run_dir / f"{name}_calls.jsonl",
+    )
     while not (cache.exists() and calls.read_bytes().count(b"\n") >= 9):
         assert process.poll() is None
         time.sleep(0.01)
@@ -724,13 +726,11 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
 
 
 def test_two_processes_on_one_run_are_refused(place, capsys):
-    with apprentice.sole_writer("generator_1", place.run_dir):
-        assert place.run("generator", 1) == 2
-    assert f"another process runs generator_1 in {place.run_dir}" in capsys.readouterr().err
-    # A run with another --run-dir may have the same library.
-    with apprentice.sole_writer("generator_1", place.path / "other", place.libraries):
-        assert place.run("generator", 1) == 2
-    assert f"another process runs generator_1 in {place.libraries}" in capsys.readouterr().err
+    for directory in (place.run_dir, place.libraries):  # other runs may have the same library
+        directory.mkdir(exist_ok=True)
+        with lock_file(directory / ".generator_1.lock", "here", ""):
+            assert place.run("generator", 1) == 2
+        assert re.search(f"{directory}: process .* runs generator_1", capsys.readouterr().err)
     assert place.run("generator", 1, "--max-problems", 1) == 0
 
 
@@ -864,7 +864,7 @@ def test_the_example_has_every_role_and_the_real_file_is_ignored():
     roles = json.loads(example.read_text())
     assert set(roles) >= set(ROLES)
     for entry in roles.values():
-        assert RoleSettings.model_validate(entry).api_key.get_secret_value() == ""
+        assert Endpoint.model_validate(entry).api_key.get_secret_value() == ""
     if (ROOT / ".git").exists():
         names = ["data/api_keys/api_config.json", "data/grpo_experiences/critic_experiences.json"]
         check = subprocess.run(
@@ -873,26 +873,28 @@ def test_the_example_has_every_role_and_the_real_file_is_ignored():
         assert check.stdout.split() == names
 
 
-def test_settings_from_the_file_and_the_environment(tmp_path):
-    path = tmp_path / "api_config.json"
-    own = load_settings(["critic"], path, {})
+def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = load_endpoints(["critic", "judge"], environment={})
     assert own["critic"].base_url == "http://127.0.0.1:8000/v1"
+    assert own["critic"].max_tokens <= ServerConfig.max_new_tokens  # that of `python server.py`
     assert set(own) == {"critic"}  # no judge
+    path = tmp_path / "api_config.json"
     url = {"base_url": "https://api.example.org/v1"}
     path.write_text(json.dumps({"critic": {"api_key": "a"} | url, "math_expert": {"x": 1}}))
-    assert load_settings(["critic"], path, {})["critic"].api_key.get_secret_value() == "a"
+    assert load_endpoints(["critic"], path, {})["critic"].api_key.get_secret_value() == "a"
     given = {"CRITIC_API_KEY": "b", "CRITIC_MODEL": "m", "JUDGE_BASE_URL": "http://localhost:1/v1"}
-    found = load_settings(["critic"], path, given)
+    found = load_endpoints(["critic", "judge"], path, given)
     assert found["critic"].api_key.get_secret_value() == "b"
     assert (found["critic"].model, set(found)) == ("m", {"critic", "judge"})
-    assert KEY not in repr(RoleSettings(api_key=KEY))
+    assert KEY not in repr(Endpoint(api_key=KEY))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://localhost/v1", "http://[::1]:9"])
 def test_a_loopback_address_needs_no_key(tmp_path, url):
     path = tmp_path / "api_config.json"
     path.write_text(json.dumps({"critic": {"base_url": url}}))
-    assert load_settings(["critic"], path, {})["critic"].base_url == url
+    assert load_endpoints(["critic"], path, {})["critic"].base_url == url
 
 
 @pytest.mark.parametrize(
@@ -912,17 +914,17 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     path = tmp_path / "api_config.json"
     path.write_text(content)
     with pytest.raises(UsageError, match=says) as refused:
-        load_settings(["critic"], path, {})
+        load_endpoints(["critic"], path, {})
     assert KEY not in str(refused.value)
 
 
 def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):
     edited = tmp_path / "prompts"
     edited.mkdir()
-    for file in prompting.DIRECTORY.glob("*.txt"):
+    for file in agent.PROMPTS.glob("*.txt"):
         extra = "Think of pens.\n" if file.stem == "generator_experience_extraction" else ""
         (edited / file.name).write_text(extra + file.read_text())
-    monkeypatch.setattr(train, "Prompts", lambda: prompting.Prompts(edited))
+    monkeypatch.setattr(train, "load_prompts", lambda: agent.load_prompts(edited))
     assert place.run("generator", 1, "--max-problems", 5) == 0
     prompts = [prompt_of(body) for body in place.asked("generator_extraction")]
     assert prompts
@@ -950,7 +952,7 @@ def test_reasoning_that_comes_apart_is_kept(place):
 
 def test_the_documented_files_are_there():
     recipe = ROOT / "recipes/experience"
-    for name in ("roles", "scaffold", "judge", "library", "train", "evaluate"):
+    for name in ("agent", "plan", "rewards", "library", "train", "evaluate"):
         assert (recipe / f"{name}.py").stat().st_size
     for name in (recipe / "README.md", ROOT / "docs/experience.md"):
         assert len(name.read_text().split()) > 200
