@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from string import Template
@@ -74,8 +74,7 @@ def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
 
 
 def hash_prompts(prompts: Mapping[str, Template]) -> str:
-    texts = [prompt.template for prompt in prompts.values()]
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+    return _sha256("\0".join(prompt.template for prompt in prompts.values()))[:12]
 
 
 class Endpoint(BaseModel):
@@ -179,36 +178,24 @@ def _check_prices(endpoints: Mapping[str, Endpoint], path: Path) -> None:
         raise UsageError(f"--max-cost needs a price for {', '.join(missing)} in {path}")
 
 
+@dataclass(frozen=True)
 class Agent:
     """Answers prompts in one role; any number of threads may share it."""
 
-    def __init__(
-        self,
-        name: str,
-        endpoint: Endpoint,
-        client: APIClient,
-        journal: Journal,
-        prompts: Mapping[str, Template],
-        *,
-        temperature: float,
-        max_tokens: int,
-        seed: int | None = None,
-    ) -> None:
-        """
-        Args:
-            journal: every paid reply is kept there and not asked for again.
-            seed: of the run; None where the same is asked in every run.
-        """
-        self.name, self.client, self.journal = name, client, journal
-        self._endpoint, self._prompts, self._seed = endpoint, prompts, seed
-        self._temperature = temperature
-        self._max_tokens = min(max_tokens, endpoint.max_tokens or sys.maxsize)
+    name: str
+    endpoint: Endpoint
+    client: APIClient
+    journal: Journal  # every paid reply is kept there and not asked for again
+    prompts: Mapping[str, Template]
+    temperature: float
+    max_tokens: int
+    seed: int | None = None  # of the run; None where the same is asked in every run
 
     @cached_property
     def model(self) -> str:
         """The model's name: one for a run, asked for once and before anything is paid."""
         try:
-            return self._endpoint.model or self.client.models()[0]["id"]
+            return self.endpoint.model or self.client.models()[0]["id"]
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
@@ -224,13 +211,13 @@ class Agent:
             APIError: no reply; for the caller to record.
             UsageError: no further request makes sense (key, model, budget).
         """
-        prompt = self._prompts[stage].substitute(values).strip()
-        seed = seed if self._seed is None else f"{self._seed} {seed}"
+        seed = seed if self.seed is None else f"{self.seed} {seed}"
+        prompt = self.prompts[stage].substitute(values).strip()
         request = {
             "messages": [{"role": "user", "content": prompt}],
             "model": self.model,
-            "temperature": self._temperature,
-            "max_tokens": self._max_tokens,
+            "temperature": self.temperature,
+            "max_tokens": min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens),
             "seed": int(_sha256(f"{self.name} {stage} {seed}")[:7], 16),
         }
         key = _sha256(json.dumps([self.name, request], sort_keys=True))

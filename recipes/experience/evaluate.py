@@ -23,9 +23,8 @@ from recipes.experience.agent import API_CONFIG, GENERATORS, Agent, load_endpoin
 from recipes.experience.library import LIBRARIES, Library, parse_operations
 from recipes.experience.plan import ReplyError
 from recipes.experience.rewards import grade_answer
-from recipes.experience.rollouts import Row, show_group
 from recipes.experience.train import RUN_DIR, load_practice
-from recipes.experience.trainer import records_path
+from recipes.experience.trainer import Row, records_path, show_group
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import terminal
 from rlm.cli.flags import check_values, flag

@@ -19,43 +19,31 @@ MAX_ARGUMENT = 300  # of factorial and comb; of round, digits before or behind t
 Value = Fraction | float
 
 
-class FormulaError(ValueError):
-    """The formula is no arithmetic, or has no value."""
-
-
-def evaluate_formula(formula: str, values: Mapping[str, Value]) -> Value:
+def evaluate_formula(formula: str, values: Mapping[str, Value]) -> Value | None:
     """Compute `a * b`, or the right-hand side of `c = a * b`.
 
-    Raises:
-        FormulaError: no arithmetic, an unknown name, no real value, or a number out of bounds.
+    None for what is no arithmetic, has an unknown name or no real value, or gets out of bounds.
     """
     tree = _parse(formula)
     try:
-        return _evaluate(tree, values)
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise FormulaError(str(error)) from error
+        return _evaluate(tree, values) if tree else None
+    except (ArithmeticError, TypeError, ValueError):
+        return None
 
 
 def is_formula(text: str) -> bool:
     """Tell whether a text is arithmetic over names, whatever their values."""
-    try:
-        tree = _parse(text)
-    except FormulaError:
-        return False
+    tree = _parse(text)
     allowed = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load, ast.Constant, *_OPERATORS)
-    return all(isinstance(node, allowed) for node in ast.walk(tree))
+    return tree is not None and all(isinstance(node, allowed) for node in ast.walk(tree))
 
 
-def _parse(formula: str) -> ast.expr:
-    if len(formula) > MAX_LENGTH:
-        raise FormulaError("the formula is too long")
+def _parse(formula: str) -> ast.expr | None:
     try:
-        (statement,) = ast.parse(formula.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise FormulaError(f"not one Python formula: {formula[:60]!r}") from error
-    if isinstance(statement, ast.Expr | ast.Assign):
-        return statement.value
-    raise FormulaError(f"not a formula: {formula[:60]!r}")
+        (statement,) = ast.parse(formula.strip()).body if len(formula) <= MAX_LENGTH else ()
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, Value]) -> Value:
@@ -75,16 +63,16 @@ def _evaluate(node: ast.expr, values: Mapping[str, Value]) -> Value:
             return _bounded(_OPERATORS[type(op)](of(operand)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*map(of, args)))
-    raise FormulaError(f"{ast.unparse(node)[:60]} is unknown or not arithmetic")
+    raise ValueError("unknown or not arithmetic")
 
 
 def _bounded(value: Any) -> Value:
     if isinstance(value, int | Fraction):
         value = Fraction(value)
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-            raise FormulaError("a number is too large")
+            raise ValueError("a number is too large")
     elif not isinstance(value, float) or not math.isfinite(value):
-        raise FormulaError("the value is no real number")
+        raise ValueError("the value is no real number")
     return value
 
 
@@ -93,13 +81,13 @@ def _power(base: Value, exponent: Value) -> Any:
         return float(base) ** float(exponent)
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits * abs(exponent) > MAX_BITS:
-        raise FormulaError("a power is too large")
+        raise ValueError("a power is too large")
     return base ** int(exponent)
 
 
 def _integers(values: tuple[Value, ...], limit: float) -> list[int]:
     if any(value % 1 or abs(value) > limit for value in values):
-        raise FormulaError(f"only integers up to {limit:g} are taken here")
+        raise ValueError(f"only integers up to {limit:g} are taken here")
     return list(map(int, values))
 
 

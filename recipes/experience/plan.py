@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import networkx
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from recipes.experience.formulas import FormulaError, Value, evaluate_formula
+from recipes.experience.formulas import Value, evaluate_formula
 from rlm.grading.answers import split_completion
 from rlm.grading.numbers import parse_number
 
@@ -162,8 +162,7 @@ def execute_plan(plan: Plan) -> Execution:
         with_inputs += 1
         rules = [link.rule for link in plan.causal_graph if link.effect == step.target]
         for rule in filter(None, rules):
-            with suppress(FormulaError):
-                value = evaluate_formula(rule, names)
+            if (value := evaluate_formula(rule, names)) is not None:
                 values[step.target] = names[step.target] = names[step.id] = value
                 targets.add(step.target)
                 break

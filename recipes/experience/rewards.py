@@ -184,19 +184,19 @@ def _rules(plan: Plan) -> dict[str, set[str]]:
 
 
 def compute_rewards(
-    judge: Agent | None,
-    weights: Sequence[float],
     problem: Problem,
     plan: Plan | None,
     solution: str,
-    seed: str,
+    weights: Sequence[float],
+    *,
+    judge: Agent | None = None,
+    seed: str = "",
     **r_fusion: float | None,
 ) -> dict[str, Any]:
     """Compute a rollout's rewards as its record holds them, with who gave them.
 
     Args:
         judge: asked for r_logic, and for r_ans where the exact grader cannot tell.
-        r_fusion: of a fusion.
     """
     correct, answer, reason = grade_answer(solution, problem)
     r_ans, r_logic, by = float(correct), 0.0, {"answer": "exact", "logic": "checks"}

@@ -156,7 +156,7 @@ def open_trainer(
     judge = agent("judge", temperature=0.0) if "judge" in endpoints else None
     own = agent(name, temperature=temperature, seed=config.seed)
     library = Library(name, config.library_dir, config.library_items, config.library_tokens)
-    return Trainer(config.run_dir, own, judge, library, tau=config.tau, weights=weights)
+    return Trainer(own, judge, library, config.run_dir, weights, config.tau)
 
 
 def main(config: TrainConfig) -> int:
@@ -182,8 +182,9 @@ def main(config: TrainConfig) -> int:
         for trainer in trainers:
             own = () if trainer.is_critic else ("dataset", "rollouts")
             options = {name: getattr(config, name) for name in SHARED + own}
-            options |= {"temperature": config.options_of(trainer.name)[0]}
-            trainer.check_options(options | {"prompts": hash_prompts(prompts)})
+            options["temperature"], weights = config.options_of(trainer.name)
+            options |= {"weights": list(weights), "prompts": hash_prompts(prompts)}
+            trainer.check_options(options)
         try:
             train_at_once(trainers[: len(GENERATORS)], problems, groups)
             if config.target == "all":  # the critic, on what they have just written
