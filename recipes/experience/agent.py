@@ -53,11 +53,7 @@ PLACEHOLDERS = {
 
 
 def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
-    """Load the prompts: NAME.txt with $placeholders; edit those, not the code.
-
-    Raises:
-        UsageError: a file is missing, or its placeholders are not those that are filled.
-    """
+    """Load the prompts, NAME.txt with $placeholders; refuse others than those that are filled."""
     prompts = {}
     for name, expected in PLACEHOLDERS.items():
         path = directory / f"{name}.txt"
@@ -123,8 +119,7 @@ def load_endpoints(
     """Load the endpoints of these roles, the judge's only if it is configured. Nothing is sent.
 
     Raises:
-        UsageError: a key, or under `max_cost` a price, is missing, or the file is not as
-            docs/experience.md has it.
+        UsageError: bad settings, or no key, or under `max_cost` no price.
     """
     if path != API_CONFIG and not path.exists():  # our own server would answer in its place
         raise UsageError(f"--api-config {path} does not exist")

@@ -93,16 +93,21 @@ def learn_ablated(agent: Agent, records: Sequence[Row], run_dir: Path) -> dict[s
         libraries[kind] = library = Library(agent.name, directory)
         if kind == "written directly":
             _write_directly(agent, groups, library)
-        for row in groups if kind != "written directly" else ():
-            problem = Problem(row["problem_id"], row["problem_text"], row["ground_truth"])
-            rollouts = row["rollouts"][:1] if kind == "no comparison" else row["rollouts"]
-            shown = show_group(rollouts, with_rewards=kind != "no gold")
-            gold = "(unknown)" if kind == "no gold" else problem.answer
-            found = library.learn(agent, problem, shown, gold, row["timestamp"])
-            if found["error"]:
-                terminal.line(f"{kind}: no lesson from {problem.id}: {found['error']}")
+        else:
+            _learn_again(agent, groups, library, kind)
         replace_json(library.path, library.items)
     return {kind: library.lessons for kind, library in libraries.items()}
+
+
+def _learn_again(agent: Agent, groups: Sequence[Row], library: Library, kind: str) -> None:
+    for row in groups:
+        problem = Problem(row["problem_id"], row["problem_text"], row["ground_truth"])
+        rollouts = row["rollouts"][:1] if kind == "no comparison" else row["rollouts"]
+        shown = show_group(rollouts, with_rewards=kind != "no gold")
+        gold = "(unknown)" if kind == "no gold" else problem.answer
+        found = library.learn(agent, problem, shown, gold, row["timestamp"])
+        if found["error"]:
+            terminal.line(f"{kind}: no lesson from {problem.id}: {found['error']}")
 
 
 def _write_directly(agent: Agent, groups: Sequence[Row], library: Library) -> None:
@@ -146,21 +151,22 @@ def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
         raise UsageError("no problem has all its replies; is the endpoint all right?")
-    rows: dict[str, Row] = {}
-    for name, groups in replies.items():
-        graded = [[grade_answer(r.text, problems[i])[0] for r in groups[i]] for i in whole]
-        scores = [mean_at_k(group) for group in graded]
-        first = next(iter(rows.values()), {"scores": scores})  # BASELINE
-        gain = paired_bootstrap(list(first["scores"].values()) if rows else scores, scores)
-        given = [reply for group in groups for reply in group if reply]
+    scores = {
+        name: [mean_at_k([grade_answer(r.text, problems[i])[0] for r in row[i]]) for i in whole]
+        for name, row in replies.items()
+    }
+    rows = {}
+    for name, row in replies.items():
+        given = [reply for group in row for reply in group if reply]
+        gain = asdict(paired_bootstrap(scores[BASELINE], scores[name]))
         rows[name] = {
             "problems": len(whole),
-            "accuracy": summarize_scores(scores),
-            "difference": None if name == BASELINE else asdict(gain),
+            "accuracy": summarize_scores(scores[name]),
+            "difference": None if name == BASELINE else gain,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),
             "cost": sum(reply.cost for reply in given),
-            "scores": dict(zip((problems[i].id for i in whole), scores, strict=True)),
+            "scores": {problems[i].id: s for i, s in zip(whole, scores[name], strict=True)},
         }
     return rows
 

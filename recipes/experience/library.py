@@ -43,11 +43,7 @@ class Library:
     def __init__(
         self, role: str, directory: Path, max_items: int = 20, max_tokens: int = 1200
     ) -> None:
-        """Read the file, or begin an empty library.
-
-        Raises:
-            UsageError: the file is no library.
-        """
+        """Read the file, or begin an empty library."""
         self.role, self.path = role, directory / f"{role}_experiences.json"
         self._audit = directory / f"{role}_audit.jsonl"
         self._max_items, self._max_tokens = max_items, max_tokens
@@ -189,11 +185,7 @@ class Library:
 
 
 def parse_operations(reply: str) -> list[Any]:
-    """Parse what a reply proposes to do with a library.
-
-    Raises:
-        ReplyError: no_json, bad_json or schema.
-    """
+    """Parse what a reply proposes to do with a library."""
     operations = find_object(reply, "operations")["operations"]
     if not isinstance(operations, list):
         raise ReplyError("schema: operations is no list")

@@ -33,7 +33,7 @@ class ReplyError(Exception):
     """A model's reply is not what was asked for; for JSON "no_json: …", "bad_json: …" and so on."""
 
 
-def _known(value: Any) -> Any:
+def _known_value(value: Any) -> Any:
     """Read "12 km" as 12 and other words as no value; what is no text is left to the schema."""
     if not isinstance(value, str):
         return value
@@ -71,7 +71,7 @@ class Step(_Part):
 
 class Plan(_Part):
     target_variable: Name
-    knowns: dict[str, Annotated[int | float | None, BeforeValidator(_known)]]
+    knowns: dict[str, Annotated[int | float | None, BeforeValidator(_known_value)]]
     causal_graph: list[Link] = Field(min_length=1)
     computation_plan: list[Step] = Field(min_length=1)
     constraints: list[str] = Field(
@@ -91,10 +91,7 @@ class Plan(_Part):
         return graph
 
     def raise_if_cyclic(self) -> None:
-        """
-        Raises:
-            ReplyError: cycle, with the quantities that it goes through.
-        """
+        """Name the quantities of a cycle, if there is one."""
         with suppress(networkx.NetworkXNoCycle):
             edges = networkx.find_cycle(self.graph())
             raise ReplyError(
@@ -129,11 +126,7 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
 
 
 def parse_plan(reply: str) -> Plan:
-    """Parse the plan in a model's reply.
-
-    Raises:
-        ReplyError: none is there, or it lacks something; the message says what.
-    """
+    """Parse the plan in a model's reply."""
     try:
         return Plan.model_validate(find_object(reply, "causal_graph"))
     except ValidationError as error:

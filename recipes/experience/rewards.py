@@ -45,15 +45,8 @@ def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float])
     return round(math.fsum(reward * weight for reward, weight in pairs) / total, 12)
 
 
-# --- r_ans ----------------------------------------------------------------------------------------
-
-
 def relative_tolerance(problem: Problem) -> float:
-    """Read how far from its gold an answer may be, as a share of it.
-
-    Raises:
-        UsageError: the problem's rel_tol is no such share.
-    """
+    """Read how far from its gold an answer may be, as a share of it."""
     given = problem.columns.get("rel_tol", 0)
     try:
         share = float(given)
@@ -82,9 +75,6 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
         if abs(value - gold) <= Fraction(tolerance) * abs(gold):
             return True, answer, "correct"
     return verdict.correct, answer, verdict.reason
-
-
-# --- r_logic and r_graph --------------------------------------------------------------------------
 
 
 def check_logic(plan: Plan, answer: str, tolerance: float = 0.0) -> dict[str, float]:
@@ -133,9 +123,6 @@ def graph_reward(plan: Plan | None) -> float:
     )
 
 
-# --- r_fusion -------------------------------------------------------------------------------------
-
-
 def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
     """0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
 
@@ -178,9 +165,6 @@ def _rules(plan: Plan) -> dict[str, set[str]]:
         if text := "".join(link.rule.split()).rpartition("=")[2]:
             rules.setdefault(link.effect, set()).add(text)
     return rules
-
-
-# --- all of them ----------------------------------------------------------------------------------
 
 
 def compute_rewards(

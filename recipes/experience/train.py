@@ -84,13 +84,13 @@ class TrainConfig:
 
     def options_of(self, role: str) -> tuple[float, tuple[float, ...]]:
         """Temperature and weights of a role; under `all` the critic keeps its own defaults."""
-        temperature, weights = (
-            (0.0, CRITIC_WEIGHTS) if role == "critic" else (0.3, GENERATOR_WEIGHTS)
-        )
-        if self.target != "all" or role != "critic":
-            temperature = temperature if self.temperature is None else self.temperature
-            weights = self.weights or weights
-        return temperature, weights
+        if role != "critic":
+            default, temperature, weights = 0.3, self.temperature, self.weights or GENERATOR_WEIGHTS
+        elif self.target == "critic":
+            default, temperature, weights = 0.0, self.temperature, self.weights or CRITIC_WEIGHTS
+        else:
+            default, temperature, weights = 0.0, None, CRITIC_WEIGHTS
+        return default if temperature is None else temperature, weights
 
 
 def load_practice(
@@ -113,11 +113,7 @@ def load_practice(
 
 
 def load_proposals(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
-    """Load the problems that all three generators practised on, and by problem their rollouts.
-
-    Raises:
-        UsageError: a generator has none.
-    """
+    """Load the problems that all three generators practised on, and by problem their rollouts."""
     records = {}
     for number, name in enumerate(GENERATORS, 1):
         path = records_path(run_dir, name)

@@ -12,8 +12,7 @@ from scripted_server import ScriptedServer, refuse
 from recipes.experience import evaluate, train
 from recipes.experience.agent import GENERATORS
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, parse
-from rlm.data.experiences import load_experiences
+from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 
@@ -173,45 +172,32 @@ def test_the_ablations_learn_from_the_same_practice(practised):
     data = ("--dataset", path / "unseen.jsonl", "--library", library(path), "--ablations")
     assert run(path, evaluate, *data, "--samples", 2) == 0
     rows = evaluation(path)
-    names = [
-        "no library",
-        "generator_1_experiences",
-        "no comparison",
-        "no gold",
-        "written directly",
-    ]
-    assert list(rows) == names
+    learned = ["no comparison", "no gold", "written directly"]
+    assert list(rows) == ["no library", "generator_1_experiences", *learned]
     assert rows["generator_1_experiences"]["accuracy"]["mean"] == 1.0
     assert rows["no gold"]["accuracy"]["mean"] == 0.0  # it believes the majority: a dozen
     for name in ("no comparison", "written directly"):
         assert len(lessons(path)[name]) == 1
         assert set(rows[name]["difference"].values()) == {0.0}  # the same seeds, an empty phrase
-    learning = [b["prompt"] for b in asked(server) if "holds 5" not in b["prompt"]]
-    for prompt in learning:
-        if "Right answer: (unknown)" in prompt:
-            assert "(right" not in prompt
-            assert "(wrong" not in prompt
-            assert "r_ans" not in prompt
+    prompts = [b["prompt"] for b in asked(server) if "Right answer: (unknown)" in b["prompt"]]
+    assert prompts
+    assert not any(word in prompt for prompt in prompts for word in ("(right", "(wrong", "r_ans"))
     files = sorted(f.parent.name for f in (path / "run/ablations").glob("*/*_experiences.json"))
     assert files == ["no_comparison", "no_gold", "written_directly"]
 
 
-def test_problems_of_the_practice_are_refused(practised, capsys):
+def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     path, _ = practised
     data = ("--dataset", path / "practice.jsonl", "--library", library(path))
     assert run(path, evaluate, *data) == 2
     assert "8 of 8 problems" in capsys.readouterr().err
     assert run(path, evaluate, "--library", library(path)) == 2  # the run's own data set
     assert "were practised on" in capsys.readouterr().err
-
-
-def test_problems_that_another_generator_practised_on_are_refused(tmp_path):
-    """The libraries of all three are evaluated, whoever answers."""
-    data = write_problems(tmp_path / "unseen.jsonl", gross_problems(3))
-    row = {"problem_text": gross_problems(3)[1]["question"]}
+    # The libraries of all three are evaluated, whoever answers.
+    row = {"problem_text": gross_problems(1, start=51)[0]["question"]}
     (tmp_path / "generator_2_rollouts.jsonl").write_text(json.dumps(row) + "\n")
-    config = evaluate.EvaluateConfig(dataset=str(data), run_dir=tmp_path, role="generator_1")
-    with pytest.raises(UsageError, match="1 of 3 problems"):
+    config = evaluate.EvaluateConfig(dataset=str(path / "unseen.jsonl"), run_dir=tmp_path)
+    with pytest.raises(UsageError, match="1 of 24 problems"):
         evaluate.load_unseen(config)
 
 
@@ -285,22 +271,6 @@ def test_without_a_run_or_a_library_it_says_what_to_do(tmp_path, practised, caps
     assert "train generator 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "--samples=0", "--max-problems=0", "--max-tokens=0", "--temperature=-1", "--max-cost=-1",
-        "--role=critic", "--temperature=nan",
-    ],
-)  # fmt: skip
-def test_flags_that_make_no_sense(argument):
-    with pytest.raises(UsageError):
-        parse(evaluate.EvaluateConfig, [argument])
-
-
-def test_the_other_aime_is_what_a_run_on_one_is_measured_on():
-    assert evaluate.OTHER_SET == {"aime2024": "aime2025", "aime2025": "aime2024"}
-
-
 # --- what becomes of rollouts and lessons ---------------------------------------------------
 
 
@@ -335,8 +305,3 @@ def test_what_is_no_rollouts_file_is_refused(tmp_path, row):
         load_problems(f"rollouts:{file}", "train")
     with pytest.raises(UsageError, match="name the file"):
         load_problems("rollouts", "train")
-
-
-def test_the_library_reads_as_lessons(practised):
-    path, _ = practised
-    assert load_experiences(library(path)) == (LESSON.format(GROSS, GROSS),)
