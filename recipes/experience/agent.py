@@ -1,4 +1,4 @@
-"""Agents: generator_1, generator_2, generator_3, critic and, if there is one, the judge.
+"""Agents answer prompts: generator_1, generator_2, generator_3, the critic, perhaps a judge.
 
 Each role has its endpoint, key, price and limits, from data/api_keys/api_config.json or from
 variables like GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL, which win. Without
@@ -74,7 +74,7 @@ def hash_prompts(prompts: Mapping[str, Template]) -> str:
 
 
 class Endpoint(BaseModel):
-    """What api_config.json says of a role. Prices are for a million tokens."""
+    """Holds what api_config.json says of a role. Prices are for a million tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

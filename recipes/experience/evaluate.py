@@ -23,7 +23,7 @@ from recipes.experience.agent import API_CONFIG, GENERATORS, Agent, load_endpoin
 from recipes.experience.library import LIBRARIES, Library, parse_operations
 from recipes.experience.plan import ReplyError
 from recipes.experience.rewards import grade_answer
-from recipes.experience.train import RUN_DIR, load_practice
+from recipes.experience.train import RUN_DIR, load_problem_set
 from recipes.experience.trainer import Row, records_path, show_group
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import terminal
@@ -72,7 +72,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
             raise UsageError(f"{config.run_dir} holds no run of {config.role}; give a --dataset")
         practised = json.loads(options.read_text(encoding="utf-8"))["dataset"]
         dataset = OTHER_SET.get(practised, practised)
-    problems = load_practice(dataset, "test", config.max_problems)
+    problems = load_problem_set(dataset, "test", config.max_problems)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
     practised = {row["problem_text"] for rows in records for row in rows}
     if seen := practised & {p.question for p in problems}:

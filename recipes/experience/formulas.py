@@ -1,4 +1,4 @@
-"""Safe evaluation of the arithmetic that models write as Python formulas; never `eval`.
+"""Evaluates the arithmetic that models write as Python formulas, safely and never by `eval`.
 
 Values are exact (fractions) where they can be, and bounded in size and time.
 """

@@ -1,4 +1,4 @@
-"""An experience library: short lessons, changed only by small operations that code checks.
+"""Keeps an experience library: short lessons, changed by small operations that code checks.
 
     [{"id": "G1-001", "content": "…", "category": "causal_graph", "source_problem": "aime2024_003",
       "created_at": "…", "usage_count": 9, "success_count": 4}, …]
@@ -38,7 +38,7 @@ Outcome = dict[str, Any]
 
 
 class Library:
-    """The lessons of one role."""
+    """Holds the lessons of one role."""
 
     def __init__(
         self, role: str, directory: Path, max_items: int = 20, max_tokens: int = 1200
@@ -71,7 +71,7 @@ class Library:
 
     @property
     def digest(self) -> str:
-        """Changes with lessons and counters, not with the clock."""
+        """Hash lessons and counters, not the clock."""
         kept = [{k: v for k, v in item.items() if not k.endswith("_at")} for item in self.items]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -222,5 +222,5 @@ def _similar(a: str, b: str) -> bool:
 
 
 def _success_rate(item: Lesson) -> float:
-    """Laplace's estimate, so that few uses mean little."""
+    """Estimate it as Laplace, so that few uses mean little."""
     return (item.get("success_count", 0) + 1) / (item.get("usage_count", 0) + 2)

@@ -1,4 +1,4 @@
-"""A plan as a causal graph: which quantity causes which, and in what order to compute them.
+"""Parses and executes plans: which quantity causes which, and in what order to compute them.
 
     {"target_variable": "total", "knowns": {"price": 3, "count": 4},
      "causal_graph": [{"cause": ["price", "count"], "effect": "total", "rule": "price * count"}],
@@ -137,7 +137,7 @@ def parse_plan(reply: str) -> Plan:
 
 @dataclass(frozen=True)
 class Execution:
-    """The values of the quantities that a plan could compute."""
+    """Holds the values of the quantities that a plan could compute."""
 
     values: dict[str, Value]  # the knowns included
     targets: frozenset[str]  # computed by a step

@@ -1,4 +1,4 @@
-"""Rewards of a rollout: r_ans, r_logic, r_graph, of a fusion also r_fusion, and their mean.
+"""Computes the rewards of a rollout: r_ans, r_logic, r_graph, for a fusion r_fusion; their mean.
 
 Each is in [0, 1], or None where nobody could tell. A judge that fails is never a number: its reward
 is None, the weights of the others are renormalised, and `judge_failed` stands in the record.
@@ -104,9 +104,9 @@ def _is_close(a: Value, b: Value, tolerance: float) -> bool:
 
 
 def graph_reward(plan: Plan | None) -> float:
-    """0.3 acyclic + 0.2 coverage of knowns and target + 0.4 links with a rule + 0.1 connected.
+    """Compute 0.3 acyclic + 0.2 coverage of knowns and target + 0.4 links with a rule + 0.1 whole.
 
-    Coverage: the share that the graph has. Connected: the share of its largest component.
+    Coverage: the share that the graph has. Whole: the share of its largest component.
     """
     if plan is None:
         return 0.0
@@ -124,7 +124,7 @@ def graph_reward(plan: Plan | None) -> float:
 
 
 def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
-    """0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
+    """Compute 0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
 
     Consistency: how much of the fusion some proposal has. Resolution: of the quantities whose rule
     the proposals disagree on, those for which the fusion has exactly one of these rules.

@@ -1,4 +1,4 @@
-"""Summary of a run: a function of a role's records and paid calls, so a resume covers all of it."""
+"""Summarizes a run from a role's records and paid calls, so that a resume covers all of it."""
 
 from __future__ import annotations
 

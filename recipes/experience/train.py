@@ -1,4 +1,4 @@
-"""Training-free GRPO: generators and a critic learn lessons in words instead of weights.
+"""Trains generators and a critic by training-free GRPO: lessons in words instead of weights.
 
 For each problem a generator writes a plan several times and follows it; code scores the rollouts;
 where they differ (σ > τ) it is asked for one lesson, which the next problem's prompts carry. The
@@ -55,7 +55,7 @@ class TrainConfig:
     number: int | None = flag(None, "which generator", choices=(1, 2, 3), positional=True)
     dataset: str = flag("aime2024", "aime2024, aime2025, physics, gsm8k, word-problems or FILE")
     max_problems: int | None = flag(None, "practise on so many (none: all)", min=1)
-    rollouts: int = flag(3, "attempts a generator makes at each problem", min=1)
+    rollouts: int = flag(3, "rollouts that a generator samples of each problem", min=1)
     temperature: float | None = flag(None, "of every request (none: 0.3, the critic's 0.0)", min=0)
     tau: float = flag(0.05, "a group teaches if the σ of its rewards is above this", min=0)
     weights: tuple[float, ...] | None = flag(
@@ -83,7 +83,7 @@ class TrainConfig:
             raise ValueError(f"--weights are {parts} numbers")
 
     def options_of(self, role: str) -> tuple[float, tuple[float, ...]]:
-        """Temperature and weights of a role; under `all` the critic keeps its own defaults."""
+        """Return a role's temperature and weights; under `all` the critic keeps its defaults."""
         if role != "critic":
             default, temperature, weights = 0.3, self.temperature, self.weights or GENERATOR_WEIGHTS
         elif self.target == "critic":
@@ -93,7 +93,7 @@ class TrainConfig:
         return default if temperature is None else temperature, weights
 
 
-def load_practice(
+def load_problem_set(
     dataset: str, split: str, max_problems: int | None, seed: int = 0
 ) -> list[Problem]:
     """Load the problems, AIME's with ids like aime2024_001; a set without splits comes whole."""
@@ -172,7 +172,7 @@ def main(config: TrainConfig) -> int:
         if config.target == "critic":
             problems, groups = load_proposals(config.run_dir)
         else:
-            problems = load_practice(config.dataset, "train", config.max_problems, config.seed)
+            problems = load_problem_set(config.dataset, "train", config.max_problems, config.seed)
             groups = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
         budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
         for trainer in trainers:

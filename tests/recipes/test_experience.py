@@ -604,7 +604,7 @@ def test_a_prompt_with_other_placeholders_is_refused(tmp_path, text, says):
 def test_the_physics_problems_recompute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # nothing is looked for in the working directory
     assert load_prompts()
-    problems = train.load_practice("physics", "train", None)
+    problems = train.load_problem_set("physics", "train", None)
     assert [p.id for p in problems] == [f"physics_{i:03d}" for i in range(1, 31)]
     assert len({p.question for p in problems}) == 30
     for problem in problems:
@@ -623,13 +623,13 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
 @pytest.mark.parametrize("year", [2024, 2025])
 def test_aime_from_files(year):
     for dataset in (f"aime{year}:{PUBLISHED}", str(PUBLISHED / f"aime{year}.jsonl")):
-        problems = train.load_practice(dataset, "train", None)
+        problems = train.load_problem_set(dataset, "train", None)
         assert [p.id for p in problems] == [f"aime{year}_{i:03d}" for i in range(1, 31)]
 
 
 def test_word_problems_to_practise_and_to_evaluate_share_none():
-    practised = train.load_practice("word-problems", "train", 50)
-    asked = train.load_practice("word-problems", "test", 50)
+    practised = train.load_problem_set("word-problems", "train", 50)
+    asked = train.load_problem_set("word-problems", "test", 50)
     assert not {p.question for p in practised} & {p.question for p in asked}
 
 
