@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.judge import LOGIC_PARTS
+from recipes.experience.rewards import LOGIC_SCORES
 
 STAGES = {
     "Plan how to solve the problem": "scaffold",
@@ -93,7 +93,7 @@ class Model:
     critic_extraction = generator_extraction
 
     def judge_logic(self, prompt: str, seed: int) -> str:
-        scores = dict.fromkeys(LOGIC_PARTS, 0.75)
+        scores = dict.fromkeys(LOGIC_SCORES, 0.75)
         return json.dumps({"score": 1, "breakdown": scores, "errors": []})
 
     def judge_answer(self, prompt: str, seed: int) -> str:

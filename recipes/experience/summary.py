@@ -1,71 +1,57 @@
-"""What a role's records and paid calls add up to; a function of the files, so that a resumed run
-sums up all of it."""
+"""Summarizes a run from a role's records and paid calls, so that a resume covers all of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from recipes.experience.attempts import Row
+from recipes.experience.trainer import Trainer
 
 
-def summarise(rows: Sequence[Row], calls: Iterable[Row], retries: int = 0) -> dict[str, object]:
-    """
-    Args:
-        rows: records of a generator, or the lines of the critic.
-        calls: the journal's rows.
-        retries: of this process.
-    """
-    attempts = [a for row in rows for a in row.get("rollouts", [row])]
-    groups = [row for row in rows if "library_after" in row]
-    taught = [row["extraction"] for row in groups if row["extraction"]]
-    replied = [a for a in attempts if not a["error"]]
-    planned = [a for a in replied if a.get("fusion") in (None, "fused") or a["scaffold_error"]]
-    judged = [a for a in replied if "judge" in a["scored_by"].values()]
-    operations = [done for extraction in taught for done in extraction["operations"]]
-    proposed = [done for done in operations if done["action"] != "evict"]
-    kept = [done for done in proposed if done["kept"]]
-    refused = Counter(done["reason"] for done in proposed if not done["kept"])
-    reasons = Counter((a["scaffold_error"] or "").partition(":")[0] for a in attempts)
-    answers = Counter(a["answer_reason"] for a in attempts)
-    lines = {
+def summarize(trainer: Trainer) -> dict[str, object]:
+    """Count what became of a role's rollouts, groups, operations and calls."""
+    groups = [row for row in trainer.records if "library_after" in row]
+    rollouts = [r for row in trainer.records for r in row.get("rollouts", [row])]
+    planned = [
+        r
+        for r in rollouts
+        if r["scaffold_error"] or (not r["error"] and r.get("fusion", "fused") == "fused")
+    ]
+    judged = [r["judge_failed"] for r in rollouts if "judge" in r["scored_by"].values()]
+    extractions = [row["extraction"] for row in groups if row["extraction"]]
+    operations = [done for extraction in extractions for done in extraction["operations"]]
+    summary = {
         "problems": len(groups),
-        "right": _share(sum(a["is_correct"] for a in attempts), len(attempts)),
-        "failed calls": _share(len(attempts) - len(replied), len(attempts)),
-        "scaffolds parsed": _share(sum(not a["scaffold_error"] for a in planned), len(planned))
-        + _listed(reasons),
-        "answers read": _share(answers["correct"] + answers["wrong"], len(attempts))
-        + _listed(answers, "correct", "wrong"),
-        "judge failed": _share(sum(a["judge_failed"] for a in judged), len(judged)),
-        "groups with σ > τ": _share(len(taught), len(groups)),
-        "extractions parsed": _share(sum(not e["error"] for e in taught), len(taught)),
-        "operations": f"{len(proposed)} proposed, {len(kept)} kept" + _listed(refused),
+        "rollouts": f"{len(rollouts)}, right: {sum(r['is_correct'] for r in rollouts)}",
+        "failed calls": sum(r["error"] is not None for r in rollouts),
+        "plans": _counts((r["scaffold_error"] or "parsed").partition(":")[0] for r in planned),
+        "answers": _counts(r["answer_reason"] for r in rollouts),
+        "judge": _counts("failed" if failed else "scored" for failed in judged),
+        "fusions": _counts(r["fusion"] for r in rollouts if "fusion" in r),
+        "groups with σ > τ": f"{len(extractions)} of {len(groups)}",
+        "extractions": _counts("failed" if e["error"] else "parsed" for e in extractions),
+        "operations": _counts(o["reason"] or "kept" for o in operations),
         "lessons": len(groups[-1]["library_after"]) if groups else 0,
-        "retries of this process": retries,
+        "retries of this process": sum(
+            agent.client.retries for agent in (trainer.agent, trainer.judge) if agent
+        ),
     }
-    if "fusion" in (attempts[0] if attempts else {}):
-        lines["fusions"] = _listed(Counter(a["fusion"] for a in attempts)).strip(" ()")
-    return lines | _spent(calls)
+    return {name: value for name, value in summary.items() if value != ""} | _usage(trainer)
 
 
-def _spent(calls: Iterable[Row]) -> dict[str, object]:
-    """Calls, tokens and cost by role and stage, and in all."""
-    spent: dict[str, list[float]] = {}
-    for call in calls:
+def _usage(trainer: Trainer) -> dict[str, str]:
+    """Add up calls, tokens and cost by role and stage, and in all."""
+    usage: dict[str, list[float]] = {}
+    for call in trainer.agent.journal.rows.values():
         reply = call["reply"]
         one = (1, reply["prompt_tokens"], reply["completion_tokens"], call["cost"])
         for name in (f"{call['role']}: {call['stage']}", "in all"):
-            spent[name] = [a + b for a, b in zip(spent.get(name, (0,) * 4), one, strict=True)]
+            usage[name] = [a + b for a, b in zip(usage.get(name, (0,) * 4), one, strict=True)]
     return {
         name: f"{calls} calls, {read} tokens read, {written} written, cost {cost:.4g}"
-        for name, (calls, read, written, cost) in sorted(spent.items())
+        for name, (calls, read, written, cost) in sorted(usage.items())
     }
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part} of {whole}" + (f" ({100 * part / whole:.0f} %)" if whole else "")
-
-
-def _listed(counts: Counter[str], *without: str) -> str:
-    shown = [f"{n} {k}" for k, n in counts.most_common() if n and k and k not in without]
-    return f" ({', '.join(shown)})" if shown else ""
+def _counts(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).most_common())

@@ -1,8 +1,8 @@
-"""Learning in words: three generators practise, a critic fuses, each keeps a library of lessons.
+"""Trains generators and a critic by training-free GRPO: lessons in words instead of weights.
 
-For each problem a generator writes a causal scaffold several times and follows it; code scores the
-attempts; where they differ (σ > τ) it is asked for one lesson, which the next problem's prompts
-carry. The critic then fuses each generator's scaffolds and learns from its three fusions likewise.
+For each problem a generator writes a plan several times and follows it; code scores the rollouts;
+where they differ (σ > τ) it is asked for one lesson, which the next problem's prompts carry. The
+critic then fuses each generator's plans and learns from its three fusions likewise.
 
     python -m recipes.experience.train generator 1 --dataset aime2024 --max-problems 10
     python -m recipes.experience.train critic
@@ -22,29 +22,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.apprentice import Apprentice, cache_path, sole_writer
-from recipes.experience.attempts import Actor
-from recipes.experience.judge import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, Judge, tolerance_of
-from recipes.experience.library import DIRECTORY, Library
-from recipes.experience.prompting import Prompts
-from recipes.experience.roles import (
-    CONFIG,
+from recipes.experience.agent import (
+    API_CONFIG,
     GENERATORS,
-    Role,
-    RoleSettings,
-    check_prices,
-    client_of,
-    load_settings,
-    named,
+    Agent,
+    Endpoint,
+    hash_prompts,
+    load_endpoints,
+    load_prompts,
 )
-from recipes.experience.summary import summarise
+from recipes.experience.library import LIBRARIES, Library
+from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
+from recipes.experience.summary import summarize
+from recipes.experience.trainer import Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import Problem, is_file, load_jsonl, load_problems, only_numbers
-from rlm.runs import read_lines, replace_json
+from rlm.runs import Journal, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
-RUN = Path("runs/experience/default")
+RUN_DIR = Path("runs/experience/default")
 SHARED = ("tau", "max_tokens", "seed", "library_items", "library_tokens")
 
 
@@ -54,7 +51,7 @@ class TrainConfig:
     number: int | None = flag(None, "which generator", choices=(1, 2, 3), positional=True)
     dataset: str = flag("aime2024", "aime2024, aime2025, physics, gsm8k, word-problems or FILE")
     max_problems: int | None = flag(None, "practise on so many (none: all)", min=1)
-    rollouts: int = flag(3, "attempts a generator makes at each problem", min=1)
+    rollouts: int = flag(3, "rollouts that a generator samples of each problem", min=1)
     temperature: float | None = flag(None, "of every request (none: 0.3, the critic's 0.0)", min=0)
     tau: float = flag(0.05, "a group teaches if the σ of its rewards is above this", min=0)
     weights: tuple[float, ...] | None = flag(
@@ -69,9 +66,9 @@ class TrainConfig:
         1200, "tokens that its lessons take in a prompt at most, about", min=1
     )
     seed: int = flag(0, "of problems and requests")
-    api_config: Path = flag(CONFIG, "keys and endpoints of the roles")
-    library_dir: Path = flag(DIRECTORY, "where the libraries are")
-    run_dir: Path = flag(RUN, "where the caches are")
+    api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
+    library_dir: Path = flag(LIBRARIES, "where the libraries are")
+    run_dir: Path = flag(RUN_DIR, "where the records are")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -81,21 +78,21 @@ class TrainConfig:
         if self.weights and len(self.weights) != parts:
             raise ValueError(f"--weights are {parts} numbers")
 
-    def of(self, name: str) -> dict[str, Any]:
-        """Temperature and weights of a role; under `all` the critic keeps its own defaults."""
-        critic = name == "critic"
-        asked = self.temperature, self.weights
-        temperature, weights = (None, None) if critic and self.target == "all" else asked
-        if temperature is None:
-            temperature = 0.0 if critic else 0.3
-        return {
-            "temperature": temperature,
-            "weights": weights or (CRITIC_WEIGHTS if critic else GENERATOR_WEIGHTS),
-        }
+    def options_of(self, role: str) -> tuple[float, tuple[float, ...]]:
+        """Return a role's temperature and weights; under `all` the critic keeps its defaults."""
+        if role != "critic":
+            default, temperature, weights = 0.3, self.temperature, self.weights or GENERATOR_WEIGHTS
+        elif self.target == "critic":
+            default, temperature, weights = 0.0, self.temperature, self.weights or CRITIC_WEIGHTS
+        else:
+            default, temperature, weights = 0.0, None, CRITIC_WEIGHTS
+        return default if temperature is None else temperature, weights
 
 
-def load(dataset: str, split: str, max_problems: int | None, seed: int = 0) -> list[Problem]:
-    """The problems, AIME's with ids like aime2024_001; what has no such split comes whole."""
+def load_problem_set(
+    dataset: str, split: str, max_problems: int | None, seed: int = 0
+) -> list[Problem]:
+    """Load the problems, AIME's with ids like aime2024_001; a set without splits comes whole."""
     name = dataset.partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems") else "test"
@@ -105,113 +102,100 @@ def load(dataset: str, split: str, max_problems: int | None, seed: int = 0) -> l
         problems = load_problems(source, split, max_samples=max_problems, seed=seed)
     only_numbers(dataset, problems)
     for problem in problems:
-        tolerance_of(problem)  # said now, not when answers have been paid for
+        relative_tolerance(problem)  # refused now, not when answers have been paid for
     if name in ("aime2024", "aime2025"):
         return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
     return problems
 
 
-def connect(
-    apprentice: Apprentice,
-    config: TrainConfig,
-    settings: Mapping[str, RoleSettings],
-    clients: Mapping[str, APIClient],
-    prompts: Prompts,
-) -> Actor:
-    """The role at its endpoint, and the judge if there is one.
-
-    Raises:
-        UsageError: no server, or the run directory holds a run with other options.
-    """
-    own = config.of(apprentice.name)
-    found = {
-        name: Role(name, settings[name], clients[name], apprentice.journal)
-        for name in (apprentice.name, "judge")
-        if name in settings
-    }
-    shared = SHARED + (() if apprentice.is_critic else ("dataset", "rollouts"))
-    options = {name: getattr(config, name) for name in shared} | own
-    options |= {f"{name} model": role.model for name, role in found.items()}
-    apprentice.check_options(options | {"weights": list(own["weights"]), "prompts": prompts.digest})
-    judge = Judge(found.get("judge"), prompts, config.max_tokens)
-    role, limit = found[apprentice.name], config.max_tokens
-    return Actor(role, prompts, judge, max_tokens=limit, seed=config.seed, **own)
-
-
-def read_rollouts(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
-    """The problems that all three generators have practised on, and their rollouts.
-
-    Raises:
-        UsageError: a generator has none.
-    """
-    caches = {}
+def load_proposals(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
+    """Load the problems that all three generators practised on, and by problem their rollouts."""
+    records = {}
     for number, name in enumerate(GENERATORS, 1):
-        path = cache_path(run_dir, name)
-        caches[name] = {row["problem_id"]: row for row in read_lines(path, repair=False)}
-        if not caches[name]:
+        path = records_path(run_dir, name)
+        records[name] = {row["problem_id"]: row for row in read_lines(path, repair=False)}
+        if not records[name]:
             raise UsageError(
                 f"Rollouts file not found: {path}; "
                 f"run: python -m recipes.experience.train generator {number}"
             )
-    first, *others = caches.values()
+    first, *others = records.values()
     rows = [row for key, row in first.items() if all(key in other for other in others)]
     problems = [
         Problem(r["problem_id"], r["problem_text"], r["ground_truth"], columns=r["columns"])
         for r in rows
     ]
     return problems, {
-        p.id: [(name, cache[p.id]["rollouts"]) for name, cache in caches.items()] for p in problems
+        p.id: [(name, rows[p.id]["rollouts"]) for name, rows in records.items()] for p in problems
     }
+
+
+def open_trainer(
+    name: str,
+    config: TrainConfig,
+    endpoints: Mapping[str, Endpoint],
+    clients: Mapping[str, APIClient],
+    prompts: Mapping[str, Any],
+) -> Trainer:
+    """Open a role's files, and set up its agent and the judge if there is one."""
+    temperature, weights = config.options_of(name)
+    journal = Journal(config.run_dir / f"{name}_calls.jsonl")
+
+    def agent(role: str, **options: Any) -> Agent:
+        given = (endpoints[role], clients[role], journal, prompts)
+        return Agent(role, *given, max_tokens=config.max_tokens, **options)
+
+    judge = agent("judge", temperature=0.0) if "judge" in endpoints else None
+    own = agent(name, temperature=temperature, seed=config.seed)
+    library = Library(name, config.library_dir, config.library_items, config.library_tokens)
+    return Trainer(own, judge, library, config.run_dir, weights, config.tau)
 
 
 def main(config: TrainConfig) -> int:
     single = f"generator_{config.number}" if config.target == "generator" else config.target
     names = (*GENERATORS, "critic") if config.target == "all" else (single,)
-    settings, prompts = load_settings(names, named(config.api_config)), Prompts()
-    if config.max_cost is not None:
-        check_prices(settings, config.api_config)
-    limits = (config.library_dir, config.library_items, config.library_tokens)
+    endpoints = load_endpoints((*names, "judge"), config.api_config, max_cost=config.max_cost)
+    prompts, budget = load_prompts(), Budget(config.max_cost)
+    clients = {name: endpoint.client(budget) for name, endpoint in endpoints.items()}
+    directories = {path.resolve(): path for path in (config.run_dir, config.library_dir)}
     with ExitStack() as locks:
-        apprentices = []
-        for name in names:
-            locks.enter_context(sole_writer(name, config.run_dir, config.library_dir))
-            library = Library(name, *limits)
-            apprentices.append(Apprentice(name, config.run_dir, library, config.tau))
+        for directory in directories.values():
+            directory.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                lock = directory / f".{name}.lock"
+                locks.enter_context(lock_file(lock, str(directory), f"runs {name}"))
+        trainers = [open_trainer(name, config, endpoints, clients, prompts) for name in names]
         if config.target == "critic":
-            problems, material = read_rollouts(config.run_dir)
+            problems, groups = load_proposals(config.run_dir)
         else:
-            problems = load(config.dataset, "train", config.max_problems, config.seed)
-            material = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
-        budget = Budget(config.max_cost)
-        budget.cost = sum(row["cost"] for a in apprentices for row in a.journal.rows.values())
-        clients = {name: client_of(one, budget) for name, one in settings.items()}
-        actors = {a.name: connect(a, config, settings, clients, prompts) for a in apprentices}
+            problems = load_problem_set(config.dataset, "train", config.max_problems, config.seed)
+            groups = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
+        budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
+        for trainer in trainers:
+            own = () if trainer.is_critic else ("dataset", "rollouts")
+            options = {name: getattr(config, name) for name in SHARED + own}
+            options["temperature"], weights = config.options_of(trainer.name)
+            options |= {"weights": list(weights), "prompts": hash_prompts(prompts)}
+            trainer.check_options(options)
         try:
-            together(apprentices[: len(GENERATORS)], actors, problems, material)
+            train_at_once(trainers[: len(GENERATORS)], problems, groups)
             if config.target == "all":  # the critic, on what they have just written
-                together(apprentices[-1:], actors, *read_rollouts(config.run_dir))
+                train_at_once(trainers[-1:], *load_proposals(config.run_dir))
         finally:
-            for apprentice in apprentices:
-                calls, retries = apprentice.journal.rows.values(), actors[apprentice.name].retries
-                shown = summarise(apprentice.rows, calls, retries)
-                replace_json(config.run_dir / f"{apprentice.name}_summary.json", shown)
-                terminal.facts(apprentice.name, shown)
+            for trainer in trainers:
+                shown = summarize(trainer)
+                replace_json(config.run_dir / f"{trainer.name}_summary.json", shown)
+                terminal.facts(trainer.name, shown)
     return 0
 
 
-def together(
-    apprentices: Sequence[Apprentice],
-    actors: Mapping[str, Actor],
-    problems: Sequence[Problem],
-    material: Mapping[str, Sequence[Any]],
+def train_at_once(
+    trainers: Sequence[Trainer], problems: Sequence[Problem], groups: Mapping[str, Sequence[Any]]
 ) -> None:
-    """All of them at once; what ends one, or Ctrl-C, ends all after the problem in hand."""
+    """Train all of them; what ends one, or Ctrl-C, ends all after the problem in hand."""
     stop = threading.Event()
     with ThreadPoolExecutor(len(GENERATORS)) as pool:
-        tasks = [
-            pool.submit(apprentice.practise, actors[apprentice.name], problems, material, stop)
-            for apprentice in apprentices
-        ]
+        tasks = [pool.submit(trainer.train, problems, groups, stop) for trainer in trainers]
         try:
             for task in as_completed(tasks):
                 task.result()

@@ -6,7 +6,9 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "alerts": "new_alerts",
-    "atomic_files": "Journal append_lines read_lines read_log replace_file replace_json sync",
+    "atomic_files": (
+        "Journal append_lines lock_file read_lines read_log replace_file replace_json sync"
+    ),
     "checkpoints": "check_space file_hash writing",
     "directory": "RunDirectory check_writable git_commit",
     "plots": "BLUE GREY ORANGE accuracy_bars learning_curves",

@@ -1,8 +1,9 @@
-"""The experience recipe's parts: rules, scaffolds, scores, libraries, prompts, files. No server."""
+"""The experience recipe's parts: formulas, plans, rewards, libraries, prompts. No server."""
 
-import contextlib
+import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -14,28 +15,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.experience import train
-from recipes.experience.attempts import differs, group_statistics
-from recipes.experience.judge import (
+from recipes.experience.agent import PLACEHOLDERS, PROMPTS, hash_prompts, load_prompts
+from recipes.experience.formulas import evaluate_formula, is_formula
+from recipes.experience.library import Library, count_tokens, reveals_gold, shorten
+from recipes.experience.plan import Plan, ReplyError, execute_plan, parse_plan
+from recipes.experience.rewards import (
     CRITIC_WEIGHTS,
     GENERATOR_WEIGHTS,
-    LOGIC_PARTS,
-    Judge,
-    fusion_score,
+    LOGIC_SCORES,
+    check_logic,
+    compute_rewards,
+    fusion_reward,
     grade_answer,
-    graph_score,
-    logic_checks,
-    weighted,
+    graph_reward,
+    weighted_mean,
 )
-from recipes.experience.library import Library, gives_away, shorten, tokens
-from recipes.experience.prompting import DIRECTORY, PLACEHOLDERS, Prompts
-from recipes.experience.rules import RuleError, evaluate_rule, is_rule
-from recipes.experience.scaffold import Scaffold, ScaffoldError, execute, parse_scaffold
+from recipes.experience.trainer import ROUNDING, group_statistics
 from rlm.api_client import APIError
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import experience_block, load_experiences, with_experiences
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
-from rlm.runs.atomic_files import Journal, append_lines, read_lines, replace_json
+from rlm.runs.atomic_files import read_lines
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data"
@@ -43,8 +44,8 @@ NOW = "2026-01-01T00:00:00+00:00"
 PENS = Problem("pens", "A box holds 12 pens. How many pens are in 90 boxes?", "1080")
 
 
-def scaffold_of(**changes) -> Scaffold:
-    return Scaffold.model_validate(TOTAL | changes)
+def plan_of(**changes) -> Plan:
+    return Plan.model_validate(TOTAL | changes)
 
 
 def link(cause, effect, rule="") -> dict:
@@ -59,7 +60,7 @@ TOTAL = {
 }
 
 
-# --- rules ----------------------------------------------------------------------------------
+# --- formulas ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,19 +73,16 @@ TOTAL = {
         ("-a ** -1", Fraction(-1, 3)),
         ("max(a, b) + abs(-1) + round(2.6) + floor(1.5)", 9),
         ("comb(5, 2) + factorial(3) + gcd(12, 18)", 22),
-        ("sqrt(16)", 4),
-        ("4 ** 0.5", 2),
+        ("sqrt(16) + 4 ** 0.5", 6),
         ("round(sqrt(2), 2)", 1.41),
         ("round(a / b, 1) + round(1234, -2)", Fraction(6004, 5)),
+        ("2 * pi * sin(pi / 2) + log(exp(1))", 2 * math.pi + 1),
+        ("e", 7),  # a quantity of that name wins over the constant
     ],
 )
-def test_rules_are_evaluated_exactly(rule, value):
-    assert evaluate_rule(rule, {"a": Fraction(3), "b": Fraction(4)}) == value
-
-
-def test_constants_and_functions_of_real_numbers():
-    assert evaluate_rule("2 * pi * sin(pi / 2) + log(e)", {}) == pytest.approx(2 * math.pi + 1)
-    assert evaluate_rule("e", {"e": Fraction(7)}) == 7  # a quantity of that name wins
+def test_formulas_are_evaluated_exactly(rule, value):
+    found = evaluate_formula(rule, {"a": Fraction(3), "b": Fraction(4), "e": Fraction(7)})
+    assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 @pytest.mark.parametrize(
@@ -98,24 +96,21 @@ def test_constants_and_functions_of_real_numbers():
         "(" * 250 + "1" + ")" * 250, "1" * 301, "a b", "\x00", "3 = 4", "yes, multiply",
     ],
 )  # fmt: skip
-def test_what_is_no_arithmetic_or_has_no_value_is_refused(rule):
-    with pytest.raises(RuleError):
-        evaluate_rule(rule, {})
+def test_what_is_no_arithmetic_or_out_of_bounds_has_no_value(rule):
+    assert evaluate_formula(rule, {}) is None
 
 
 @given(st.text(max_size=60))
-def test_no_text_does_more_than_be_refused(rule):
-    with contextlib.suppress(RuleError):
-        assert isinstance(evaluate_rule(rule, {}), Fraction | float)
+def test_any_text_has_a_number_as_its_value_or_none(rule):
+    assert isinstance(evaluate_formula(rule, {}), Fraction | float | None)
 
 
 def test_a_rule_parses_whatever_its_names_are_worth():
-    assert is_rule("f = m * a ** 2 / sqrt(k)")
-    assert not is_rule("multiply them")
-    assert not is_rule("a < b")
+    assert is_formula("f = m * a ** 2 / sqrt(k)")
+    assert not any(map(is_formula, ("multiply them", "a < b", "a = b = c < d", "")))
 
 
-# --- scaffolds ------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,12 +124,12 @@ def test_a_rule_parses_whatever_its_names_are_worth():
     ],
     ids=["bare", "fenced", "wrapped", "after thinking", "braces in text"],
 )
-def test_a_scaffold_is_found_in_a_reply(reply):
-    assert parse_scaffold(reply).text() == scaffold_of().text()
+def test_a_plan_is_found_in_a_reply(reply):
+    assert parse_plan(reply).text() == plan_of().text()
 
 
 def test_what_models_write_loosely():
-    loose = scaffold_of(
+    loose = plan_of(
         knowns={"pens": "12 pens", "boxes": 90.0, "unknown": None, "words": "many"},
         causal_graph=[{"cause": "pens", "effect": "total"}],
         constraints_and_premises=["total is positive"],
@@ -143,7 +138,7 @@ def test_what_models_write_loosely():
     assert loose.knowns == {"pens": 12, "boxes": 90.0, "unknown": None, "words": None}
     assert loose.causal_graph[0].cause == ["pens"]
     assert loose.constraints == ["total is positive"]
-    assert parse_scaffold(loose.text()) == loose  # what is stored reads back
+    assert parse_plan(loose.text()) == loose  # what is stored reads back
 
 
 @pytest.mark.parametrize(
@@ -163,33 +158,20 @@ def test_what_models_write_loosely():
         (json.dumps(TOTAL | {"causal_graph": [link([["a"]], "b")]}), "schema", "cause"),
     ],
 )
-def test_what_is_no_scaffold_has_a_type_and_a_reason(reply, kind, says):
-    with pytest.raises(ScaffoldError, match=f"^{kind}: .*{says}") as caught:
-        parse_scaffold(reply)
-    assert caught.value.kind == kind
-
-
-def test_half_a_character_is_replaced_as_no_file_could_hold_it():
-    """JSON can spell a lone surrogate, and a model that is cut off inside a pair does."""
-    steps = [{"id": "s", "target": "total", "inputs": [], "description": "\ud83d"}]
-    odd = TOTAL | {"constraints": ["\ud800 one", "😀"], "computation_plan": steps}
-    reply = json.dumps(odd)
-    assert "\\ud800" in reply
-    found = parse_scaffold(reply)
-    assert found.constraints == ["? one", "😀"]
-    assert found.computation_plan[0].description == "?"
-    found.text().encode()
+def test_what_is_no_plan_has_a_type_and_a_reason(reply, kind, says):
+    with pytest.raises(ReplyError, match=f"^{kind}: .*{says}"):
+        parse_plan(reply)
 
 
 def test_a_cycle_is_named():
-    loop = scaffold_of(causal_graph=[link(["a"], "b"), link(["b"], "c"), link(["c"], "a")])
-    with pytest.raises(ScaffoldError, match=r"^cycle: (a → b → c|b → c → a|c → a → b)"):
-        loop.refuse_cycle()
-    scaffold_of().refuse_cycle()
+    loop = plan_of(causal_graph=[link(["a"], "b"), link(["b"], "c"), link(["c"], "a")])
+    with pytest.raises(ReplyError, match=r"^cycle: (a → b → c|b → c → a|c → a → b)"):
+        loop.raise_if_cyclic()
+    plan_of().raise_if_cyclic()
 
 
 def test_a_plan_is_followed_through_names_and_references():
-    plan = scaffold_of(
+    plan = plan_of(
         knowns={"price": 3, "count": 4, "discount": 0.5},
         causal_graph=[
             link(["price", "count"], "cost", "price * count"),
@@ -200,147 +182,136 @@ def test_a_plan_is_followed_through_names_and_references():
             {"id": "step2", "target": "total", "inputs": [{"ref": "step1"}, "discount"]},
         ],
     )
-    run = execute(plan)
+    run = execute_plan(plan)
     assert run.values["total"] == Fraction(23, 2)
     assert (run.targets, run.with_inputs) == ({"cost", "total"}, 2)
     backwards = plan.model_copy(update={"computation_plan": plan.computation_plan[::-1]})
-    run = execute(backwards)  # a step before its input gives nothing
+    run = execute_plan(backwards)  # a step before its input gives nothing
     assert (run.targets, run.with_inputs) == ({"cost"}, 1)
 
 
-# --- scores ---------------------------------------------------------------------------------
+# --- rewards ----------------------------------------------------------------------------------
 
 
 def test_the_weighted_totals():
     parts = ("r_ans", "r_logic", "r_graph", "r_fusion")
     of = lambda *scores: dict(zip(parts, scores, strict=False))  # noqa: E731
-    assert weighted(of(0, 0.75, 0.80), GENERATOR_WEIGHTS) == 0.3875
-    assert weighted(of(1, 0.85, 0.90, 0.75), CRITIC_WEIGHTS) == 0.875
+    assert weighted_mean(of(0, 0.75, 0.80), GENERATOR_WEIGHTS) == 0.3875
+    assert weighted_mean(of(1, 0.85, 0.90, 0.75), CRITIC_WEIGHTS) == 0.875
     # Without r_logic: (0.5 · 1 + 0.25 · 0.8) / 0.75, not a number made up in its place.
-    assert weighted(of(1, None, 0.80), GENERATOR_WEIGHTS) == pytest.approx(0.7 / 0.75)
-    assert weighted(of(None, None, None), GENERATOR_WEIGHTS) is None
+    assert weighted_mean(of(1, None, 0.80), GENERATOR_WEIGHTS) == pytest.approx(0.7 / 0.75)
+    assert weighted_mean(of(None, None, None), GENERATOR_WEIGHTS) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "gold", "correct", "reason"),
+    ("text", "gold", "tolerance", "reason"),
     [
-        ("12 * 90 = 1080\nFinal answer: 1,080", "1080", True, "correct"),
-        ("<think>x</think>\n<answer>025</answer>", "25", True, "correct"),
-        ("Final answer: 3.0", "3", True, "correct"),
-        ("Final answer: 7", "3", False, "wrong"),
-        ("Final answer: 3 + 4", "7", False, "not_a_number"),
-        ("I give up.", "7", False, "no_answer"),
+        ("12 * 90 = 1080\nFinal answer: 1,080", "1080", 0, "correct"),
+        ("<think>x</think>\n<answer>025</answer>", "25", 0, "correct"),
+        ("Final answer: 3.0", "3", 0, "correct"),
+        ("Final answer: 7", "3", 0, "wrong"),
+        ("Final answer: 3 + 4", "7", 0, "not_a_number"),
+        ("I give up.", "7", 0, "no_answer"),
+        ("Final answer: 29.9 m/s", "29.71", 0.01, "correct"),
+        ("Final answer: 29.9 m/s", "29.71", 0, "wrong"),
+        ("Final answer: 30.1", "29.71", 0.01, "wrong"),  # 1.3 % off
+        (r"Final answer: 1.61 \times 10^{-19}", "1.602e-19", 0.01, "correct"),
+        ("Final answer: 1.6 × 10^−19 J", "1.602e-19", 0.01, "correct"),
+        ("Final answer: -29.7", "29.71", 0.01, "wrong"),
     ],
 )
-def test_answers_are_exact(text, gold, correct, reason):
-    found, _, why = grade_answer(text, Problem("p", "?", gold))
-    assert (found, why) == (correct, reason)
+def test_answers_are_exact_or_within_the_tolerance(text, gold, tolerance, reason):
+    correct, _, why = grade_answer(text, Problem("p", "?", gold, columns={"rel_tol": tolerance}))
+    assert (correct, why) == (reason == "correct", reason)
+
+
+ALL_CHECKS = ("inputs_there", "target_reached", "rules_parse", "steps_computed", "value_is_answer")
 
 
 @pytest.mark.parametrize(
-    ("text", "gold", "correct"),
+    ("changes", "answer", "tolerance", "failed"),
     [
-        ("Final answer: 29.9 m/s", "29.71", True),
-        ("Final answer: 30.1", "29.71", False),  # 1.3 % off
-        (r"Final answer: 1.61 \times 10^{-19}", "1.602e-19", True),
-        ("Final answer: 1.6 × 10^−19 J", "1.602e-19", True),
-        ("Final answer: -29.7", "29.71", False),
+        ({}, "1080", 0, ()),
+        ({}, "1081", 0, ("value_is_answer",)),
+        ({}, "", 0, ("value_is_answer",)),
+        ({}, "1070", 0.01, ()),  # 1080 / 1070 is 0.9 % off
+        ({}, "1070", 0.009, ("value_is_answer",)),
+        ({"causal_graph": [link(["pens"], "total", "multiply them")]}, "1080", 0, ALL_CHECKS[1:]),
+        # 9 ** 500 has 478 digits: more than a float has room for.
+        (
+            {"causal_graph": [link(["pens"], "total", "9 ** 500 + pens * 0")]},
+            *("1080", 0, ("value_is_answer",)),
+        ),
+        # Knowing the target is not computing it.
+        (
+            {"knowns": {"total": 1080}, "causal_graph": [link(["x"], "y", "x")]},
+            *("1080", 0, ("inputs_there", "target_reached", "steps_computed", "value_is_answer")),
+        ),
     ],
 )
-def test_physics_answers_have_a_tolerance(text, gold, correct):
-    problem = Problem("p", "?", gold, columns={"rel_tol": 0.01})
-    assert grade_answer(text, problem)[0] is correct
-
-
-def test_logic_without_a_judge():
-    assert set(logic_checks(scaffold_of(), "1080").values()) == {1.0}
-    assert logic_checks(scaffold_of(), "1081")["value_is_answer"] == 0
-    assert logic_checks(scaffold_of(), "")["value_is_answer"] == 0
-    no_rule = scaffold_of(causal_graph=[link(["pens"], "total", "multiply them")])
-    assert logic_checks(no_rule, "1080") == {
-        "inputs_there": 1.0,
-        "target_reached": 0.0,
-        "rules_parse": 0.0,
-        "steps_computed": 0.0,
-        "value_is_answer": 0.0,
-    }
-    # 9 ** 500 has 478 digits: more than a float has room for.
-    huge = scaffold_of(causal_graph=[link(["pens"], "total", "9 ** 500 + pens * 0")])
-    assert logic_checks(huge, "1080") == dict.fromkeys(logic_checks(huge, "1080"), 1.0) | {
-        "value_is_answer": 0.0
-    }
-    # Within the tolerance: 1080 / 1070 is 0.9 % off.
-    assert logic_checks(scaffold_of(), "1070", 0.01)["value_is_answer"] == 1
-    assert logic_checks(scaffold_of(), "1070", 0.009)["value_is_answer"] == 0
-    # Knowing the target is not computing it.
-    told = scaffold_of(knowns={"total": 1080}, causal_graph=[link(["x"], "y", "x")])
-    assert logic_checks(told, "1080")["value_is_answer"] == 0
+def test_r_logic_without_a_judge(changes, answer, tolerance, failed):
+    checks = check_logic(plan_of(**changes), answer, tolerance)
+    assert checks == {name: float(name not in failed) for name in ALL_CHECKS}
 
 
 def test_r_graph_by_hand():
-    assert graph_score(scaffold_of()) == pytest.approx(1.0)
-    assert graph_score(None) == 0.0
+    assert graph_reward(plan_of()) == pytest.approx(1.0)
+    assert graph_reward(None) == 0.0
     # A cycle: −0.3. Nodes a, b; needed pens, boxes, total: −0.2.
-    cyclic = scaffold_of(causal_graph=[link(["a"], "b", "a"), link(["b"], "a", "b")])
-    assert graph_score(cyclic) == pytest.approx(0.5)
+    cyclic = plan_of(causal_graph=[link(["a"], "b", "a"), link(["b"], "a", "b")])
+    assert graph_reward(cyclic) == pytest.approx(0.5)
     # Half the links have a rule (0.2), 2 of 3 needed names (0.4 / 3), 3 of 5 nodes together (0.06).
-    parts = scaffold_of(causal_graph=[link(["pens", "x"], "total", "x"), link(["y"], "z")])
-    assert graph_score(parts) == pytest.approx(0.3 + 0.4 / 3 + 0.2 + 0.06)
+    parts = plan_of(causal_graph=[link(["pens", "x"], "total", "x"), link(["y"], "z")])
+    assert graph_reward(parts) == pytest.approx(0.3 + 0.4 / 3 + 0.2 + 0.06)
 
 
 def test_r_fusion_by_hand():
-    first = scaffold_of()
-    other = scaffold_of(
+    first = plan_of()
+    other = plan_of(
         causal_graph=[link(["pens", "boxes"], "total", "pens + boxes"), link(["total"], "tax", "1")]
     )
     # Equal to the better proposal; the one conflict (total) is settled; what both have survives,
     # and so does all that half of them have. r_graph is 1 for all three: improvement 0.5.
-    assert fusion_score(other, [first, other]) == pytest.approx(0.3 + 0.3 + 0.2 + 0.1)
+    assert fusion_reward(other, [first, other]) == pytest.approx(0.3 + 0.3 + 0.2 + 0.1)
     # The tax is dropped: half of the proposals had it. Nodes 3 of 4, edges 2 of 3.
     expected = 0.3 + 0.3 + 0.2 * (0.4 * 3 / 4 + 0.6 * 2 / 3) + 0.1
-    assert fusion_score(first, [first, other]) == pytest.approx(expected)
+    assert fusion_reward(first, [first, other]) == pytest.approx(expected)
     # Proposals that agree: no conflict counts 0.7.
-    assert fusion_score(first, [first, first]) == pytest.approx(0.3 + 0.21 + 0.2 + 0.1)
-
-
-def test_r_fusion_orders_what_it_should():
-    first = scaffold_of()
-    invented = scaffold_of(causal_graph=[*TOTAL["causal_graph"], link(["moon"], "total", "moon")])
-    dropped = scaffold_of(causal_graph=[link(["pens"], "total", "pens * 90")])
-    good = fusion_score(first, [first, first, first])
+    assert fusion_reward(first, [first, first]) == pytest.approx(0.3 + 0.21 + 0.2 + 0.1)
+    # What is invented or left out counts for less.
+    invented = plan_of(causal_graph=[*TOTAL["causal_graph"], link(["moon"], "total", "moon")])
+    dropped = plan_of(causal_graph=[link(["pens"], "total", "pens * 90")])
     for worse in (invented, dropped):
-        assert 0 <= fusion_score(worse, [first, first, first]) < good <= 1
+        assert 0 <= fusion_reward(worse, [first] * 3) < fusion_reward(first, [first] * 3) <= 1
 
 
-class FakeRole:
-    """A judge's role: says what it is told to, or fails."""
+class FakeJudge:
+    """Says what it is told to, or fails."""
 
     def __init__(self, *replies):
-        self.replies, self.prompts = list(replies), []
+        self.replies, self.asked = list(replies), []
 
-    def ask(self, stage, prompt, **options):
-        self.prompts.append((stage, prompt, options["temperature"]))
+    def ask(self, stage, seed, **values):
+        self.asked.append((stage, values))
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
         return SimpleNamespace(text=reply)
 
 
-def scored(role, solution="Final answer: 1080"):
-    judge = Judge(role, Prompts(), 100)
-    return judge.score(PENS, scaffold_of(), solution, GENERATOR_WEIGHTS, "seed")
+def scored(judge, solution="Final answer: 1080"):
+    return compute_rewards(PENS, plan_of(), solution, GENERATOR_WEIGHTS, judge=judge)
 
 
 def test_a_judge_gives_r_logic_as_the_mean_of_five():
-    parts = dict(zip(LOGIC_PARTS, (1, 0.5, 0, 1, 0.75), strict=True))
-    role = FakeRole(json.dumps({"score": 0.1, "breakdown": parts, "errors": []}))
+    parts = dict(zip(LOGIC_SCORES, (1, 0.5, 0, 1, 0.75), strict=True))
+    role = FakeJudge(json.dumps({"score": 0.1, "breakdown": parts, "errors": []}))
     row = scored(role)
     assert row["rewards"]["r_logic"] == pytest.approx(0.65)
     assert row["scored_by"] == {"answer": "exact", "logic": "judge"}
     assert not row["judge_failed"]
-    (stage, prompt, temperature) = role.prompts[0]
-    assert (stage, temperature) == ("judge_logic", 0.0)
-    assert PENS.question in prompt
+    (stage, values) = role.asked[0]
+    assert (stage, values["problem"]) == ("judge_logic", PENS.question)
 
 
 @pytest.mark.parametrize(
@@ -349,21 +320,21 @@ def test_a_judge_gives_r_logic_as_the_mean_of_five():
         ("garbage", "no_json"),
         ("{", "bad_json"),
         ('{"coherence": 0.5}', "not five scores"),
-        (json.dumps(dict.fromkeys(LOGIC_PARTS, 5)), "not five scores"),
-        (json.dumps(dict.fromkeys(LOGIC_PARTS, True)), "not five scores"),
-        (json.dumps(dict.fromkeys(LOGIC_PARTS, "high")), "not five scores"),
+        (json.dumps(dict.fromkeys(LOGIC_SCORES, 5)), "not five scores"),
+        (json.dumps(dict.fromkeys(LOGIC_SCORES, True)), "not five scores"),
+        (json.dumps(dict.fromkeys(LOGIC_SCORES, "high")), "not five scores"),
         (APIError("500 broken", 500), "500 broken"),
     ],
     ids=str,
 )
 def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply, why):
-    row = scored(FakeRole(reply))
+    row = scored(FakeJudge(reply))
     assert row["rewards"]["r_logic"] is None
     assert row["judge_failed"]
     assert row["judge_error"].startswith(why)
     assert row["r_total_of"] == ["r_ans", "r_graph"]
     assert row["rewards"]["r_total"] == pytest.approx(1.0)  # (0.5 + 0.25) / 0.75
-    assert group_statistics([row["rewards"], scored(None)["rewards"]])[1] == 0.0  # left out
+    assert group_statistics([row, scored(None)])[1] == 0.0  # left out
 
 
 @pytest.mark.parametrize(
@@ -376,20 +347,20 @@ def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply, why):
     ],
 )
 def test_the_judge_is_asked_only_where_the_exact_grader_cannot_tell(reply, r_ans, failed):
-    role = FakeRole(reply, json.dumps(dict.fromkeys(LOGIC_PARTS, 1)))
+    role = FakeJudge(reply, json.dumps(dict.fromkeys(LOGIC_SCORES, 1)))
     row = scored(role, "Final answer: 12 * 90 pens")
-    assert [stage for stage, *_ in role.prompts] == ["judge_answer", "judge_logic"]
+    assert [stage for stage, *_ in role.asked] == ["judge_answer", "judge_logic"]
     assert (row["rewards"]["r_ans"], row["judge_failed"]) == (r_ans, failed)
     assert row["is_correct"] is (r_ans == 1.0)
     assert row["judge_error"] == ("neither YES nor NO" if failed else None)
-    role = FakeRole(json.dumps(dict.fromkeys(LOGIC_PARTS, 1)))
+    role = FakeJudge(json.dumps(dict.fromkeys(LOGIC_SCORES, 1)))
     scored(role, "Final answer: 7")
-    assert [stage for stage, *_ in role.prompts] == ["judge_logic"]
+    assert [stage for stage, *_ in role.asked] == ["judge_logic"]
     assert scored(None, "Final answer: 12 * 90 pens")["rewards"]["r_ans"] == 0.0
 
 
 def totals(*values):
-    return [{"r_ans": 0.0, "r_total": value} for value in values]
+    return [{"rewards": {"r_ans": 0.0, "r_total": value}} for value in values]
 
 
 def test_sigma_is_of_the_population_and_strictly_above_tau():
@@ -398,11 +369,11 @@ def test_sigma_is_of_the_population_and_strictly_above_tau():
         pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 3)),
     )
     for middle in (0.1, 0.3, 0.5, 0.7):  # σ = 0.05 up to rounding, on either side
-        assert not differs(group_statistics(totals(middle - 0.05, middle + 0.05))[1], 0.05)
-        assert differs(group_statistics(totals(middle - 0.0501, middle + 0.0501))[1], 0.05)
+        assert group_statistics(totals(middle - 0.05, middle + 0.05))[1] <= 0.05 + ROUNDING
+        assert group_statistics(totals(middle - 0.0501, middle + 0.0501))[1] > 0.05 + ROUNDING
     assert group_statistics([]) == (None, 0.0)
     assert group_statistics(totals(0.3)) == (0.3, 0.0)
-    assert group_statistics([{"r_ans": None, "r_total": 0.1}, *totals(0.9)])[1] == 0.0
+    assert group_statistics([{"rewards": {"r_ans": None, "r_total": 0.1}}, *totals(0.9)])[1] == 0.0
 
 
 # --- libraries ------------------------------------------------------------------------------
@@ -448,7 +419,7 @@ def record(library, before="", operations=(), problem="pens") -> dict:
     return {
         "problem_id": problem,
         "library_before": before,
-        "library_after": library.snapshot(),
+        "library_after": copy.deepcopy(library.items),
         "extraction": {"operations": list(operations)},
         "timestamp": NOW,
     }
@@ -498,14 +469,12 @@ def test_what_is_refused_changes_nothing_and_says_why(tmp_path, operation, reaso
     assert library.digest == before
 
 
-def test_a_lesson_of_50_words_is_cut_at_a_sentence_or_refused(tmp_path):
-    library = library_in(tmp_path)
+def test_a_lesson_is_cut_at_a_sentence_or_refused(tmp_path):
     sentence = "Write down every quantity with its unit before the first calculation."
-    long = f"{sentence} {' '.join(['word'] * 39)}"
-    assert len(long.split()) == 50
-    assert learn(library, add(long))[0]["content"] == sentence
-    assert shorten(" ".join(["word"] * 33)) is None
-    assert len(shorten(" ".join(["word"] * 32)).split()) == 32
+    long = sentence + " word" * 39
+    assert learn(library_in(tmp_path), add(long))[0]["content"] == sentence
+    assert shorten("word " * 33) is None
+    assert shorten("word " * 32) == ("word " * 32).strip()
 
 
 @given(st.text(max_size=400))
@@ -529,7 +498,7 @@ def test_no_stored_lesson_has_more_than_32_words(text):
     ],
 )
 def test_the_gold_of_the_source_problem_stays_out(lesson, gold, leaks):
-    assert gives_away(lesson, Problem("p", PENS.question, gold)) is leaks
+    assert reveals_gold(lesson, Problem("p", PENS.question, gold)) is leaks
 
 
 def test_one_group_adds_one_lesson_and_is_not_heard_for_ever(tmp_path):
@@ -552,7 +521,7 @@ def test_a_full_library_drops_what_helped_least(tmp_path):
     assert library.lessons == LESSONS[1:]
     small = library_in(tmp_path / "small", size=30)
     learn(small, *map(add, LESSONS))
-    assert tokens(small.items) <= 30
+    assert count_tokens(small.items) <= 30
     assert small.lessons == [LESSONS[2]]
 
 
@@ -574,24 +543,24 @@ def test_a_kill_between_record_and_library_loses_and_repeats_nothing(tmp_path):
     assert fresh.lessons == ["Mine."]
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '["a"]', '[{"content": 1}]', '[{"content": ""}]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "{}", '["a"]', '[{"content": 1}]', '[{"content": ""}]',
+        '[{"content": "No id.", "category": "validation"}]',
+        '[{"content": "No category.", "id": "G1-001"}]',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_library_is_refused(tmp_path, content):
     path = tmp_path / "generator_1_experiences.json"
     path.write_text(content)
-    with pytest.raises(UsageError):
-        load_experiences(path)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=re.escape(str(path))):
         library_in(tmp_path)
+    if "No" not in content:  # readers need no more than a content
+        with pytest.raises(UsageError, match=re.escape(str(path))):
+            load_experiences(path)
     with pytest.raises(UsageError, match="cannot read"):
         load_experiences(tmp_path / "nowhere.json")
-
-
-def test_a_lesson_of_ones_own_needs_what_the_prompts_show(tmp_path):
-    path = tmp_path / "generator_1_experiences.json"
-    for fields, missing in (({"category": "validation"}, "id"), ({"id": "G1-001"}, "category")):
-        path.write_text(json.dumps([{"content": "Check units."} | fields]))
-        with pytest.raises(UsageError, match=f"without a text as its {missing}"):
-            library_in(tmp_path)
 
 
 def test_lessons_in_front_of_a_question():
@@ -601,17 +570,17 @@ def test_lessons_in_front_of_a_question():
     assert experience_block([]) == ""
 
 
-# --- prompts and files ----------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------
 
 
 def test_every_prompt_file_is_used_and_filled():
-    assert {path.stem for path in DIRECTORY.glob("*.txt")} == set(PLACEHOLDERS)
-    prompts = Prompts()
+    assert {path.stem for path in PROMPTS.glob("*.txt")} == set(PLACEHOLDERS)
+    prompts = load_prompts()
     for name, fields in PLACEHOLDERS.items():
-        text = prompts.fill(name, **{field: f"<{field} $5 ${{x}}>" for field in fields})
+        text = prompts[name].substitute(**{field: f"<{field} $5 ${{x}}>" for field in fields})
         for field in fields:
             assert f"<{field} $5 ${{x}}>" in text  # and a $ in a value does no harm
-    assert prompts.digest == Prompts().digest
+    assert hash_prompts(prompts) == hash_prompts(load_prompts())
 
 
 @pytest.mark.parametrize(
@@ -619,86 +588,30 @@ def test_every_prompt_file_is_used_and_filled():
     [("$problem $answer", "\\$answer"), ("no field", "\\$problem"), ("$problem $5", "begins no")],
 )
 def test_a_prompt_with_other_placeholders_is_refused(tmp_path, text, says):
-    for path in DIRECTORY.glob("*.txt"):
+    for path in PROMPTS.glob("*.txt"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "solve.txt").write_text(text)
     with pytest.raises(UsageError, match=f"solve.txt: .*{says}"):
-        Prompts(tmp_path)
+        load_prompts(tmp_path)
     (tmp_path / "solve.txt").unlink()
     with pytest.raises(UsageError, match="cannot read the prompt"):
-        Prompts(tmp_path)
-
-
-def test_a_torn_last_line_is_cut_off_and_another_bad_one_named(tmp_path, caplog):
-    path = tmp_path / "rows.jsonl"
-    assert read_lines(path) == []
-    append_lines(path, [{"a": 1}, {"b": "ü"}])
-    whole = path.read_bytes()
-    for cut in range(len(whole) + 1):
-        path.write_bytes(whole[:cut])
-        rows = read_lines(path, repair=False)
-        assert path.read_bytes() == whole[:cut]
-        assert read_lines(path) == rows == [{"a": 1}, {"b": "ü"}][: whole[:cut].count(b"\n")]
-        append_lines(path, [{"c": 3}])
-        assert read_lines(path) == [*rows, {"c": 3}]
-    assert "torn" in caplog.text
-    path.write_text('{"a": 1}\nnot\n{"b": 2}\n')
-    with pytest.raises(UsageError, match="line 2"):
-        read_lines(path)
-
-
-def test_half_a_surrogate_pair_is_read_back_as_it_was(tmp_path):
-    append_lines(tmp_path / "rows.jsonl", [{"error": "cut off: \ud83d"}, {"b": 2}])
-    assert read_lines(tmp_path / "rows.jsonl") == [{"error": "cut off: \ud83d"}, {"b": 2}]
-
-
-def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
-    path, synced = tmp_path / "rows.jsonl", []
-    monkeypatch.setattr("os.fsync", lambda stream: synced.append(path.read_text()))
-    append_lines(path, [{"a": 1}])
-    append_lines(path, [{"b": 2}, {"c": 3}])
-    assert synced == ['{"a": 1}\n', '{"a": 1}\n{"b": 2}\n{"c": 3}\n']
-
-
-def test_a_library_is_whole_at_any_moment(tmp_path, monkeypatch):
-    """A disk that fills up while the new one is written leaves the old one."""
-    library = library_in(tmp_path)
-    learn(library, add(LESSONS[0]))
-    library.commit(record(library))
-    learn(library, add(LESSONS[1]))
-
-    def full(stream):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        replace_json(library.path, library.items)
-    assert load_experiences(library.path) == (LESSONS[0],)
-
-
-def test_the_journal_remembers(tmp_path):
-    journal = Journal(tmp_path / "deep" / "calls.jsonl")
-    journal.add("k", {"reply": 1})
-    assert Journal(journal.path).rows == {"k": {"key": "k", "reply": 1}}
-    replace_json(tmp_path / "x.json", [1])
-    assert json.loads((tmp_path / "x.json").read_text()) == [1]
-    replace_json(tmp_path / "x.json", ["é", "a name that is not UTF-8: \udcff"])
-    assert json.loads((tmp_path / "x.json").read_text())[1][-1] == "\udcff"
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+        load_prompts(tmp_path)
 
 
 # --- data and flags -------------------------------------------------------------------------
 
 
-def test_the_physics_problems_recompute():
-    problems = train.load("physics", "train", None)
+def test_the_physics_problems_recompute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # nothing is looked for in the working directory
+    assert load_prompts()
+    problems = train.load_problem_set("physics", "train", None)
     assert [p.id for p in problems] == [f"physics_{i:03d}" for i in range(1, 31)]
     assert len({p.question for p in problems}) == 30
     for problem in problems:
         columns = problem.columns
         assert columns["unit"]
         assert 0 < columns["rel_tol"] <= 0.02
-        value = evaluate_rule(columns["expression"], {})
+        value = evaluate_formula(columns["expression"], {})
         stated = parse_number(problem.answer)
         assert math.isclose(value, stated, rel_tol=5.1e-4), problem.id  # four digits
         assert grade_answer(f"Final answer: {problem.answer} {columns['unit']}", problem)[0]
@@ -710,33 +623,26 @@ def test_the_physics_problems_recompute():
 @pytest.mark.parametrize("year", [2024, 2025])
 def test_aime_from_files(year):
     for dataset in (f"aime{year}:{PUBLISHED}", str(PUBLISHED / f"aime{year}.jsonl")):
-        problems = train.load(dataset, "train", None)
+        problems = train.load_problem_set(dataset, "train", None)
         assert [p.id for p in problems] == [f"aime{year}_{i:03d}" for i in range(1, 31)]
 
 
-def test_nothing_is_looked_for_in_the_working_directory(tmp_path, monkeypatch):
-    here = Prompts().digest
-    monkeypatch.chdir(tmp_path)
-    assert Prompts().digest == here
-    assert len(train.load("physics", "train", None)) == 30
-
-
 def test_word_problems_to_practise_and_to_evaluate_share_none():
-    practised = train.load("word-problems", "train", 50)
-    asked = train.load("word-problems", "test", 50)
+    practised = train.load_problem_set("word-problems", "train", 50)
+    asked = train.load_problem_set("word-problems", "test", 50)
     assert not {p.question for p in practised} & {p.question for p in asked}
 
 
 def test_the_defaults_are_those_of_the_seed():
     config = parse(train.TrainConfig, ["generator", "1"])
     assert (config.dataset, config.max_problems, config.rollouts) == ("aime2024", None, 3)
-    assert config.of("generator_1")["temperature"] == 0.3
-    assert parse(train.TrainConfig, ["critic"]).of("critic")["temperature"] == 0.0
+    assert config.options_of("generator_1")[0] == 0.3
+    assert parse(train.TrainConfig, ["critic"]).options_of("critic")[0] == 0.0
     everyone = parse(train.TrainConfig, ["all", "--temperature", "0.7"])
-    assert [everyone.of(n)["temperature"] for n in ("generator_2", "critic")] == [0.7, 0.0]
+    assert [everyone.options_of(n)[0] for n in ("generator_2", "critic")] == [0.7, 0.0]
     assert config.tau == 0.05
-    assert config.of("generator_1")["weights"] == (0.5, 0.25, 0.25)
-    assert parse(train.TrainConfig, ["critic"]).of("critic")["weights"] == (0.3, 0.2, 0.2, 0.3)
+    assert config.options_of("generator_1")[1] == (0.5, 0.25, 0.25)
+    assert parse(train.TrainConfig, ["critic"]).options_of("critic")[1] == (0.3, 0.2, 0.2, 0.3)
 
 
 def test_importing_the_recipe_loads_no_torch():

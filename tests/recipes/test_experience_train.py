@@ -13,14 +13,15 @@ import pytest
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
-from recipes.experience import apprentice, prompting, train
+from recipes.experience import agent, evaluate, train
+from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
-from recipes.experience.roles import GENERATORS, RoleSettings, load_settings
-from recipes.experience.scaffold import parse_scaffold
+from recipes.experience.plan import parse_plan
+from recipes.experience.trainer import records_path
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import load_experiences
-from rlm.runs.atomic_files import Journal, read_lines
+from rlm.runs.atomic_files import Journal, lock_file, read_lines
 from server import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +51,11 @@ class Place:
         self.configure()
         write_problems(self.data, problems(10))
 
-    def configure(self, *extra: str, **fields) -> None:
+    def configure(self, judge: dict | None = None, **fields) -> None:
+        """The same endpoint for all roles; the judge's may differ, and is there only if named."""
         entry = {"base_url": self.server.url, "model": "m", "backoff": 0.001} | fields
-        self.config.write_text(json.dumps(dict.fromkeys((*ROLES, *extra), entry)))
+        roles = dict.fromkeys(ROLES, entry) | ({} if judge is None else {"judge": entry | judge})
+        self.config.write_text(json.dumps(roles))
 
     def arguments(self, *more) -> list[str]:
         where = ["--api-config", self.config, "--run-dir", self.run_dir]
@@ -66,11 +69,20 @@ class Place:
             run_main(train.main, train.TrainConfig, argv=self.arguments(*command, *more))
         return exit.value.code or 0
 
+    def run_group(self, *options) -> int:
+        """One problem with two rollouts, of which one is right."""
+        answers = [2232, 2233]
+        self.model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
+        return self.run("generator", 1, "--rollouts", 2, "--max-problems", 1, *options)
+
     def rows(self, name="generator_1") -> list[dict]:
-        return read_lines(apprentice.cache_path(self.run_dir, name))
+        return read_lines(records_path(self.run_dir, name))
 
     def lessons(self, name="generator_1") -> tuple[str, ...]:
         return load_experiences(self.libraries / f"{name}_experiences.json")
+
+    def items(self, name="generator_1") -> list[dict]:
+        return json.loads((self.libraries / f"{name}_experiences.json").read_text())
 
     def summary(self, name="generator_1") -> dict:
         return json.loads((self.run_dir / f"{name}_summary.json").read_text())
@@ -82,7 +94,7 @@ class Place:
     def everything(self) -> dict[str, str]:
         """All that was written, without the clock; journals sorted, for threads race."""
         found = {}
-        for file in sorted([*self.run_dir.iterdir(), *self.libraries.iterdir()]):
+        for file in sorted([*self.run_dir.glob("[!.]*"), *self.libraries.glob("[!.]*")]):
             lines = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "T", file.read_text()).splitlines()
             found[file.name] = "\n".join(sorted(lines) if "_calls" in file.name else lines)
         return found
@@ -96,8 +108,17 @@ def assert_same(place: Place, other: Place) -> None:
 
 
 @pytest.fixture
-def place(tmp_path, server):
-    return Place(tmp_path / "place", server)
+def place(tmp_path, server, model):
+    place = Place(tmp_path / "place", server)
+    place.model = model
+    return place
+
+
+def one_line(capsys) -> str:
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
 
 
 def prompt_of(body: dict) -> str:
@@ -118,7 +139,7 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", row["timestamp"])
         assert [r["rollout_id"] for r in row["rollouts"]] == [1, 2, 3]
         for r in row["rollouts"]:
-            assert parse_scaffold(r["scaffold"]).text() == r["scaffold"]
+            assert parse_plan(r["scaffold"]).text() == r["scaffold"]
             assert isinstance(json.loads(r["scaffold"]), dict)
             assert r["is_correct"] is (r["answer"] == problem["answer"])
             assert r["r_ans"] == float(r["is_correct"])
@@ -127,39 +148,30 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
             total = 0.5 * r["r_ans"] + 0.25 * r["r_logic"] + 0.25 * r["r_graph"]
             assert r["r_total"] == pytest.approx(total)
             assert r["scored_by"] == {"answer": "exact", "logic": "checks"}
-    assert place.summary()["scaffolds parsed"] == "30 of 30 (100 %)"
-    items = json.loads((place.libraries / "generator_1_experiences.json").read_text())
-    assert items
-    for number, item in enumerate(items, 1):
+    assert place.summary()["plans"] == "30 parsed"
+    assert place.items()
+    for number, item in enumerate(place.items(), 1):
         assert item["id"] == f"G1-{number:03d}"
         assert {"content", "category", "source_problem", "created_at"} < set(item)
 
 
-@pytest.mark.parametrize("rollouts", [1, 2, 5])
-def test_flags_reach_the_requests(place, rollouts):
-    options = ("--rollouts", rollouts, "--temperature", 0.9, "--max-tokens", 77)
+def test_flags_reach_the_requests(place):
+    options = ("--rollouts", 2, "--temperature", 0.9, "--max-tokens", 77, "--tau", 0.9)
     assert place.run("generator", 2, "--max-problems", 2, *options) == 0
-    assert [len(row["rollouts"]) for row in place.rows("generator_2")] == [rollouts] * 2
+    assert [len(row["rollouts"]) for row in place.rows("generator_2")] == [2, 2]
     bodies = place.asked()
     assert {body["temperature"] for body in bodies} == {0.9}
     assert {body["max_tokens"] for body in bodies} == {77}
     assert len({body["seed"] for body in bodies}) == len(bodies)
-    assert len(place.asked("scaffold")) == 2 * rollouts
+    assert len(place.asked("scaffold")) == 4
+    assert place.asked("generator_extraction") == []  # no group differs that much
 
 
 def test_an_endpoint_with_short_replies_is_not_asked_for_longer_ones(place):
-    place.configure(max_tokens=50)
+    place.configure(max_tokens=50, model="")
     assert place.run("generator", 1, "--max-problems", 1) == 0
     assert {body["max_tokens"] for body in place.asked()} == {50}
-    own = load_settings(["critic"], place.path / "nothing.json", {})["critic"]
-    assert own.max_tokens <= ServerConfig.max_new_tokens  # that of `python server.py`
-
-
-def test_default_temperatures(place):
-    assert place.run("all", "--max-problems", 1) == 0
-    critics = place.asked("fusion", "critic_extraction")
-    assert {body["temperature"] for body in critics} == {0.0}
-    assert {body["temperature"] for body in place.asked("scaffold")} == {0.3}
+    assert {body["model"] for body in place.asked()} == {"base"}  # the first of the endpoint
 
 
 def test_a_lesson_stands_in_the_prompts_of_the_next_problem(place, model):
@@ -168,7 +180,7 @@ def test_a_lesson_stands_in_the_prompts_of_the_next_problem(place, model):
     )
     assert place.run("generator", 1) == 0
     assert place.lessons() == ("Count the boxes twice.",)
-    (source,) = json.loads((place.libraries / "generator_1_experiences.json").read_text())
+    (source,) = place.items()
     first = [p["id"] for p in problems(10)].index(source["source_problem"])
     for body in place.asked("scaffold"):
         after = numbers(prompt_of(body))[0] - 31 > first
@@ -187,37 +199,22 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
         assert told is stage_of(body).endswith("_extraction")
 
 
-def test_a_small_difference_teaches_nothing(place, model):
-    model.answer = lambda prompt, seed: "Final answer: 1"  # all equally wrong
-    assert place.run("generator", 1, "--max-problems", 3) == 0
-    assert place.asked("generator_extraction") == []
-    assert place.lessons() == ()
-    assert place.summary()["groups with σ > τ"] == "0 of 3 (0 %)"
-
-
 @pytest.mark.parametrize(
     ("weights", "said"),
     [("0.05,0.25,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.0502,0.25,0.6998", "σ=0.050 → Extract (σ>τ)")],
     ids=["0.05", "0.0501"],
 )
-def test_a_sigma_of_tau_is_not_yet_above_it(place, model, capsys, weights, said):
+def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, weights, said):
     """One attempt right, one wrong: r_ans 1 and 0, r_logic 1 and 0.8, r_graph 1 and 1.
 
     The totals differ by 0.05 + 0.25 · 0.2 = 0.1 with the first weights: σ is half of that.
     """
-    answers = [2232, 2233]
-    model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
-    options = ("--rollouts", 2, "--max-problems", 1, "--weights", weights)
-    assert place.run("generator", 1, *options) == 0
+    assert place.run_group("--weights", weights) == 0
     taught = "Extract" in said
     assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
     assert len(place.asked("generator_extraction")) == len(place.lessons()) == taught
     assert said in capsys.readouterr().err
-
-
-def test_tau_is_the_flag(place):
-    assert place.run("generator", 1, "--max-problems", 3, "--tau", 0.9) == 0
-    assert place.asked("generator_extraction") == []
+    assert place.summary()["groups with σ > τ"] == f"{taught:d} of 1"
 
 
 def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
@@ -230,31 +227,18 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
             assert (r["r_logic"], r["r_graph"]) == (0.0, 0.0)
             assert r["r_total"] == 0.5 * r["is_correct"]
     assert "First multiply, then be done." in prompt_of(place.asked("answer")[0])
-    assert place.summary()["scaffolds parsed"] == "0 of 6 (0 %) (6 no_json)"
+    assert place.summary()["plans"] == "6 no_json"
 
 
-@pytest.mark.parametrize(
-    ("operation", "reason"),
-    [
-        ({"action": "add", "content": " ".join(["word"] * 50)}, "too_long"),
-        ({"action": "add", "content": "The total is 2,232 pens."}, "gold_leak"),
-        ({"action": "delete", "id": "G1-007"}, "unknown_id"),
-    ],
-    ids=lambda part: str(part)[:20],
-)
-def test_what_a_library_refuses_is_told_counted_and_recorded(
-    place, model, capsys, operation, reason
-):
-    proposed = operation | {"category": "validation"}
-    model.generator_extraction = lambda prompt, seed: operations(proposed)
-    answers = [2232, 2233]
-    model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
-    assert place.run("generator", 1, "--rollouts", 2, "--max-problems", 1) == 0
+def test_what_a_library_refuses_is_told_counted_and_recorded(place, model, capsys):
+    lesson = {"action": "add", "content": "It is 2,232 pens.", "category": "validation"}
+    model.generator_extraction = lambda prompt, seed: operations(lesson)
+    assert place.run_group() == 0
     assert place.lessons() == ()
     (done,) = place.rows()[0]["extraction"]["operations"]
-    assert (done["kept"], done["reason"]) == (False, reason)
-    assert place.summary()["operations"] == f"1 proposed, 0 kept (1 {reason})"
-    assert f"✗ Refused ({reason}): {operation['action']}" in capsys.readouterr().err
+    assert (done["kept"], done["reason"]) == (False, "gold_leak")
+    assert place.summary()["operations"] == "1 gold_leak"
+    assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
     (audit,) = read_lines(place.libraries / "generator_1_audit.jsonl")
     assert audit["operations"] == [done]
 
@@ -266,79 +250,49 @@ def test_what_no_file_can_hold_ends_no_run(place, model):
     )
     lesson = {"action": "add", "content": "Check \ud800 it.", "category": "validation"}
     model.generator_extraction = lambda prompt, seed: operations(lesson)
-    answers = [2232, 2233]
-    model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
-    assert place.run("generator", 1, "--rollouts", 2, "--max-problems", 1) == 0
+    assert place.run_group() == 0
     assert place.lessons() == ("Check ? it.",)
 
 
 def test_operations_are_counted_as_proposed_parsed_kept(place, model):
-    replies = iter(
-        [
-            operations({"action": "add", "content": "Check it.", "category": "validation"}),
-            "garbage",
-            operations({"action": "add", "content": "Check it.", "category": "validation"}),
-            operations(),
-            '{"operations": 3}',
-        ]
-    )
+    add = operations({"action": "add", "content": "Check it.", "category": "validation"})
+    replies = iter([add, "garbage", add, operations(), '{"operations": 3}'])
     model.answer = lambda prompt, seed: f"Final answer: {numbers(prompt)[0] * 103 + seed}"
     model.scaffold = lambda prompt, seed: json.dumps(plan(*numbers(prompt))) if seed % 2 else "none"
     model.generator_extraction = lambda prompt, seed: next(replies)
-    groups = 0
     assert place.run("generator", 1, "--rollouts", 5, "--max-problems", 5) == 0
-    groups = len(place.asked("generator_extraction"))
     summary = place.summary()
-    assert groups == 5, "the seeds of this test give every group both kinds of plan"
-    assert summary["groups with σ > τ"] == "5 of 5 (100 %)"
-    assert summary["extractions parsed"] == "3 of 5 (60 %)"
-    assert summary["operations"] == "2 proposed, 1 kept (1 duplicate)"
+    assert summary["groups with σ > τ"] == "5 of 5"  # the seeds give each both kinds of plan
+    assert summary["extractions"] == "3 parsed, 2 failed"
+    assert summary["operations"] == "1 kept, 1 duplicate"
     assert summary["lessons"] == 1
 
 
 # --- the critic, and all of them ------------------------------------------------------------
 
 
-def test_the_critic_writes_three_lines_a_problem(place):
-    assert place.run("all", "--max-problems", 4) == 0
+def test_the_critic_writes_three_lines_a_problem_and_reads_its_lessons(place):
+    assert place.run("all", "--max-problems", 6) == 0
     rows = place.rows("critic")
-    assert len(rows) == 12
-    assert [row["generator_id"] for row in rows] == list(GENERATORS) * 4
+    assert [row["generator_id"] for row in rows] == list(GENERATORS) * 6
     fields = {"problem_id", "problem_text", "ground_truth", "generator_id", "fused_scaffold"}
     fields |= {"final_answer", "is_correct", "rewards", "timestamp"}
     for row in rows:
         assert fields <= set(row)
-        assert parse_scaffold(row["fused_scaffold"])
+        assert parse_plan(row["fused_scaffold"])
         assert row["fusion"] == "fused"
-        names = ["r_ans", "r_logic", "r_graph", "r_fusion", "r_total"]
-        assert list(row["rewards"]) == names
+        assert list(row["rewards"]) == ["r_ans", "r_logic", "r_graph", "r_fusion", "r_total"]
         r = row["rewards"]
         total = 0.3 * r["r_ans"] + 0.2 * r["r_logic"] + 0.2 * r["r_graph"] + 0.3 * r["r_fusion"]
         assert r["r_total"] == pytest.approx(total)
         # Equal to proposals that agree: 0.3 + 0.3 · 0.7 + 0.2 + 0.2 · 0.5
         assert r["r_fusion"] == pytest.approx(0.81)
-    assert place.summary("critic")["fusions"] == "12 fused"
-
-
-def test_the_critic_sees_its_own_lessons(place):
-    assert place.run("all") == 0
-    lessons = place.lessons("critic")
-    assert lessons
-    assert lessons[0] in prompt_of(place.asked("fusion")[-1])
-    items = json.loads((place.libraries / "critic_experiences.json").read_text())
-    assert items[0]["id"] == "C-001"
-
-
-def test_a_lesson_that_no_prompt_held_is_not_credited(place, model):
-    """Without two proposals there is no fusion, and nobody reads the critic's lessons."""
-    place.libraries.mkdir()
-    lesson = {"id": "C-001", "content": "Compare the units.", "category": CRITIC_CATEGORIES[0]}
-    (place.libraries / "critic_experiences.json").write_text(json.dumps([lesson]))
-    model.scaffold = lambda prompt, seed: "no scaffold"
-    assert place.run("all", "--max-problems", 2) == 0
-    assert {row["fusion"] for row in place.rows("critic")} == {"none"}
-    (item,) = json.loads((place.libraries / "critic_experiences.json").read_text())
-    assert (item["usage_count"], item["success_count"]) == (0, 0)
+    assert place.summary("critic")["fusions"] == "18 fused"
+    assert place.lessons("critic")[0] in prompt_of(place.asked("fusion")[-1])
+    assert place.items("critic")[0]["id"] == "C-001"
+    critics = place.asked("fusion", "critic_extraction")
+    assert {body["temperature"] for body in critics} == {0.0}
+    assert {body["temperature"] for body in place.asked("scaffold")} == {0.3}
 
 
 def cyclic(prompt: str, seed: int) -> str:
@@ -359,11 +313,16 @@ def test_a_fusion_that_is_none_is_refused_with_a_reason(place, model, fusion, re
         assert row["fusion"] == "best_of"
         assert row["scaffold_error"].startswith(reason)
         assert row["rewards"]["r_fusion"] == 0.0
-        assert parse_scaffold(row["fused_scaffold"])  # the best proposal
-    assert "3 best_of" in place.summary("critic")["fusions"]
+        assert parse_plan(row["fused_scaffold"])  # the best proposal
+    assert place.summary("critic")["fusions"] == "3 best_of"
+    assert place.summary("critic")["plans"] == "3 " + reason.strip(": ")
 
 
 def test_too_few_valid_proposals_are_not_called_a_fusion(place, model):
+    """Nobody reads the critic's lessons then, and they are not credited."""
+    place.libraries.mkdir()
+    lesson = {"id": "C-001", "content": "Compare the units.", "category": CRITIC_CATEGORIES[0]}
+    (place.libraries / "critic_experiences.json").write_text(json.dumps([lesson]))
     only = [json.dumps(plan(31, 72))]  # one generator has one valid plan, the others have none
     model.scaffold = lambda prompt, seed: only.pop() if only else "no plan"
     assert place.run("all", "--max-problems", 1) == 0
@@ -374,6 +333,8 @@ def test_too_few_valid_proposals_are_not_called_a_fusion(place, model):
         assert "r_fusion" not in row["r_total_of"]
     assert place.asked("fusion") == []
     assert rows[-1]["std"] == 0.0  # nothing to compare
+    (item,) = place.items("critic")
+    assert (item["usage_count"], item["success_count"]) == (0, 0)
 
 
 def test_three_at_once_are_as_if_alone(tmp_path, server):
@@ -393,16 +354,13 @@ def test_the_critic_grades_with_the_tolerance_of_the_problem(place, model):
     assert {row["is_correct"] for row in place.rows("critic")} == {True}
 
 
-@pytest.mark.parametrize("tolerance", ["1 %", 1.5, -0.1])
-def test_a_tolerance_that_is_no_share_is_one_line_at_the_start(place, model, tolerance, capsys):
-    write_problems(place.data, [row | {"rel_tol": tolerance} for row in problems(1)])
-    assert place.run("all", "--max-problems", 1) == 2
-    assert "rel_tol is a share" in capsys.readouterr().err
-
-
-def test_the_critic_takes_the_problems_that_all_three_have(place):
-    for number, count in ((1, 3), (2, 1), (3, 2)):
+def test_the_critic_takes_the_problems_that_all_three_have(place, capsys):
+    for number, count in ((1, 3), (3, 2)):
         assert place.run("generator", number, "--max-problems", count) == 0
+    capsys.readouterr()
+    assert place.run("critic") == 2
+    assert "train generator 2" in one_line(capsys)
+    assert place.run("generator", 2, "--max-problems", 1) == 0
     assert place.run("critic") == 0
     assert {row["problem_id"] for row in place.rows("critic")} == {"pens_000"}
 
@@ -410,39 +368,21 @@ def test_the_critic_takes_the_problems_that_all_three_have(place):
 # --- a judge --------------------------------------------------------------------------------
 
 
-def test_a_judge_scores_at_temperature_zero(place):
-    place.configure("judge")
-    assert place.run("generator", 1, "--max-problems", 2) == 0
-    assert {body["temperature"] for body in place.asked("judge_logic")} == {0.0}
-    for row in place.rows():
-        assert {r["r_logic"] for r in row["rollouts"]} == {0.75}
-        assert {r["scored_by"]["logic"] for r in row["rollouts"]} == {"judge"}
-    assert place.summary()["judge failed"] == "0 of 6 (0 %)"
-
-
 def test_a_judge_that_fails_is_null_and_counted(place, model):
-    place.configure("judge")
+    place.configure({})
     model.judge_logic = lambda prompt, seed: "I cannot judge this."
     assert place.run("generator", 1, "--max-problems", 2) == 0
     for row in place.rows():
-        for r in row["rollouts"]:
-            assert r["r_logic"] is None
-            assert r["judge_failed"]
-            assert r["judge_error"] == "no_json: the reply holds no {"
-            assert r["r_total_of"] == ["r_ans", "r_graph"]
-            assert r["r_total"] == pytest.approx((0.5 * r["r_ans"] + 0.25) / 0.75)
-        assert row["std"] == 0.0
-        assert row["mean"] is None
-    assert place.summary()["judge failed"] == "6 of 6 (100 %)"
+        assert {r["r_logic"] for r in row["rollouts"]} == {None}
+        assert {r["judge_error"] for r in row["rollouts"]} == {"no_json: the reply holds no {"}
+        assert (row["mean"], row["std"]) == (None, 0.0)
+    assert place.summary()["judge"] == "6 failed"
     assert place.asked("generator_extraction") == []
 
 
 def test_all_roles_share_the_judge_and_its_limits(place, model):
     """One at a time means one, though three generators ask at once."""
-    place.configure("judge")
-    roles = json.loads(place.config.read_text())
-    roles["judge"]["concurrency"] = 1
-    place.config.write_text(json.dumps(roles))
+    place.configure({"concurrency": 1})
     asking, most = [], []
 
     def judge_logic(prompt, seed):
@@ -468,9 +408,8 @@ def test_429_twice_and_then_success(place):
     assert len(place.rows()) == 1
 
 
-def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place, model):
+def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     place.configure(attempts=1)
-    model.scaffold = lambda prompt, seed: json.dumps(plan(*numbers(prompt)))
     place.server.script(refuse(400, "prompt too long"))
     assert place.run("generator", 1, "--max-problems", 1) == 0
     (row,) = place.rows()
@@ -478,7 +417,7 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place, model):
     assert len(failed) == 1
     assert "prompt too long" in failed[0]["error"]
     assert {failed[0][name] for name in ("r_ans", "r_logic", "r_graph", "r_total")} == {None}
-    assert place.summary()["failed calls"] == "1 of 3 (33 %)"
+    assert place.summary()["failed calls"] == 1
 
 
 def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(place, capsys):
@@ -513,7 +452,6 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
     paid = len(place.asked())
     assert 5 * paid <= 83
     assert 5 * (paid + 2) > 83  # what could not pass the cap was sent
-    assert "cost" in place.summary()["in all"]
     assert f"cost {5 * paid}" in place.summary()["in all"]
     assert place.run(*options, "--max-cost", 83) == 2  # spent is spent
     assert len(place.asked()) == paid
@@ -525,61 +463,56 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
     assert len(fresh.asked()) == 2 * everything  # no paid call was repeated
 
 
-def test_a_cap_without_prices_is_refused(place, capsys):
-    assert place.run("generator", 1, "--max-cost", 1) == 2
-    assert "--max-cost needs a price" in capsys.readouterr().err
-    assert place.asked() == []
-
-
-def test_a_role_elsewhere_needs_a_price_under_a_cap(place, capsys):
+def test_a_cap_needs_prices(place, capsys):
     """What is not said to cost anything would be spent without being counted; the judge, too."""
-    place.configure("judge", price=PRICE)
+    assert place.run("generator", 1, "--max-cost", 1) == 2
+    assert "--max-cost needs a price for generator_1 in" in capsys.readouterr().err
+    place.configure({"base_url": "https://api.example/v1", "api_key": KEY})
     roles = json.loads(place.config.read_text())
-    roles["judge"] |= {"base_url": "https://api.example/v1", "api_key": KEY}
-    del roles["judge"]["price"]
+    for name in ROLES:
+        roles[name]["price"] = PRICE
     place.config.write_text(json.dumps(roles))
     assert place.run("all", "--max-cost", 1) == 2
     assert "--max-cost needs a price for judge in" in capsys.readouterr().err
     assert place.asked() == []
 
 
-def test_a_settings_file_that_is_not_there_is_no_reason_to_take_another_model(place, capsys):
-    place.config.unlink()
-    assert place.run("generator", 1) == 2
-    assert f"--api-config {place.config} does not exist" in capsys.readouterr().err
-
-
-def test_a_run_that_began_with_a_judge_goes_on_with_it(place, capsys):
-    place.configure("judge")
-    assert place.run("generator", 1, "--max-problems", 1) == 0
-    place.configure()
-    assert place.run("generator", 1, "--max-problems", 2) == 2
-    assert "judge model m (now None)" in capsys.readouterr().err
-    place.configure("judge")
-    assert place.run("generator", 1, "--max-problems", 2) == 0
-
-
-def test_what_cannot_be_verified_is_not_practised(place, capsys):
-    choice = {"question": "A or B?", "answer": "B", "answer_type": "choice"}
-    place.data.write_text(json.dumps(choice) + "\n")
-    assert place.run("generator", 1) == 2
-    assert "answers of the type choice" in capsys.readouterr().err
-    assert place.asked() == []
-
-
 def test_costs_are_accounted_by_role_and_stage(place):
-    place.configure("judge", price={"prompt": 1000.0, "completion": 100_000.0})
+    place.configure({}, price={"prompt": 1000.0, "completion": 100_000.0})
     assert place.run("generator", 1, "--max-problems", 2) == 0
     summary = place.summary()
     # 10 tokens read for 0.001 each, 5 written for 0.1 each, of 6 requests.
     expected = "6 calls, 60 tokens read, 30 written, cost 3.06"
     for name in ("generator_1: scaffold", "generator_1: answer", "judge: judge_logic"):
         assert summary[name] == expected
+    assert {body["temperature"] for body in place.asked("judge_logic")} == {0.0}
+    rollouts = [r for row in place.rows() for r in row["rollouts"]]
+    assert {(r["r_logic"], r["scored_by"]["logic"]) for r in rollouts} == {(0.75, "judge")}
+    assert summary["judge"] == "6 scored"
     assert place.run("generator", 1, "--max-problems", 2) == 0
     assert place.summary()["in all"] == summary["in all"]  # the run's, not the process's
 
 
 # --- interruptions --------------------------------------------------------------------------
+
+
+def start(place, *command) -> subprocess.Popen:
+    data = () if command[0] == "critic" else ("--dataset", place.data)
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.experience.train", *place.arguments(*command, *data)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and a child inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
+    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None
+        time.sleep(0.01)
 
 
 class Killed(BaseException):
@@ -654,14 +587,9 @@ def test_a_cache_cut_anywhere_is_repaired(tmp_path, server, name):
 
 
 def test_more_problems_go_on_where_it_stopped(place):
-    assert place.run("generator", 1, "--max-problems", 5) == 0
-    first = len(place.asked())
-    assert place.run("generator", 1, "--max-problems", 10) == 0
-    assert len(place.rows()) == 10
-    assert len(place.asked("scaffold")) == 30
-    assert place.run("generator", 1, "--max-problems", 10) == 0
-    assert len(place.asked("scaffold")) == 30
-    assert first < len(place.asked())
+    for count, asked in ((5, 15), (10, 30), (10, 30)):
+        assert place.run("generator", 1, "--max-problems", count) == 0
+        assert (len(place.rows()), len(place.asked("scaffold"))) == (count, asked)
 
 
 def test_kill_9_and_again(tmp_path, server):
@@ -670,21 +598,17 @@ def test_kill_9_and_again(tmp_path, server):
     assert whole.run(*options) == 0
     total = len(whole.asked())
     server.delay = 0.05
-    command = place.arguments(*options, "--dataset", place.data)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recipes.experience.train", *command],
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    cache = place.run_dir / "generator_1_rollouts.jsonl"
-    while not (cache.exists() and cache.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = start(place, *options)
+    wait_for_lines(records_path(place.run_dir, "generator_1"), 2, process)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     server.delay = 0.0
-    assert place.run(*options) == 0
+    again = start(place, *options)
+    out, said = again.communicate()
+    assert again.returncode == 0
+    assert "generator_1: 100%" in said
+    assert re.search(r"  generator_1: μ=0\.\d{3}, σ=0\.\d{3} → (Extract \(σ>τ\)|Skip)", said)
+    assert "plans: 12 parsed" in out
     assert_same(place, whole)
     assert len(place.asked()) - total <= total + 3  # at most what was in flight is asked again
 
@@ -698,23 +622,12 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
             assert place.run("generator", number, "--max-problems", 3) == 0
     target = ["critic"] if name == "critic" else ["generator", 1, "--max-problems", 3]
     server.delay = 0.2
-    data = [] if name == "critic" else ["--dataset", place.data]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recipes.experience.train", *place.arguments(*target, *data)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        # Where the tests run in the background, Ctrl-C is ignored, and a child inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    cache, calls = apprentice.cache_path(place.run_dir, name), place.run_dir / f"{name}_calls.jsonl"
-    while not (cache.exists() and calls.read_bytes().count(b"\n") >= 9):
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = start(place, *target)
+    wait_for_lines(place.run_dir / f"{name}_calls.jsonl", 9, process)
+    wait_for_lines(records_path(place.run_dir, name), 1, process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    assert "Traceback" not in process.stderr.read()
+    assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode == 130
     problems_done = len(place.rows(name)) // (3 if name == "critic" else 1)
     assert problems_done == 2  # the first, and the one in hand
     assert place.summary(name)["problems"] == 2
@@ -724,37 +637,28 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
 
 
 def test_two_processes_on_one_run_are_refused(place, capsys):
-    with apprentice.sole_writer("generator_1", place.run_dir):
-        assert place.run("generator", 1) == 2
-    assert f"another process runs generator_1 in {place.run_dir}" in capsys.readouterr().err
-    # A run with another --run-dir may have the same library.
-    with apprentice.sole_writer("generator_1", place.path / "other", place.libraries):
-        assert place.run("generator", 1) == 2
-    assert f"another process runs generator_1 in {place.libraries}" in capsys.readouterr().err
-    assert place.run("generator", 1, "--max-problems", 1) == 0
-
-
-def test_run_and_library_may_share_a_directory(place):
-    place.libraries = place.run_dir
+    for directory in (place.run_dir, place.libraries):  # other runs may have the same library
+        directory.mkdir(exist_ok=True)
+        with lock_file(directory / ".generator_1.lock", "here", ""):
+            assert place.run("generator", 1) == 2
+        assert re.search(f"{directory}: process .* runs generator_1", capsys.readouterr().err)
+    place.libraries = place.run_dir  # one lock then
     assert place.run("generator", 1, "--max-problems", 1) == 0
 
 
 def test_other_options_do_not_mix_with_a_run(place, capsys):
+    place.configure({})
     assert place.run("generator", 1, "--max-problems", 1) == 0
     assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 5) == 2
     assert "rollouts 3 (now 5)" in capsys.readouterr().err
-    assert len(place.rows()) == 1
+    place.configure()
+    assert place.run("generator", 1, "--max-problems", 2) == 2
+    assert "judge model m (now None)" in capsys.readouterr().err
+    place.configure({})
+    assert place.run("generator", 1, "--max-problems", 2) == 0
 
 
 # --- mistakes -------------------------------------------------------------------------------
-
-
-def one_line(capsys) -> str:
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-    return error
 
 
 def test_keys_before_caches_before_data(place, capsys, monkeypatch):
@@ -785,75 +689,51 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
     assert place.server.requests == []
 
 
-def test_the_critic_names_the_generator_that_has_not_run(place, capsys):
-    for number in (1, 3):
-        assert place.run("generator", number, "--max-problems", 1) == 0
-    capsys.readouterr()
-    assert place.run("critic") == 2
-    assert "train generator 2" in one_line(capsys)
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rel_tol": "1 %"}, "rel_tol is a share"),
+        ({"rel_tol": 1.5}, "rel_tol is a share"),
+        ({"rel_tol": -0.1}, "rel_tol is a share"),
+        ({"answer": "B", "answer_type": "choice"}, "answers of the type choice"),
+    ],
+    ids=str,
+)
+def test_problems_that_cannot_be_graded_are_refused_at_the_start(place, capsys, changes, says):
+    write_problems(place.data, [row | changes for row in problems(1)])
+    assert place.run("all") == 2
+    assert says in one_line(capsys)
+    assert place.asked() == []
 
 
-def test_no_server_is_one_line(place, capsys):
+def test_no_server_or_no_settings_are_one_line(place, capsys):
     with ScriptedServer() as gone:
         url = gone.url
     place.config.write_text(json.dumps({"generator_1": {"base_url": url}}))
     assert place.run("generator", 1) == 2
     assert f"generator_1: no server answers at {url}" in one_line(capsys)
+    place.config.unlink()  # no reason to take another model
+    assert place.run("generator", 1) == 2
+    assert f"--api-config {place.config} does not exist" in one_line(capsys)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generator"],
-        ["generator", "4"],
-        ["critic", "1"],
-        ["nobody"],
-        ["all", "--weights", "1,2"],
-        ["critic", "--weights", "1,1,1"],
-        ["all", "--weights", "1,0,1"],
-        ["all", "--rollouts", "0"],
-        ["all", "--max-problems", "0"],
-        ["all", "--max-tokens", "0"],
-        ["all", "--library-items", "0"],
-        ["all", "--library-tokens", "0"],
-        ["all", "--max-cost", "-1"],
-        ["all", "--tau", "-1"],
-        ["all", "--temperature", "-1"],
-        ["all", "--temperature", "nan"],
+        "generator", "generator 4", "critic 1", "nobody", "all --weights 1,2", "all --tau -1",
+        "critic --weights 1,1,1", "all --weights 1,0,1", "all --rollouts 0", "all --max-problems 0",
+        "all --max-tokens 0", "all --library-items 0", "all --library-tokens 0",
+        "all --max-cost -1", "all --temperature -1", "all --temperature nan",
+        # of evaluate
+        "--samples 0", "--max-problems 0", "--max-tokens 0", "--temperature -1", "--max-cost -1",
+        "--role critic", "--temperature nan",
     ],
-    ids=" ".join,
-)
+)  # fmt: skip
 def test_flags_that_make_no_sense(arguments):
+    config = evaluate.EvaluateConfig if arguments.startswith("--") else train.TrainConfig
     with pytest.raises(UsageError) as refused:
-        parse(train.TrainConfig, arguments)
+        parse(config, arguments.split())
     assert "\n" not in str(refused.value)
-
-
-def test_help_names_the_flags_of_the_seed(capsys):
-    with pytest.raises(SystemExit):
-        parse(train.TrainConfig, ["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "aime2024, aime2025, physics", "(default: aime2024)", "--max-problems", "(default: none)",
-        "--rollouts int", "(default: 3)", "--temperature", "0.3, the critic's 0.0",
-    ):  # fmt: skip
-        assert part in text
-
-
-def test_it_runs_as_a_module(place):
-    command = place.arguments("generator", 1, "--max-problems", 2, "--dataset", place.data)
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.experience.train", *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "generator_1: 100%" in done.stderr
-    assert re.search(r"  generator_1: μ=0\.\d{3}, σ=0\.\d{3} → (Extract \(σ>τ\)|Skip)", done.stderr)
-    rows = place.rows()
-    assert ("✅ Saved: " in done.stderr) is any(row["extraction"] for row in rows)
-    assert "scaffolds parsed: 6 of 6" in done.stdout
 
 
 # --- settings -------------------------------------------------------------------------------
@@ -864,7 +744,7 @@ def test_the_example_has_every_role_and_the_real_file_is_ignored():
     roles = json.loads(example.read_text())
     assert set(roles) >= set(ROLES)
     for entry in roles.values():
-        assert RoleSettings.model_validate(entry).api_key.get_secret_value() == ""
+        assert Endpoint.model_validate(entry).api_key.get_secret_value() == ""
     if (ROOT / ".git").exists():
         names = ["data/api_keys/api_config.json", "data/grpo_experiences/critic_experiences.json"]
         check = subprocess.run(
@@ -873,26 +753,28 @@ def test_the_example_has_every_role_and_the_real_file_is_ignored():
         assert check.stdout.split() == names
 
 
-def test_settings_from_the_file_and_the_environment(tmp_path):
-    path = tmp_path / "api_config.json"
-    own = load_settings(["critic"], path, {})
+def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = load_endpoints(["critic", "judge"], environment={})
     assert own["critic"].base_url == "http://127.0.0.1:8000/v1"
+    assert own["critic"].max_tokens <= ServerConfig.max_new_tokens  # that of `python server.py`
     assert set(own) == {"critic"}  # no judge
+    path = tmp_path / "api_config.json"
     url = {"base_url": "https://api.example.org/v1"}
     path.write_text(json.dumps({"critic": {"api_key": "a"} | url, "math_expert": {"x": 1}}))
-    assert load_settings(["critic"], path, {})["critic"].api_key.get_secret_value() == "a"
+    assert load_endpoints(["critic"], path, {})["critic"].api_key.get_secret_value() == "a"
     given = {"CRITIC_API_KEY": "b", "CRITIC_MODEL": "m", "JUDGE_BASE_URL": "http://localhost:1/v1"}
-    found = load_settings(["critic"], path, given)
+    found = load_endpoints(["critic", "judge"], path, given)
     assert found["critic"].api_key.get_secret_value() == "b"
     assert (found["critic"].model, set(found)) == ("m", {"critic", "judge"})
-    assert KEY not in repr(RoleSettings(api_key=KEY))
+    assert KEY not in repr(Endpoint(api_key=KEY))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://localhost/v1", "http://[::1]:9"])
 def test_a_loopback_address_needs_no_key(tmp_path, url):
     path = tmp_path / "api_config.json"
     path.write_text(json.dumps({"critic": {"base_url": url}}))
-    assert load_settings(["critic"], path, {})["critic"].base_url == url
+    assert load_endpoints(["critic"], path, {})["critic"].base_url == url
 
 
 @pytest.mark.parametrize(
@@ -912,17 +794,17 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     path = tmp_path / "api_config.json"
     path.write_text(content)
     with pytest.raises(UsageError, match=says) as refused:
-        load_settings(["critic"], path, {})
+        load_endpoints(["critic"], path, {})
     assert KEY not in str(refused.value)
 
 
 def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):
     edited = tmp_path / "prompts"
     edited.mkdir()
-    for file in prompting.DIRECTORY.glob("*.txt"):
+    for file in agent.PROMPTS.glob("*.txt"):
         extra = "Think of pens.\n" if file.stem == "generator_experience_extraction" else ""
         (edited / file.name).write_text(extra + file.read_text())
-    monkeypatch.setattr(train, "Prompts", lambda: prompting.Prompts(edited))
+    monkeypatch.setattr(train, "load_prompts", lambda: agent.load_prompts(edited))
     assert place.run("generator", 1, "--max-problems", 5) == 0
     prompts = [prompt_of(body) for body in place.asked("generator_extraction")]
     assert prompts
@@ -930,12 +812,6 @@ def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):
         assert prompt.startswith("Think of pens.")
         held, boxes = numbers(prompt)
         assert f"Right answer: {held * boxes}" in prompt
-
-
-def test_a_model_that_is_not_named_is_the_first_of_the_endpoint(place):
-    place.configure(model="")
-    assert place.run("generator", 1, "--max-problems", 1) == 0
-    assert {body["model"] for body in place.asked()} == {"base"}
 
 
 def test_reasoning_that_comes_apart_is_kept(place):
@@ -946,14 +822,6 @@ def test_reasoning_that_comes_apart_is_kept(place):
     (rollout,) = place.rows()[0]["rollouts"]
     assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
     assert rollout["is_correct"]
-
-
-def test_the_documented_files_are_there():
-    recipe = ROOT / "recipes/experience"
-    for name in ("roles", "scaffold", "judge", "library", "train", "evaluate"):
-        assert (recipe / f"{name}.py").stat().st_size
-    for name in (recipe / "README.md", ROOT / "docs/experience.md"):
-        assert len(name.read_text().split()) > 200
 
 
 def test_endpoints_and_keys_of_the_developer_are_out_of_reach():

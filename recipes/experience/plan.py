@@ -1,4 +1,4 @@
-"""A causal scaffold: which quantities a problem has, which causes which, in what order to compute.
+"""Parses and executes plans: which quantity causes which, and in what order to compute them.
 
     {"target_variable": "total", "knowns": {"price": 3, "count": 4},
      "causal_graph": [{"cause": ["price", "count"], "effect": "total", "rule": "price * count"}],
@@ -6,7 +6,8 @@
                            "description": "multiply"}],
      "constraints": ["total is positive"]}
 
-A step computes its target with the rule of the link that has this target as its effect.
+A step computes its target by the rule of the link that has this target as its effect. Records and
+the prompt's name call a plan `scaffold`.
 """
 
 from __future__ import annotations
@@ -20,23 +21,19 @@ from typing import Annotated, Any
 import networkx
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from recipes.experience.rules import RuleError, Value, evaluate_rule
+from recipes.experience.formulas import Value, evaluate_formula
 from rlm.grading import parse_number, split_completion
 
 MAX_TEXT = 50_000  # characters of a reply that are searched for JSON
 MAX_OPENINGS = 50  # "{" at which an object is looked for
 
 
-class ScaffoldError(Exception):
-    """There is no usable scaffold. kind: no_json, bad_json, schema or cycle."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind = kind
+class ReplyError(Exception):
+    """A model's reply is not what was asked for; for JSON "no_json: …", "bad_json: …" and so on."""
 
 
-def _known(value: Any) -> Any:
-    """ "12 km" is 12, other words are no value; what is no text is left to the schema."""
+def _known_value(value: Any) -> Any:
+    """Read "12 km" as 12 and other words as no value; what is no text is left to the schema."""
     if not isinstance(value, str):
         return value
     number = parse_number(value)
@@ -71,9 +68,9 @@ class Step(_Part):
     description: str = ""
 
 
-class Scaffold(_Part):
+class Plan(_Part):
     target_variable: Name
-    knowns: dict[str, Annotated[int | float | None, BeforeValidator(_known)]]
+    knowns: dict[str, Annotated[int | float | None, BeforeValidator(_known_value)]]
     causal_graph: list[Link] = Field(min_length=1)
     computation_plan: list[Step] = Field(min_length=1)
     constraints: list[str] = Field(
@@ -81,95 +78,83 @@ class Scaffold(_Part):
     )
 
     def text(self) -> str:
-        """As parseable JSON."""
+        """Write it as JSON that `parse_plan` reads."""
         return json.dumps(self.model_dump(), ensure_ascii=False)
 
     def graph(self) -> networkx.DiGraph:
-        """An edge from each cause to its effect."""
+        """Build the graph with an edge from each cause to its effect."""
         graph = networkx.DiGraph()
         for link in self.causal_graph:
             graph.add_node(link.effect)
             graph.add_edges_from((cause, link.effect) for cause in link.cause)
         return graph
 
-    def refuse_cycle(self) -> None:
-        """
-        Raises:
-            ScaffoldError: cycle, with the quantities that it goes through.
-        """
+    def raise_if_cyclic(self) -> None:
+        """Name the quantities of a cycle, if there is one."""
         with suppress(networkx.NetworkXNoCycle):
             edges = networkx.find_cycle(self.graph())
-            way = " → ".join([edges[0][0], *(effect for _, effect in edges)])
-            raise ScaffoldError("cycle", way)
+            raise ReplyError(
+                "cycle: " + " → ".join([edges[0][0], *(effect for _, effect in edges)])
+            )
 
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
-    """The first JSON object after the thinking that has `key`, at its top or one level below.
+    """Find the first JSON object after the thinking that has `key`, at its top or one level below.
 
     Raises:
-        ScaffoldError: no_json, bad_json, or schema where objects are there without the key.
+        ReplyError: no_json, bad_json, or schema where objects are there without the key.
     """
     text = split_completion(reply)[1][:MAX_TEXT]
-    start, error = text.find("{"), ScaffoldError("no_json", "the reply holds no {")
+    start, problem = text.find("{"), None
     for _ in range(MAX_OPENINGS):
         if start < 0:
             break
         try:
-            candidate, end = json.JSONDecoder().raw_decode(text, start)
-            candidate = _storable(candidate)
+            found, end = json.JSONDecoder().raw_decode(text, start)
+            # JSON can spell lone surrogates, but no file or request can hold them.
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError):  # the latter from nesting very deep
-            end, error = start + 1, ScaffoldError("bad_json", "what follows { is not JSON")
+            end, problem = start + 1, "bad_json: what follows { is not JSON"
         else:
-            for value in (candidate, *candidate.values()):
+            for value in (found, *found.values()):
                 if isinstance(value, dict) and key in value:
                     return value
-            if error.kind == "no_json":  # a part of a broken object is no object
-                error = ScaffoldError("schema", f"no object has {key}")
+            problem = problem or f"schema: no object has {key}"  # a part of a broken one is none
         start = text.find("{", end)
-    raise error
+    raise ReplyError(problem or "no_json: the reply holds no {")
 
 
-def _storable(content: Any) -> Any:
-    """Without lone surrogates: JSON can spell them, but no file or request can hold them."""
-    return json.loads(json.dumps(content, ensure_ascii=False).encode(errors="replace"))
-
-
-def parse_scaffold(reply: str) -> Scaffold:
-    """The scaffold in a model's reply.
-
-    Raises:
-        ScaffoldError: none is there, or it lacks something; the message says what.
-    """
+def parse_plan(reply: str) -> Plan:
+    """Parse the plan in a model's reply."""
     try:
-        return Scaffold.model_validate(find_object(reply, "causal_graph"))
+        return Plan.model_validate(find_object(reply, "causal_graph"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ScaffoldError("schema", f"{where}: {first['msg']}") from error
+        raise ReplyError(f"schema: {where}: {first['msg']}") from error
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What became of a plan: a value for each quantity that could be computed."""
+    """Holds the values of the quantities that a plan could compute."""
 
     values: dict[str, Value]  # the knowns included
     targets: frozenset[str]  # computed by a step
     with_inputs: int  # steps whose inputs were all there
 
 
-def execute(scaffold: Scaffold) -> Execution:
-    """Follow the computation plan. A step without a value does not end it; it gives nothing."""
-    values = {k: Fraction(repr(v)) for k, v in scaffold.knowns.items() if v is not None}
+def execute_plan(plan: Plan) -> Execution:
+    """Compute the plan's steps in order. One without a value does not end it; it gives nothing."""
+    values = {k: Fraction(repr(v)) for k, v in plan.knowns.items() if v is not None}
     names, targets, with_inputs = dict(values), set[str](), 0
-    for step in scaffold.computation_plan:
+    for step in plan.computation_plan:
         inputs = [i.ref if isinstance(i, Reference) else i for i in step.inputs]
         if not all(name in names for name in inputs):
             continue
         with_inputs += 1
-        rules = [link.rule for link in scaffold.causal_graph if link.effect == step.target]
+        rules = [link.rule for link in plan.causal_graph if link.effect == step.target]
         for rule in filter(None, rules):
-            with suppress(RuleError):
-                value = evaluate_rule(rule, names)
+            if (value := evaluate_formula(rule, names)) is not None:
                 values[step.target] = names[step.target] = names[step.id] = value
                 targets.add(step.target)
                 break

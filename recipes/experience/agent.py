@@ -1,0 +1,233 @@
+"""Agents answer prompts: generator_1, generator_2, generator_3, the critic, perhaps a judge.
+
+Each role has its endpoint, key, price and limits, from data/api_keys/api_config.json or from
+variables like GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL, which win. Without
+either, all roles talk to this project's own server on this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from string import Template
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from rlm.api_client import (
+    FREE,
+    APIClient,
+    APIError,
+    Budget,
+    BudgetExceeded,
+    ChatReply,
+    Price,
+    RateLimit,
+)
+from rlm.cli import UsageError
+from rlm.runs import Journal
+from rlm.serving import is_loopback
+
+GENERATORS = ("generator_1", "generator_2", "generator_3")
+API_CONFIG = Path("data/api_keys/api_config.json")
+# python server.py; a small model that has not stopped after 256 tokens seldom does.
+OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256}
+PROMPTS = Path(__file__).parent / "prompts"
+PLACEHOLDERS = {
+    "scaffold": {"experiences", "problem"},
+    "answer": {"problem", "scaffold"},
+    "fusion": {"experiences", "problem", "proposals"},
+    "generator_experience_extraction": {"problem", "gold", "rollouts", "library", "room"},
+    "critic_experience_extraction": {"problem", "gold", "rollouts", "library", "room"},
+    "judge_logic": {"problem", "scaffold", "solution"},
+    "judge_answer": {"problem", "gold", "answer"},
+    "direct_lessons": {"problems", "count"},
+    "solve": {"problem"},
+}
+
+
+def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
+    """Load the prompts, NAME.txt with $placeholders; refuse others than those that are filled."""
+    prompts = {}
+    for name, expected in PLACEHOLDERS.items():
+        path = directory / f"{name}.txt"
+        try:
+            prompts[name] = template = Template(path.read_text(encoding="utf-8").strip())
+        except OSError as error:
+            raise UsageError(f"cannot read the prompt {path}: {error.strerror}") from error
+        if not template.is_valid():
+            raise UsageError(f"{path}: a $ that begins no placeholder (write $$ for the sign)")
+        if wrong := sorted(expected.symmetric_difference(template.get_identifiers())):
+            wrong = ", ".join(f"${name}" for name in wrong)
+            raise UsageError(f"{path}: these placeholders are missing or unknown: {wrong}")
+    return prompts
+
+
+def hash_prompts(prompts: Mapping[str, Template]) -> str:
+    return _sha256("\0".join(prompt.template for prompt in prompts.values()))[:12]
+
+
+class Endpoint(BaseModel):
+    """Holds what api_config.json says of a role. Prices are for a million tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    api_key: SecretStr = SecretStr("")
+    base_url: str = ""
+    model: str = ""  # "": the first that the endpoint offers
+    description: str = ""  # this and the next two: for the reader
+    role: str = ""
+    notes: str = ""
+    price: Price = FREE
+    max_tokens: int | None = Field(None, ge=1)  # longest reply that the endpoint gives
+    concurrency: int = Field(4, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    timeout: float = Field(600, gt=0)
+    attempts: int = Field(5, ge=1)
+    backoff: float = Field(0.5, ge=0)
+
+    @property
+    def is_local(self) -> bool:
+        return is_loopback(urlsplit(self.base_url).hostname or "")
+
+    def client(self, budget: Budget) -> APIClient:
+        """Make the one client of a role in a process: it keeps the role's limits."""
+        options = ("price", "concurrency", "timeout", "attempts", "backoff")
+        return APIClient(
+            self.base_url,
+            api_key=self.api_key.get_secret_value(),
+            budget=budget,
+            rate_limit=RateLimit(self.requests_per_minute, self.tokens_per_minute),
+            **{name: getattr(self, name) for name in options},
+        )
+
+
+def load_endpoints(
+    names: Sequence[str],
+    path: Path = API_CONFIG,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    max_cost: float | None = None,
+) -> dict[str, Endpoint]:
+    """Load the endpoints of these roles, the judge's only if it is configured. Nothing is sent.
+
+    Raises:
+        UsageError: bad settings, or no key, or under `max_cost` no price.
+    """
+    if path != API_CONFIG and not path.exists():  # our own server would answer in its place
+        raise UsageError(f"--api-config {path} does not exist")
+    try:
+        roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not all(isinstance(entry, dict) for entry in roles.values()):
+            raise ValueError("not an object of objects")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is no JSON object of roles: {error}") from error
+    endpoints = {}
+    for name in names:
+        entry = dict(roles.get(name, {}))
+        for field in ("api_key", "base_url", "model"):
+            if value := environment.get(f"{name}_{field}".upper()):
+                entry[field] = value
+        if entry or name != "judge":
+            own = {} if path.exists() else OWN_SERVER
+            endpoints[name] = _checked_endpoint(name, entry or own, path)
+    if max_cost is not None:
+        _check_prices(endpoints, path)
+    return endpoints
+
+
+def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
+    try:
+        endpoint = Endpoint.model_validate(entry)
+    except ValidationError as error:  # its own text would quote the key
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
+    if not endpoint.is_local and not endpoint.api_key.get_secret_value().strip():
+        raise UsageError(
+            f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
+            f"environment variable {name.upper()}_API_KEY"
+        )
+    if not endpoint.base_url:
+        raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
+    return endpoint
+
+
+def _check_prices(endpoints: Mapping[str, Endpoint], path: Path) -> None:
+    """Refuse to cap what is not said to cost anything: it would count as free."""
+    missing = [
+        name
+        for name, endpoint in endpoints.items()
+        if not endpoint.is_local and "price" not in endpoint.model_fields_set
+    ]
+    if all(endpoint.price == FREE for endpoint in endpoints.values()):
+        missing = list(endpoints)
+    if missing:
+        raise UsageError(f"--max-cost needs a price for {', '.join(missing)} in {path}")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Answers prompts in one role; any number of threads may share it."""
+
+    name: str
+    endpoint: Endpoint
+    client: APIClient
+    journal: Journal  # every paid reply is kept there and not asked for again
+    prompts: Mapping[str, Template]
+    temperature: float
+    max_tokens: int
+    seed: int | None = None  # of the run; None where the same is asked in every run
+
+    @cached_property
+    def model(self) -> str:
+        """The model's name: one for a run, asked for once and before anything is paid."""
+        try:
+            return self.endpoint.model or self.client.models()[0]["id"]
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+
+    def ask(self, stage: str, seed: str, **values: str) -> ChatReply:
+        """Return the reply to a prompt, from the journal if the same was asked before.
+
+        Args:
+            stage: the prompt's name.
+            seed: whatever tells this request from others; a number made of it is sent.
+            values: for the prompt's placeholders; a $ inside a value stays what it is.
+
+        Raises:
+            APIError: no reply; for the caller to record.
+            UsageError: no further request makes sense (key, model, budget).
+        """
+        seed = seed if self.seed is None else f"{self.seed} {seed}"
+        prompt = self.prompts[stage].substitute(values).strip()
+        request = {
+            "messages": [{"role": "user", "content": prompt}],
+            "model": self.model,
+            "temperature": self.temperature,
+            "max_tokens": min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens),
+            "seed": int(_sha256(f"{self.name} {stage} {seed}")[:7], 16),
+        }
+        key = _sha256(json.dumps([self.name, request], sort_keys=True))
+        if row := self.journal.rows.get(key):
+            return ChatReply(**row["reply"])
+        try:
+            reply = self.client.chat(**request)
+        except (APIError, BudgetExceeded):
+            raise
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+        row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
+        self.journal.add(key, row)
+        return reply
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

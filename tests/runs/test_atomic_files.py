@@ -1,0 +1,56 @@
+"""Files that survive a kill."""
+
+import json
+
+import pytest
+
+from rlm.cli.options import UsageError
+from rlm.runs.atomic_files import Journal, append_lines, read_lines, replace_json
+
+
+def test_a_torn_last_line_is_cut_off_and_another_bad_one_named(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    assert read_lines(path) == []
+    written = [{"a": 1}, {"b": "ü"}, {"error": "half a surrogate pair: \ud83d"}]
+    append_lines(path, written)
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        rows = read_lines(path, repair=False)
+        assert path.read_bytes() == whole[:cut]
+        assert read_lines(path) == rows == written[: whole[:cut].count(b"\n")]
+        append_lines(path, [{"c": 3}])
+        assert read_lines(path) == [*rows, {"c": 3}]
+    assert "torn" in caplog.text
+    path.write_text('{"a": 1}\nnot\n{"b": 2}\n')
+    with pytest.raises(UsageError, match="line 2"):
+        read_lines(path)
+
+
+def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
+    path, synced = tmp_path / "rows.jsonl", []
+    monkeypatch.setattr("os.fsync", lambda stream: synced.append(path.read_text()))
+    append_lines(path, [{"a": 1}])
+    append_lines(path, [{"b": 2}, {"c": 3}])
+    assert synced == ['{"a": 1}\n', '{"a": 1}\n{"b": 2}\n{"c": 3}\n']
+
+
+def test_a_replaced_file_is_whole_at_any_moment(tmp_path, monkeypatch):
+    """A disk that fills up while the new one is written leaves the old one."""
+    path = tmp_path / "x.json"
+    replace_json(path, ["é", "a name that is not UTF-8: \udcff"])
+
+    def full(stream):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        replace_json(path, [2])
+    assert json.loads(path.read_text()) == ["é", "a name that is not UTF-8: \udcff"]
+    assert [path] == list(tmp_path.iterdir())  # no litter
+
+
+def test_the_journal_remembers(tmp_path):
+    journal = Journal(tmp_path / "deep" / "calls.jsonl")
+    journal.add("k", {"reply": 1})
+    assert Journal(journal.path).rows == {"k": {"key": "k", "reply": 1}}
