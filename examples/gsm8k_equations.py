@@ -37,7 +37,7 @@ from rlm.cli import (  # noqa: E402
 )
 from rlm.data import HELD_OUT  # noqa: E402
 from rlm.grading import parse_number  # noqa: E402
-from rlm.runs import replace_file
+from rlm.runs import replace_file  # noqa: E402
 
 TRIES = 30  # draws of numbers before a problem is left without a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")

@@ -28,7 +28,7 @@ from rlm.cli import (  # noqa: E402
     run_main,
     terminal,
 )
-from rlm.runs import replace_json
+from rlm.runs import replace_json  # noqa: E402
 
 # Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
 KEPT = (
