@@ -46,11 +46,10 @@ from rlm.model import (
     load_tokenizer,
     prepare_process,
     release_memory,
-    save_adapter,
     set_gradient_checkpointing,
 )
 from rlm.rewards import CorrectnessReward, RewardFunction, Scorer, load_reward
-from rlm.runs import RunDirectory, learning_curves
+from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.training import (
     Distributed,
@@ -62,6 +61,7 @@ from rlm.training import (
     announce_run,
     draw_problems,
     drop_long_prompts,
+    export_run,
     group_advantages,
     has_signal,
     load_data,
@@ -79,7 +79,6 @@ from rlm.training import (
     reward_tensor,
     rollout_seeds,
     run_doctor,
-    run_summary,
     shard_rollouts,
     step_metrics,
     summary_card,
@@ -183,7 +182,7 @@ class GRPOTrainer:
                 if control.should_stop:
                     break
                 run.raise_if_interrupted(control.interrupted)
-            return self._finish(len(eval_problems))
+            return export_run(self, len(eval_problems))
 
     def _begin(
         self, problems: Sequence[Problem], eval_problems: Sequence[Problem]
@@ -279,17 +278,6 @@ class GRPOTrainer:
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""
         log_step(self.run, self.config, metrics, groups, advantages)
-
-    def _finish(self, validated_on: int) -> dict:
-        """Export the best adapter with its history, draw the curves, return the summary."""
-        self.state.load_best()
-        rows, config = self.distributed.broadcast(self.run.metrics()), self.config
-        summary = run_summary(config, self.model_name, self.state, rows, validated_on)
-        if self.distributed.is_main:
-            save_adapter(self.policy, self.tokenizer, config.output, summary)
-            self.run.write_csv(rows)
-            learning_curves(rows, self.run.path / "curves.png")
-        return summary
 
 
 def main(config: GRPOConfig) -> int:

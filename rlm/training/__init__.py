@@ -13,14 +13,12 @@ EXPORTS = {
     "config": "GRPOConfig PRESETS algorithms_help",
     "distributed": "Distributed",
     "doctor": "run_doctor",
+    "finish": "export_run",
     "fused_layers": "use_fused_layers",
     "logprobs": "reference_logprobs token_logprobs",
     "loss": "policy_loss",
     "memory_plan": "micro_batch_tokens",
-    "metrics": (
-        "LearnMetrics announce_run log_step mean_metrics run_summary step_metrics summary_card "
-        "timer"
-    ),
+    "metrics": "LearnMetrics announce_run log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
     "setup": (
         "drop_long_prompts load_data load_policy make_sampler plan_trainer_memory resolve_start"

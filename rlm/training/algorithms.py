@@ -22,12 +22,6 @@ class Algorithm:
     dynamic_sampling: bool = False  # groups without a difference are replaced
     overlong_share: float = 0.0  # of max_new_tokens, where the soft penalty rises
 
-    @property
-    def of_loss(self) -> dict[str, object]:
-        """The choices that `rlm.training.loss.policy_loss` takes."""
-        names = ("clip_eps_low", "clip_eps_high", "ratio", "objective")
-        return {name: getattr(self, name) for name in names}
-
     def formula(self, length: str = "max_new_tokens") -> str:
         """Write the effective objective in a line, as --help, a run and the docs show it.
 

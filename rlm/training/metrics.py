@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from rlm.cli import terminal, to_dict
-from rlm.model import peak_memory_gb, pick_device
-from rlm.runs import RunDirectory, git_commit, new_alerts
+from rlm.cli import terminal
+from rlm.model import pick_device
+from rlm.runs import RunDirectory, new_alerts
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 from rlm.training.loss import LossSums
-from rlm.training.state import TrainingState
 
 
 def announce_run(trainer: Any, problems: int, validation: int) -> None:
@@ -71,37 +70,6 @@ def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
             "next": f'python inference.py --adapter {config.output} "your question"',
         },
     )
-
-
-def run_summary(
-    config: GRPOConfig,
-    model: str,
-    state: TrainingState,
-    rows: Sequence[Mapping[str, float]],
-    validated_on: int,
-) -> dict[str, object]:
-    """The run.json beside the adapter: where it comes from and how it did.
-
-    Args:
-        rows: the metrics of all steps.
-    """
-    return {
-        "stage": "grpo",
-        "base_model": model,
-        "base_hash": state.base_hash,
-        "quantize": config.quantize,
-        "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
-        "dataset": config.dataset,
-        "step": state.best_step if state.best else len(rows),
-        "accuracy": state.best_accuracy if state.best else None,
-        "start_accuracy": rows[0].get("eval/start_accuracy"),
-        "validated_on": validated_on,
-        "steps_run": len(rows),
-        "commit": git_commit(),
-        "seconds": state.seconds,
-        "peak_memory_gb": peak_memory_gb(),
-        "config": to_dict(config),
-    }
 
 
 @contextmanager

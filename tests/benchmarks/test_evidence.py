@@ -413,7 +413,7 @@ def in_process():
         patch.setattr(grid.harness, "run_child", run_child)
         # A random model is never right: rejection sampling keeps its first completions anyway.
         patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
-        patch.setattr("train_grpo.learning_curves", lambda *_: None)  # tested elsewhere
+        patch.setattr("rlm.training.finish.learning_curves", lambda *_: None)  # tested elsewhere
         patch.setattr(training, "_kept", lambda text, gold: (f"{gold} + 0 = {gold}", gold))
         yield
 
