@@ -536,6 +536,7 @@ def test_a_kill_between_record_and_library_loses_and_repeats_nothing(tmp_path):
         assert fresh.lessons == [LESSONS[0]]
         assert len(read_lines(tmp_path / "generator_1_audit.jsonl")) == 1
         assert load_experiences(fresh.path) == (LESSONS[0],)
+        fresh.path.unlink()  # as killed between the audit log and the library
         fresh = library_in(tmp_path)
     fresh.items = []  # the user's own change is not undone
     fresh.items = [{"id": "G1-005", "content": "Mine.", "category": "validation"}]
