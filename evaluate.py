@@ -23,7 +23,7 @@ from typing import Any
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, is_file, load_problems
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
-from rlm.model import QUANTIZATIONS, trained_on
+from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.runs import Journal
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -97,22 +97,21 @@ def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
     return found
 
 
-def fill_in(config: EvaluateConfig, runs: Sequence[dict]) -> EvaluateConfig:
-    """What no flag named, from the runs that made the adapters, of which the last one counts.
+def fill_in(config: EvaluateConfig, adapters: Sequence[AdapterInfo]) -> EvaluateConfig:
+    """Take what no flag named from the runs that made the adapters; the last one counts.
 
     Raises:
         UsageError: nothing says which model.
     """
-    run = runs[-1] if runs else {}
-    model = config.model or run.get("base_model")
+    last = adapters[-1] if adapters else AdapterInfo(Path())
+    model = config.model or last.base_model
     if model is None:
         raise UsageError("which base model? No adapter's run.json says so: give --model")
-    tags = run.get("config", {}).get("reasoning_format", "deepseek")
-    dataset, split = config.dataset or run.get("dataset") or "word-problems", config.split
+    dataset, split = config.dataset or last.dataset or "word-problems", config.split
     if split is None:
         split = "test"
-        practised = {Path(other["dataset"]).resolve() for other in runs if other.get("dataset")}
-        if is_file(dataset) and Path(dataset).resolve() in practised:
+        trained = {Path(info.dataset).resolve() for info in adapters if info.dataset}
+        if is_file(dataset) and Path(dataset).resolve() in trained:
             split = "validation"
             terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
     return replace(
@@ -120,8 +119,8 @@ def fill_in(config: EvaluateConfig, runs: Sequence[dict]) -> EvaluateConfig:
         model=model,
         dataset=dataset,
         split=split,
-        reasoning_format=config.reasoning_format or tags,
-        quantize=trained_on(run) if config.quantize == "auto" else config.quantize,
+        reasoning_format=config.reasoning_format or last.reasoning_format,
+        quantize=last.quantize if config.quantize == "auto" else config.quantize,
     )
 
 
@@ -236,12 +235,11 @@ def main(config: EvaluateConfig) -> int:
         load_tokenizer,
         pick_device,
         prepare_process,
-        read_run,
     )
 
     prepare_process()
     adapters = find_adapters(config)
-    config = fill_in(config, [read_run(path) for path in adapters.values()])
+    config = fill_in(config, [AdapterInfo.load(path) for path in adapters.values()])
     device = pick_device()
     weights = base_model_hash(config.model)
     for path in adapters.values():

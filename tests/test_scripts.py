@@ -27,6 +27,7 @@ from rlm.data.prompts import FORMATS, render_problem, render_prompt
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.records import RowRecord
 from rlm.evaluation.report import write_report
+from rlm.model import AdapterInfo
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.runs.atomic_files import Journal
@@ -105,7 +106,7 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
 )
 def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split):
     config = evaluate.EvaluateConfig(**options)
-    runs = [{"base_model": "a", "dataset": name} for name in ("sft.jsonl", trained_on)]
+    runs = [AdapterInfo(Path(), "a", dataset=name) for name in ("sft.jsonl", trained_on)]
     assert evaluate.fill_in(config, runs).split == split
     dataset = options.get("dataset") or trained_on or "word-problems"
     assert evaluate.fill_in(config, runs).dataset == dataset

@@ -29,12 +29,12 @@ from rlm.data import Problem, load_problems
 from rlm.evaluation import Evaluation, wilson_interval
 from rlm.model import (
     EMBEDDED_MODEL,
+    AdapterInfo,
     load_adapter,
     load_base,
     load_tokenizer,
     pick_device,
     prepare_process,
-    read_run,
 )
 from rlm.sampling import Sampler
 
@@ -58,7 +58,7 @@ def ship(config: EvidenceConfig) -> None:
     adapter, summary_file = run / "final_rlm_lora", run / "summary.json"
     if not (adapter / "run.json").exists() or not summary_file.exists():
         raise UsageError(f"{run} holds no finished run: make demo")
-    history, summary = read_run(adapter), read_json(summary_file)
+    history, summary = AdapterInfo.load(adapter).run, read_json(summary_file)
     if history["base_model"] != config.model:
         raise UsageError(f"{run} trained {history['base_model']}, not --model {config.model}")
     if "command" not in summary:
@@ -67,7 +67,7 @@ def ship(config: EvidenceConfig) -> None:
         write_rounded(adapter, folder, config.model)
         judged = judge(config, folder, problem_sets(config, history, summary))
         write_json(folder / "run.json", run_json(history, summary, judged))
-        card = model_card(history, read_run(run / "sft_lora"), summary, judged)
+        card = model_card(history, AdapterInfo.load(run / "sft_lora").run, summary, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
     terminal.line(f"{config.weights}: the adapter of {run} in bf16")
 

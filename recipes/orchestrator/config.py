@@ -71,10 +71,10 @@ class OrchestratorConfig(GRPOConfig):
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to start from, the agents' and the machine decide."""
-        from rlm.model import default_values, read_run
+        from rlm.model import AdapterInfo, default_values
 
         start = given.get("sft_adapter", DEFAULT_START)
-        values = default_values(given, read_run(start) if start else {}, {})
+        values = default_values(given, AdapterInfo.load(start) if start else None, {})
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(

@@ -8,7 +8,7 @@ vocabulary rows, so an adapter stays small and loads on the unchanged base.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
@@ -75,15 +75,6 @@ FORMATS = {
     "deepseek": Format("think", "answer"),
     "simple": Format("reasoning", "answer"),
 }
-
-
-def trained_format(run: Mapping[str, Any]) -> Format:
-    """The tags of the run that made an adapter (its run.json).
-
-    >>> trained_format({"config": {"reasoning_format": "simple"}}).reasoning_tag
-    'reasoning'
-    """
-    return FORMATS[run.get("config", {}).get("reasoning_format", "deepseek")]
 
 
 def _render_template(

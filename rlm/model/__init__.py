@@ -8,8 +8,8 @@ EXPORTS = {
     "adapters": (
         "ADAPTER_FILES TEACH active_lora_tensors adapter_hash adapter_tensors check_adapter "
         "check_base gradient_checkpointing_disabled has_plain_lora is_plain_lora load_adapter "
-        "lora_layers merged_weight misfit new_adapter read_run set_gradient_checkpointing "
-        "using_adapter using_reference"
+        "lora_layers merged_weight misfit new_adapter set_gradient_checkpointing using_adapter "
+        "using_reference"
     ),
     "attention": "softmax_scale",
     "base": (
@@ -21,7 +21,7 @@ EXPORTS = {
         "Device EMBEDDED_MODEL available_memory default_setup default_values peak_memory_gb "
         "pick_device pick_quantization prepare_process release_memory"
     ),
-    "quantize": "QUANTIZATIONS trained_on",
+    "quantize": "QUANTIZATIONS",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

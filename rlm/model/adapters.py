@@ -11,7 +11,7 @@ import_bitsandbytes()  # before peft does: it says there why
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -272,8 +272,3 @@ def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[N
         load_adapter(policy, start_adapter, trainable=False, name="reference")
     with using_adapter(policy, None if start_adapter is None else "reference"):
         yield
-
-
-def read_run(adapter: Path) -> Mapping[str, object]:
-    """All of `AdapterInfo`'s run.json."""
-    return AdapterInfo.load(adapter).run

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from rlm.cli import terminal
-from rlm.model.quantize import trained_on
+from rlm.model.adapter_info import AdapterInfo
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -82,14 +82,14 @@ def default_setup() -> Setup:
 
 
 def default_values(
-    given: Mapping[str, Any], start_run: Mapping[str, Any], gpu_defaults: Mapping[str, Any]
+    given: Mapping[str, Any], start: AdapterInfo | None, gpu_defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Choose model and data where none are given, say why in a line, and add them to the values.
 
     Args:
         given: what a preset, YAML and the command line set, of a script's config with the fields
             model, dataset and quantize.
-        start_run: run.json of the adapter that training starts from: its model and data win.
+        start: the adapter that training starts from: the model and data of its run win.
         gpu_defaults: other values that change when the 7B model is chosen.
     """
     values = {k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")}
@@ -98,12 +98,12 @@ def default_values(
     if values.keys() >= {"model", "dataset"}:
         return values
     setup = default_setup()
-    if start_run:
-        model = str(start_run.get("base_model") or setup.model)
-        dataset = str(start_run.get("dataset") or setup.dataset)
-        setup = Setup(model, dataset, trained_on(start_run), "the start adapter's are taken")
+    knows_its_run = start is not None and bool(start.run)  # another tool's adapter does not
+    if knows_its_run:
+        model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
+        setup = Setup(model, dataset, start.quantize, "the start adapter's are taken")
     chosen = {"model": setup.model, "dataset": setup.dataset}
-    if "model" not in values or start_run:  # packed is what we choose, not what the user chose
+    if "model" not in values or knows_its_run:  # packed is what we choose, not what the user chose
         chosen["quantize"] = setup.quantize
     if GPU_MODEL == setup.model == values.get("model", GPU_MODEL):
         chosen |= gpu_defaults

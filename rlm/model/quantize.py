@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 QUANTIZATIONS = ("none", "4bit", "8bit")
-
-
-def trained_on(run: Mapping[str, object]) -> str:
-    """How the base was packed in the run that made an adapter (its run.json).
-
-    >>> trained_on({"quantize": "8bit"}), trained_on({"use_4bit": True}), trained_on({})
-    ('8bit', '4bit', 'none')
-    """
-    return str(run.get("quantize") or ("4bit" if run.get("use_4bit") else "none"))
 
 
 def import_bitsandbytes() -> None:

@@ -195,16 +195,16 @@ class GRPOConfig:
             UsageError: the adapter to start from is not there. The default one is required only if
                 no model is named: then training goes on where SFT ended.
         """
-        from rlm.model import TEACH, check_adapter, default_values, misfit, read_run
+        from rlm.model import TEACH, AdapterInfo, check_adapter, default_values, misfit
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
-        is_default, start_run = adapter == DEFAULT_SFT_ADAPTER, {}
+        is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
         if adapter is not None and not (is_default and model and not adapter.exists()):
-            start_run = read_run(check_adapter(adapter, TEACH))
-            is_renamed = model not in (None, start_run.get("base_model"))
+            start = AdapterInfo.load(check_adapter(adapter, TEACH))
+            is_renamed = model not in (None, start.base_model)
             if is_default and is_renamed and misfit(adapter, model):  # `resolve_start`
-                start_run = {}  # says why
-        return default_values(given, start_run, GPU_DEFAULTS)
+                start = None  # says why
+        return default_values(given, start, GPU_DEFAULTS)
 
     @property
     def aggregation(self) -> str:

@@ -16,6 +16,7 @@ from rlm.cli import UsageError, terminal
 from rlm.data import Problem, load_problems, longest_prompts, stop_token_ids
 from rlm.model import (
     TEACH,
+    AdapterInfo,
     Device,
     check_adapter,
     check_base,
@@ -25,9 +26,7 @@ from rlm.model import (
     new_adapter,
     pick_device,
     pick_quantization,
-    read_run,
     release_memory,
-    trained_on,
 )
 from rlm.sampling import Sampler, VLLMSampler
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
@@ -65,7 +64,7 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
         check_adapter(adapter, TEACH)
         check_base(adapter, model, base_hash)
     if adapter is not None:
-        before = trained_on(read_run(adapter))
+        before = AdapterInfo.load(adapter).quantize
         if before != quantize:
             now = f"--quantize {quantize}"
             terminal.line(f"{adapter} was trained with --quantize {before}, now {now}")

@@ -74,11 +74,11 @@ class SFTConfig:
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
-        from rlm.model import TEACH, check_adapter, default_values, read_run
+        from rlm.model import TEACH, AdapterInfo, check_adapter, default_values
 
         adapter = given.get("adapter")
-        start_run = read_run(check_adapter(adapter, TEACH)) if adapter else {}
-        return default_values(given, start_run, GPU_DEFAULTS)
+        start = AdapterInfo.load(check_adapter(adapter, TEACH)) if adapter else None
+        return default_values(given, start, GPU_DEFAULTS)
 
     def steps(self, examples: int) -> int:
         """Optimizer steps of a run over so many examples."""

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from rlm.cli.options import resolve_config
+from rlm.model import AdapterInfo
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.model.base import base_model_hash
@@ -75,6 +76,12 @@ def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
     assert "CUDA" not in capsys.readouterr().out
 
 
+def an_adapter(path, run):
+    """The adapter whose run.json says this."""
+    (path / "run.json").write_text(json.dumps(run))
+    return AdapterInfo.load(path)
+
+
 @pytest.mark.parametrize(
     ("run", "given", "expected"),
     [
@@ -88,18 +95,18 @@ def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
         ({"stage": "sft"}, {}, ("smollm2-135m", "word-problems:1", "none")),
     ],
 )
-def test_a_start_adapter_decides_model_data_and_packing(having, run, given, expected):
+def test_a_start_adapter_decides_model_data_and_packing(having, tmp_path, run, given, expected):
     """It may not say its data, as `GRPOTrainer` leaves one that was given the caller's own."""
     having(gpu=False, hub=False)
-    values = machine.default_values(given, run, {"steps": 200})
+    values = machine.default_values(given, an_adapter(tmp_path, run), {"steps": 200})
     assert tuple(values[name] for name in ("model", "dataset", "quantize")) == expected
     assert "steps" not in values  # which are the 7B model's
 
 
-def test_the_7b_model_has_its_numbers_with_a_start_adapter_too(having):
+def test_the_7b_model_has_its_numbers_with_a_start_adapter_too(having, tmp_path):
     having(gpu=True, hub=True)
     run = {"base_model": machine.GPU_MODEL, "dataset": "gsm8k", "quantize": "4bit"}
-    assert machine.default_values({}, run, {"steps": 200})["steps"] == 200
+    assert machine.default_values({}, an_adapter(tmp_path, run), {"steps": 200})["steps"] == 200
 
 
 def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, monkeypatch):
