@@ -1,4 +1,4 @@
-"""How much did training help? The base, the SFT and the GRPO adapter on the same problems.
+"""Evaluates the base, the SFT and the GRPO adapter on the same problems: how much training helped.
 
 Greedy accuracy under both gradings with 95 % intervals, each row compared with the one above it;
 with --samples also mean@k, maj@k and pass@k. What no flag names (model, data set, tags, 4-bit) is

@@ -1,4 +1,4 @@
-"""Run a script: from its command line to its exit code, a mistake in one line.
+"""Runs a script: from its command line to its exit code, a mistake in one line.
 
 Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal n.
 """

@@ -21,8 +21,6 @@ import yaml
 
 from rlm.cli.flags import (
     Flag,
-    check_values,
-    flag,
     flags_of,
     members_of,
     merge_switches,
@@ -30,15 +28,6 @@ from rlm.cli.flags import (
     with_underscores,
 )
 
-__all__ = [
-    "Interrupted",
-    "UsageError",
-    "check_values",
-    "flag",
-    "parse",
-    "resolve_config",
-    "to_dict",
-]
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
 Row = tuple[str, Any, Any]  # where it is written, key, value

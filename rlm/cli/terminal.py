@@ -1,4 +1,4 @@
-"""Print what a run shows: tables and bars on a terminal, plain lines without one."""
+"""Prints what a run shows: tables and bars on a terminal, plain lines without one."""
 
 from __future__ import annotations
 

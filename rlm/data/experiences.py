@@ -1,4 +1,4 @@
-"""Experience libraries as readers see them: lessons in words that go in front of a question.
+"""Reads experience libraries and puts their lessons in front of a question.
 
 recipes/experience writes them: a JSON list of objects with a `content`. Any model can use one.
 """

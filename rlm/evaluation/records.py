@@ -1,4 +1,4 @@
-"""What an evaluation has drawn so far, on the disk: one that was stopped goes on where it was.
+"""Records what an evaluation has drawn, so that one that was stopped goes on where it was.
 
 runs/evaluation/completions.jsonl: a line for each row and kind of decoding, when it is complete.
 """

@@ -1,4 +1,4 @@
-"""Scores a whole step with one reward: the seam of every recipe. A bad reward does not end a run.
+"""Scores a whole step with one reward, in every recipe. A reward that fails does not end a run.
 
 A trainer calls a `Scorer` with all problems and all completions of a step. Built-in rewards run in
 the calling thread. A user's own runs in a worker thread with a time limit; a call that raises,

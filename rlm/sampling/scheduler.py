@@ -1,4 +1,4 @@
-"""Which requests are prefilled next and which sequences run: continuous batching's bookkeeping."""
+"""Schedules continuous batching: which requests are prefilled next and which sequences run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server: what stands between a stranger's request and the model."""
+"""The HTTP server: routes, access control, the engine thread, streaming, the page, the tunnel."""
 
 import lazy_loader
 

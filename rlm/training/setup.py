@@ -1,4 +1,4 @@
-"""Load what a GRPO run starts from: problems, base and adapter, sampler, memory plan."""
+"""Loads what a GRPO run starts from: problems, base and adapter, sampler, memory plan."""
 
 from __future__ import annotations
 

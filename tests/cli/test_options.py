@@ -367,7 +367,7 @@ def run_script(body, **streams):
     script = f"""
 import sys
 from dataclasses import dataclass
-from rlm.cli.options import flag
+from rlm.cli.flags import flag
 from rlm.cli.main import run_main
 
 @dataclass
