@@ -142,6 +142,7 @@ async def _serve(
         return 0
     if isinstance(service.engine.error, UsageError):
         raise service.engine.error
+    terminal.line("the engine has died; the log says of what")
     return 1
 
 
@@ -173,7 +174,6 @@ async def _watch(
                 terminal.line(f"public: {tunnel.public_url or 'the tunnel is closed'}")
                 write_endpoint(tunnel.public_url)
             await asyncio.sleep(0.2)
-        terminal.line("the engine has died; the log says of what")
     finally:
         if tunnel is not None:
             await tunnel.close()
