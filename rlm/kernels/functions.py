@@ -96,7 +96,7 @@ class Kernels:
     def linear(
         self,
         weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
+        biases: Sequence[Tensor] | None,
         epsilon: float | None = None,
     ) -> Callable[..., Tensor]:
         """Make a linear layer's function: x (rows, inputs)[, residual (rows, outputs) to add] →
@@ -104,16 +104,14 @@ class Kernels:
 
         Args:
             weights: (outputs, inputs), copied; of a gate and of what its SiLU gates, if two.
-            biases: (outputs,) of each, or None.
+            biases: (outputs,) of each.
             epsilon: if given, rows are divided by their root mean square first.
         """
-        kept, shifts = self._in_blocks(weights), None
-        if any(bias is not None for bias in biases):
-            zero = weights[0].new_zeros(len(weights[0]))
-            shifts = self._in_columns([zero if bias is None else bias for bias in biases]).float()
+        kept = self._in_blocks(weights)
+        shifts = None if biases is None else self._in_columns(biases).float()
         outputs, inputs = weights[0].shape
         what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
-        what.weights, what.bias = kept.data_ptr(), shifts.data_ptr() if shifts is not None else None
+        what.weights, what.bias = kept.data_ptr(), _address(shifts)
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
         what.alive = kept, shifts  # it holds their addresses
 
@@ -123,7 +121,7 @@ class Kernels:
             x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
             added = None if residual is None else residual.contiguous()
             what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
-            what.residual = None if added is None else added.data_ptr()
+            what.residual = _address(added)
             self._call("multiply", ctypes.byref(what))
             return out
 
@@ -266,8 +264,12 @@ class Kernels:
 
     def _call(self, name: str, *values: object) -> int:
         """Call a C function with the addresses of tensors, numbers, and the number of threads."""
-        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        return self._functions[name](*passed, torch.get_num_threads())
+        return self._functions[name](*map(_address, values), torch.get_num_threads())
+
+
+def _address(value: object) -> object:
+    """The address of a tensor; anything else as it is."""
+    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def _heads_together(rows: Tensor) -> Tensor:

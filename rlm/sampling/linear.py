@@ -16,6 +16,7 @@ from rlm.model import merged_weight
 
 # linear(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
 LinearFunction = Callable[..., Tensor]
+PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows may be multiplied
 
 
 class TorchOps:
@@ -43,98 +44,74 @@ class TorchOps:
 
 @torch.no_grad()
 def fused_linear(
-    *layers: nn.Module, norm: nn.Module | None = None, kernels: Kernels | None = None
+    *layers: nn.Module,
+    norm: nn.Module | None = None,
+    gated: bool = False,
+    kernels: Kernels | None = None,
 ) -> LinearFunction:
-    """Fuse linear layers of the same input into one, with the norm before them."""
-    weight, bias = _merged(layers, norm)
-    if _use_kernels(kernels, weight):
-        return kernels.linear([weight], [bias], norm and norm.variance_epsilon)
-    linear = _torch_linear(weight, bias)
-    if norm is None:
-        return linear
+    """Fuse linear layers of the same input into one, with the norm before them.
+
+    Args:
+        gated: of two layers, compute silu(first(x)) · second(x).
+    """
+    has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
+    parts = [[layer] for layer in layers] if gated else [layers]
+    weights = [_merged_weight(part, norm) for part in parts]
+    biases = [_joined_bias(part, weights[0]) for part in parts] if has_bias else None
+    epsilon = norm and norm.variance_epsilon
+    if kernels and kernels.has_linear and weights[0].shape[1] % 2 == 0:
+        return kernels.linear(weights, biases, epsilon)
     ops = kernels or TorchOps
-    return lambda x: linear(ops.rms_norm(x, None, norm.variance_epsilon))  # its weight is merged
+    linears = [_linear(*pair) for pair in zip(weights, biases or [None] * len(parts), strict=True)]
 
-
-@torch.no_grad()
-def fused_gate_up(
-    gate: nn.Module, up: nn.Module, norm: nn.Module, kernels: Kernels | None = None
-) -> LinearFunction:
-    """Fuse silu(gate(x)) · up(x), of the normalised x."""
-    gate_weight, gate_bias = _merged([gate], norm)
-    up_weight, up_bias = _merged([up], norm)
-    epsilon = norm.variance_epsilon
-    if _use_kernels(kernels, gate_weight):
-        return kernels.linear([gate_weight, up_weight], [gate_bias, up_bias], epsilon)
-    first, second = _torch_linear(gate_weight, gate_bias), _torch_linear(up_weight, up_bias)
-    ops = kernels or TorchOps
-
-    def multiply(x: Tensor) -> Tensor:
-        unit = ops.rms_norm(x, None, epsilon)
-        # (oneDNN's own SiLU tail is slower than this extra pass.)
-        return second.times(unit, F.silu(first(unit), inplace=True))
+    def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if norm is not None:
+            x = ops.rms_norm(x, None, epsilon)  # its weight is merged
+        if gated:
+            # (oneDNN's own SiLU tail is slower than this extra pass.)
+            return linears[1](x, F.silu(linears[0](x), inplace=True), "mul")
+        return linears[0](x, residual)
 
     return multiply
 
 
-def _merged(layers: Sequence[nn.Module], norm: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    """Weight (outputs of all, inputs), adapters added and the norm's weight multiplied in; bias."""
+def _merged_weight(layers: Sequence[nn.Module], norm: nn.Module | None) -> Tensor:
+    """Weight (outputs of all, inputs), adapters added and the norm's weight multiplied in."""
     weights = [merged_weight(layer) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    if norm is not None:
-        weight = weight * norm.weight
-    biases = [getattr(layer, "bias", None) for layer in layers]
-    if all(bias is None for bias in biases):
-        return weight, None
-    missing = [weight.new_zeros(layer.out_features) for layer in layers]
-    return weight, torch.cat(
-        [zero if b is None else b for b, zero in zip(biases, missing, strict=True)]
-    )
+    return weight if norm is None else weight * norm.weight
 
 
-def _use_kernels(kernels: Kernels | None, weight: Tensor) -> bool:
-    return kernels is not None and kernels.has_linear and weight.shape[1] % 2 == 0
+def _joined_bias(layers: Sequence[nn.Module], weight: Tensor) -> Tensor:
+    """Bias (outputs of all), of the weight's number type; zeros where a layer has none."""
+    biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
+    return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases])
 
 
-def _torch_linear(weight: Tensor, bias: Tensor | None) -> _TorchLinear | _OneDNNLinear:
-    return (_OneDNNLinear if _can_pack(weight) else _TorchLinear)(weight, bias)
+def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
+    """Make linear(x[, other, how]) → (rows, outputs), to which `other` is added or multiplied.
 
+    Where it can, oneDNN multiplies: in its own blocked layout, which a row-major matrix is
+    rearranged into in every single product, and with `other` in the same pass.
+    """
+    if not _can_pack(weight):
 
-class _TorchLinear:
-    """A linear layer in torch."""
+        def multiply(x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
+            out = F.linear(x, weight, bias)
+            if other is None:
+                return out
+            return out + other if how == "add" else out * other
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        return multiply
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        return out if residual is None else out + residual
+    weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
 
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x) * other
+    def multiply_packed(x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
+        if other is None:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, how)
 
-
-class _OneDNNLinear:
-    """A linear layer in oneDNN's own blocked layout, which a row-major matrix is rearranged into
-    in every single product; what follows it oneDNN does to a block that is still in the cache."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-        self.bias = bias
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if residual is not None:
-            return self._with(x, residual, "add")
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return self._with(x, other, "mul")
-
-    def _with(self, x: Tensor, other: Tensor, how: str) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, how)
-
-
-PACKED_FOR_ROWS = 64  # a hint for the layout; any number of rows may be multiplied
+    return multiply_packed
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -8,6 +8,8 @@ Both leave attention to the cache, through the function `attend`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -22,7 +24,7 @@ from rlm.model import (
     softmax_scale,
 )
 from rlm.sampling.kv_cache import AttentionFunction
-from rlm.sampling.linear import TorchOps, fused_gate_up, fused_linear
+from rlm.sampling.linear import TorchOps, fused_linear
 
 FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -45,10 +47,9 @@ class UnmergedWeights:
             )
 
     def refresh(self) -> None:
-        """Nothing to do: these are the weights that training changes."""
+        """Nothing to do: these are the weights that training changes, and needs."""
 
-    def release(self) -> None:
-        """Nothing to do: these are needed for training."""
+    release = refresh
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
@@ -148,10 +149,10 @@ class MergedWeights:
         """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
         x = self._decoder.embed_tokens(ids)
         # (B·T, …): one matrix product whatever the batch looks like.
-        cos, sin = (part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions))
+        rotary = [part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions)]
         shape, x = ids.shape, x.flatten(0, 1)
-        for i, layer in enumerate(self._layers):
-            x = layer(i, x, shape, cos, sin, attend)
+        for layer in self._layers:
+            x = layer(x, shape, rotary, attend)
         final, ops = self._decoder.norm, self._kernels or TorchOps
         return ops.rms_norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
 
@@ -168,22 +169,17 @@ def choose_weights(
     Raises:
         UsageError: a merged copy was asked for, and there is no fast path.
     """
-    reason = why_not_fused(model)
+    reason = "as asked" if merged is False else why_not_fused(model)
     if merged and reason:
         raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
-    size = copy_bytes(model)
-    if merged is None and reason is None:
-        free = available_memory(model.device.type)
-        if size > free / 2:
-            gb = f"{size / 2**30:.1f} GB, {free / 2**30:.1f} GB are free"
-            reason = f"a merged copy would take {gb}"
-    if merged is False or reason:
-        reason = reason or "as asked"
+    size, free = copy_bytes(model), available_memory(model.device.type)
+    gb = f"{size / 2**30:.1f} GB"
+    if merged is None and reason is None and size > free / 2:
+        reason = f"a merged copy would take {gb}, {free / 2**30:.1f} GB are free"
+    if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
     how = ", products compiled" if kernels and kernels.has_linear else ""
-    return MergedWeights(
-        model, kernels
-    ), f"a merged copy of the weights ({size / 2**30:.1f} GB){how}"
+    return MergedWeights(model, kernels), f"a merged copy of the weights ({gb}){how}"
 
 
 class _FusedLayer:
@@ -200,37 +196,33 @@ class _FusedLayer:
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.qkv = fused_linear(*projections, norm=layer.input_layernorm, kernels=kernels)
         self.out = fused_linear(attention.o_proj, kernels=kernels)
-        norm = layer.post_attention_layernorm
-        self.gated = fused_gate_up(mlp.gate_proj, mlp.up_proj, norm, kernels)
+        norm, gate_up = layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)
+        self.gated = fused_linear(*gate_up, norm=norm, gated=True, kernels=kernels)
         self.down = fused_linear(mlp.down_proj, kernels=kernels)
         # Qwen3 normalises each head's queries and keys.
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        self.index = attention.layer_idx
         self.scale, self.width = attention.scaling, attention.head_dim
         config = attention.config
         self.heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
 
     def __call__(
-        self,
-        i: int,
-        x: Tensor,
-        shape: torch.Size,
-        cos: Tensor,
-        sin: Tensor,
-        attend: AttentionFunction,
+        self, x: Tensor, shape: torch.Size, rotary: Sequence[Tensor], attend: AttentionFunction
     ) -> Tensor:
+        """Compute (B·T, hidden) from the same; `rotary` is cos and sin, (B·T, D)."""
         heads, rows = self.heads, x.shape[0]
         qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
         qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]
         if self.q_norm is not None:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
-        qk = self.ops.rotary_embedding(qk, cos, sin)
+        qk = self.ops.rotary_embedding(qk, *rotary)
         # Attention takes (B, heads, T, D), and gives it back.
         q, k, v = (
             part.view(*shape, -1, self.width).transpose(1, 2)
             for part in (qk[:, : heads[0]], qk[:, heads[0] :], v)
         )
-        attended = attend(i, q, k, v, self.scale).transpose(1, 2).reshape(rows, -1)
+        attended = attend(self.index, q, k, v, self.scale).transpose(1, 2).reshape(rows, -1)
         x = self.out(attended, x)
         return self.down(self.gated(x), x)
 
