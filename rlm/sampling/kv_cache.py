@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -99,11 +98,8 @@ class KVCache:
             kernels: what is compiled for this config and number type; None multiplies matrices.
         """
         self.config, self._kernels = cache_config, kernels
-        layers, heads, width = (
-            config.num_hidden_layers,
-            num_key_value_heads(config),
-            head_dim(config),
-        )
+        layers, heads = config.num_hidden_layers, num_key_value_heads(config)
+        width = head_dim(config)
 
         def store(tokens: int, *shape: int) -> tuple[Tensor, Tensor]:
             """Keys (L, …, H, D, T) and values (L, …, H, T, D)."""
@@ -147,21 +143,16 @@ class KVCache:
             keys, values = self._prompts
             keys[layer][where, :, :, :tokens] = k.mT
             values[layer][where, :, :tokens] = v
-            before = (
-                self._prefix[0][layer, :, :, :prefix].mT,
-                self._prefix[1][layer, :, :prefix],
-            )
+            before = self._prefix[0][layer, :, :, :prefix].mT, self._prefix[1][layer, :, :prefix]
             parts = [
                 torch.cat((old.expand(len(new), -1, -1, -1), new), 2)
                 for old, new in zip(before, (k, v), strict=True)
             ]
-            shares = q.shape[1] // parts[0].shape[1]
-            grouped = shares > 1
-            if grouped and q.is_cuda:  # no fused kernel there takes a mask and grouped heads
-                parts = [part.repeat_interleave(shares, 1) for part in parts]
-                grouped = False
+            shares = q.shape[1] // k.shape[1]
+            if q.is_cuda and shares > 1:  # no fused kernel there takes a mask and grouped heads
+                parts, shares = [part.repeat_interleave(shares, 1) for part in parts], 1
             return F.scaled_dot_product_attention(
-                q, *parts, attn_mask=seen, scale=scale, enable_gqa=grouped
+                q, *parts, attn_mask=seen, scale=scale, enable_gqa=shares > 1
             )
 
         return attend
@@ -191,16 +182,14 @@ class KVCache:
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> AttentionFunction:
         """`decode` in torch; in each of the three segments, how many tokens each row reads."""
-        needed = [max(part) for part in tokens]
-        lengths = [torch.tensor(part, device=self._device) for part in tokens]
         limits = (self.config.prefix_tokens, self.config.prompt_tokens, self.config.new_tokens)
-        longest = [round_up(n, 64, most) for n, most in zip(needed, limits, strict=True)]
-        mask = self._mask(lengths, longest)
-        own = lengths[2] - 1
-        rows = torch.arange(len(slots), device=self._device)
-        grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
+        sizes = [round_up(max(part), 64, most) for part, most in zip(tokens, limits, strict=True)]
+        lengths = [torch.tensor(part, device=self._device) for part in tokens]
+        mask = self._mask(lengths, sizes)
+        rows, own = torch.arange(len(slots), device=self._device), lengths[2] - 1
         # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
-        products = (_shared_by_all, partial(_shared_by_some, grid=grid, place=place), torch.bmm)
+        products = [self._shared_product(where) for where in ([0] * len(slots), slots)]
+        products.append(torch.bmm)
         stores = (
             self._prefix,
             [part[:, : max(slots) + 1].flatten(1, 2) for part in self._prompts],
@@ -210,10 +199,10 @@ class KVCache:
         # of each layer (H, D, T), (P·H, D, T) or (N·H, D, T), and values (…, T, D).
         segments = [
             (product, keys[..., :size].unbind(), values[..., :size, :].unbind())
-            for product, (keys, values), size in zip(products, stores, longest, strict=True)
+            for product, (keys, values), size in zip(products, stores, sizes, strict=True)
             if size
         ]
-        sizes = [size for size in longest if size]
+        sizes = [size for size in sizes if size]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             keys, values = self._own
@@ -231,16 +220,27 @@ class KVCache:
 
         return attend
 
-    def _mask(self, lengths: Sequence[Tensor], longest: Sequence[int]) -> Tensor:
+    def _shared_product(self, slots: Sequence[int]) -> Callable[[Tensor, Tensor], Tensor]:
+        """Make (N·H, Q, A) times (P·H, A, B) → (N·H, Q, B): one product per slot and head."""
+        grid, place = (part.to(self._device) for part in _grid(slots, self._heads))
+
+        def product(left: Tensor, right: Tensor) -> Tensor:
+            (queries, inner), outer = left.shape[1:], right.shape[-1]
+            together = len(grid) // len(right) * queries
+            stacked = left.index_select(0, grid).view(len(right), together, inner)
+            return torch.bmm(stacked, right).view(len(grid), queries, outer).index_select(0, place)
+
+        return product
+
+    def _mask(self, lengths: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """(N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
         beyond = [
             torch.arange(size, device=self._device) >= length[:, None]
-            for length, size in zip(lengths, longest, strict=True)
+            for length, size in zip(lengths, sizes, strict=True)
         ]
-        mask = torch.zeros(
-            len(lengths[0]), sum(longest), dtype=self._own[0].dtype, device=self._device
-        )
-        return mask.masked_fill_(torch.cat(beyond, 1), -torch.inf)[:, None, None]
+        beyond = torch.cat(beyond, 1)
+        mask = torch.zeros(beyond.shape, dtype=self._own[0].dtype, device=self._device)
+        return mask.masked_fill_(beyond, -torch.inf)[:, None, None]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy a completion's cache to another row, so that the running rows stay a block."""
@@ -260,35 +260,13 @@ def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
     >>> [part.tolist() for part in _grid([1, 0, 1], 1)]
     [[1, 0, 0, 2], [2, 0, 3]]
     """
-    members: list[list[int]] = [[] for _ in range(max(slots) + 1)]
-    for row, slot in enumerate(slots):
-        members[slot].append(row)
-    width = max(map(len, members))
-    grid = torch.zeros(len(members), heads, width, dtype=torch.long)
-    place = torch.empty(len(slots), heads, dtype=torch.long)
-    head = torch.arange(heads)
-    for slot, rows in enumerate(members):
-        here = torch.tensor(rows, dtype=torch.long)
-        grid[slot, :, : len(rows)] = here * heads + head[:, None]
-        place[here] = (slot * heads + head) * width + torch.arange(len(rows))[:, None]
-    return grid.flatten(), place.flatten()
-
-
-def _shared_by_all(left: Tensor, right: Tensor) -> Tensor:
-    """(N·H, Q, A) times (H, A, B) → (N·H, Q, B): one product per head for all rows."""
-    # Reshapes name every size: where a segment is empty, -1 could be anything.
-    heads, (pairs, queries, inner) = len(right), left.shape
-    rows = pairs // heads
-    stacked = left.unflatten(0, (rows, heads)).transpose(0, 1)
-    product = torch.bmm(stacked.reshape(heads, rows * queries, inner), right)
-    product = product.view(heads, rows, queries, right.shape[-1]).transpose(0, 1)
-    return product.reshape(pairs, queries, right.shape[-1])
-
-
-def _shared_by_some(left: Tensor, right: Tensor, grid: Tensor, place: Tensor) -> Tensor:
-    """(N·H, Q, A) times (P·H, A, B) → (N·H, Q, B): one product per slot and head for its rows."""
-    queries, inner = left.shape[1:]
-    together = len(grid) // len(right) * queries
-    stacked = left.index_select(0, grid).view(len(right), together, inner)
-    product = torch.bmm(stacked, right)
-    return product.view(len(grid), queries, right.shape[-1]).index_select(0, place)
+    used = [0] * (max(slots) + 1)  # rows of each slot so far
+    ranks = []
+    for slot in slots:
+        ranks.append(used[slot])
+        used[slot] += 1
+    first = torch.tensor(slots)[:, None] * heads + torch.arange(heads)  # (N, H)
+    place = (first * max(used) + torch.tensor(ranks)[:, None]).flatten()
+    grid = torch.zeros(len(used) * heads * max(used), dtype=torch.long)
+    grid[place] = torch.arange(len(place))
+    return grid, place
