@@ -19,9 +19,8 @@ from rlm.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from rlm.kernels import Kernels
 
-MIN_TEMPERATURE = (
-    1e-30  # below it logits overflow, and nothing is left but the likeliest token anyway
-)
+# Below it logits overflow, and nothing is left but the likeliest token anyway.
+MIN_TEMPERATURE = 1e-30
 NOT_FINITE = (
     "the model's logits are not finite: its weights or those of the adapter are damaged, or they "
     "overflow in this machine's number type"
@@ -89,29 +88,39 @@ def sample_tokens(
     Raises:
         UsageError: a row's logits are not finite: nothing can be drawn from them.
     """
+    temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
     if kernels and not params.top_k and params.top_p == 1:
-        temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
         drawn = kernels.sample(logits, uniform, temperature)
         if drawn is None:
             raise UsageError(NOT_FINITE)
         return drawn
     logits = logits.float()
-    if params.temperature == 0:
+    if temperature == 0:
         tokens = logits.argmax(-1)
-        chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
         mass = logits.logsumexp(-1)
         _check_finite(mass)
-        return tokens, chosen - mass
-    if params.temperature != 1:
-        logits = logits / max(params.temperature, MIN_TEMPERATURE)
+        return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - mass
+    if temperature != 1:
+        logits = logits / temperature
     logits = apply_top_k_top_p(logits, params)
-    rows, vocabulary = logits.shape
     probabilities = logits.softmax(-1)
-    mass = (
-        F.pad(probabilities, (0, -vocabulary % VOCAB_BLOCK))
-        if vocabulary % VOCAB_BLOCK
-        else probabilities
-    )
+    tokens, total = _sample(probabilities, uniform)
+    chosen = probabilities.gather(-1, tokens[:, None]) / total  # which is one, but for rounding
+    return tokens, chosen.log().squeeze(-1).float()
+
+
+def _check_finite(mass: torch.Tensor) -> None:
+    if not mass.isfinite().all():
+        raise UsageError(NOT_FINITE)
+
+
+def _sample(
+    probabilities: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw tokens (N,) from probabilities (N, V); also their total (N, 1), in double."""
+    rows, vocabulary = probabilities.shape
+    missing = -vocabulary % VOCAB_BLOCK
+    mass = F.pad(probabilities, (0, missing)) if missing else probabilities
     mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
     # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
     blocks = mass.sum(-1).double()
@@ -122,14 +131,7 @@ def sample_tokens(
     block = _search(before, wanted)
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
     inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-    tokens = (block * VOCAB_BLOCK + _search(inside, wanted)).squeeze(-1)
-    chosen = probabilities.gather(-1, tokens[:, None]) / total  # which is one, but for rounding
-    return tokens, chosen.log().squeeze(-1).float()
-
-
-def _check_finite(mass: torch.Tensor) -> None:
-    if not mass.isfinite().all():
-        raise UsageError(NOT_FINITE)
+    return (block * VOCAB_BLOCK + _search(inside, wanted)).squeeze(-1), total
 
 
 def _search(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -249,15 +249,12 @@ class Sampler:
             [sequence.request.params for sequence in batch],
             self._kernels,
         )
+        pairs = list(zip(batch, drawn, strict=True))
         # All of them first: if a request's own function raises, no token has been appended yet.
-        forced = [
-            seq.forced_instead_of(token) for seq, (token, _) in zip(batch, drawn, strict=True)
-        ]
-        for sequence, tokens in zip(batch, forced, strict=True):
+        forced = [(sequence, sequence.forced_instead_of(token)) for sequence, (token, _) in pairs]
+        for sequence, tokens in forced:
             sequence.forced.extend(tokens)
-        tokens = [
-            seq.append(*pair, self._is_stopped) for seq, pair in zip(batch, drawn, strict=True)
-        ]
+        tokens = [sequence.append(*token, self._is_stopped) for sequence, token in pairs]
         self._free_finished()
         return tokens
 
