@@ -88,10 +88,10 @@ class Kernels:
         self._columns = library.block_columns()
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
-        names = [name for name in _SIGNATURES if name != "multiply" or self.has_linear]
-        self._functions = {name: getattr(library, name) for name in names}
-        for name, function in self._functions.items():
-            function.argtypes = (*_SIGNATURES[name], ctypes.c_int)
+        self._library = library
+        for name, arguments in _SIGNATURES.items():
+            if name != "multiply" or self.has_linear:
+                getattr(library, name).argtypes = (*arguments, ctypes.c_int)
 
     def linear(
         self,
@@ -264,7 +264,7 @@ class Kernels:
 
     def _call(self, name: str, *values: object) -> int:
         """Call a C function with the addresses of tensors, numbers, and the number of threads."""
-        return self._functions[name](*map(_address, values), torch.get_num_threads())
+        return getattr(self._library, name)(*map(_address, values), torch.get_num_threads())
 
 
 def _address(value: object) -> object:

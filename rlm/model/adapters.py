@@ -64,8 +64,6 @@ def misfit(adapter: Path, model: str, model_hash: str | None = None) -> str:
     Args:
         model_hash: of the base; computed if it is not at hand.
     """
-    if not adapter.exists():
-        return f"{adapter} does not exist"
     try:
         check_adapter(adapter, TEACH)
         check_base(adapter, model, model_hash or base_model_hash(model))
@@ -108,9 +106,8 @@ def _chat_template(directory: Path) -> str | None:
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = None
-    if config.is_file():
-        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    template = settings.get("chat_template")
     return template if isinstance(template, str) else None  # older files may name several
 
 
@@ -219,32 +216,16 @@ def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
 
 
 def set_gradient_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
-    """Keep only each layer's input, if wanted, and recompute the rest in the backward pass.
+    """Keep each layer's input only, if wanted, and recompute the rest in the backward pass.
 
     transformers does so in training mode only. We train in eval mode (no dropout), so the layers
     themselves are told that they train, and what is inside them is not.
     """
     if wanted:
         policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-        for layer in _layers(policy):
-            layer.training = True
-
-
-@contextmanager
-def gradient_checkpointing_disabled(policy: PreTrainedModel) -> Iterator[None]:
-    """Keep all that a backward pass needs."""
-    checkpointed = [layer for layer in _layers(policy) if layer.training]
-    for layer in checkpointed:
-        layer.training = False
-    try:
-        yield
-    finally:
-        for layer in checkpointed:
-            layer.training = True
-
-
-def _layers(policy: PreTrainedModel) -> list[torch.nn.Module]:
-    return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for module in policy.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = wanted
 
 
 @contextmanager

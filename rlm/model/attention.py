@@ -63,9 +63,8 @@ class _BlockAttention(torch.autograd.Function):
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         for b, row in enumerate(out.transpose(1, 2)):
             for block in ctx.blocks[b % len(ctx.blocks)]:
-                part = _Part(q[b], k[b], v[b], scale, block, kernels)
-                mixed = part.weights @ part.values
-                row[:, block.rows] = mixed.view(row[:, block.rows].shape)
+                _, _, values, weights = _attend(q[b], k[b], v[b], scale, block, kernels)
+                row[:, block.rows] = (weights @ values).view(row[:, block.rows].shape)
         return out.transpose(1, 2)
 
     @staticmethod
@@ -78,14 +77,14 @@ class _BlockAttention(torch.autograd.Function):
             # A key's gradient is a sum over parts: in fp32, rounded once.
             wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
             for block in ctx.blocks[b % len(ctx.blocks)]:
-                part = _Part(q[b], k[b], v[b], ctx.scale, block, ctx.kernels)
+                given = q[b], k[b], v[b], ctx.scale, block, ctx.kernels
+                scaled, keys, values, weights = _attend(*given)
                 slope = _by_head(by_out[b][:, block.rows], k[b])
-                wide_v.index_add_(1, block.columns, (part.weights.mT @ slope).float())
-                by_weights = slope @ part.values.mT
-                by_scores = torch._softmax_backward_data(by_weights, part.weights, -1, q.dtype)
+                wide_v.index_add_(1, block.columns, (weights.mT @ slope).float())
+                by_scores = torch._softmax_backward_data(slope @ values.mT, weights, -1, q.dtype)
                 part_of_q = by_q[b][:, block.rows]
-                part_of_q[:] = (by_scores @ part.keys).mul_(ctx.scale).view(part_of_q.shape)
-                wide_k.index_add_(1, block.columns, (by_scores.mT @ part.scaled).float())
+                part_of_q[:] = (by_scores @ keys).mul_(ctx.scale).view(part_of_q.shape)
+                wide_k.index_add_(1, block.columns, (by_scores.mT @ scaled).float())
             by_k[b], by_v[b] = wide_k, wide_v
         return by_q, by_k, by_v, None, None, None
 
@@ -99,26 +98,21 @@ class _Block:
     mask: Tensor  # (rows, columns)
 
 
-class _Part:
-    """Attention of a block's queries to its keys."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, block: _Block, kernels: Kernels | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attend from a block's queries of q (H·Q, S, D) to its keys of k (H, S, D).
 
-    def __init__(
-        self,
-        q: Tensor,  # (H·Q, S, D)
-        k: Tensor,  # (H, S, D)
-        v: Tensor,
-        scale: float,
-        block: _Block,
-        kernels: Kernels | None,
-    ) -> None:
-        self.scaled = _by_head(q[:, block.rows], k) * scale
-        self.keys, self.values = (part.index_select(1, block.columns) for part in (k, v))
-        scores = self.scaled @ self.keys.mT
-        if kernels:
-            self.weights = kernels.masked_softmax(scores, block.mask)
-        else:
-            scores.unflatten(1, (-1, len(block.mask))).add_(block.mask)
-            self.weights = scores.softmax(-1)  # (H, Q·rows, columns); computed in fp32
+    Returns:
+        The scaled queries, the keys and values, and the weights (H, Q·rows, columns).
+    """
+    scaled = _by_head(q[:, block.rows], k) * scale
+    keys, values = (part.index_select(1, block.columns) for part in (k, v))
+    scores = scaled @ keys.mT
+    if kernels:
+        return scaled, keys, values, kernels.masked_softmax(scores, block.mask)
+    scores.unflatten(1, (-1, len(block.mask))).add_(block.mask)
+    return scaled, keys, values, scores.softmax(-1)  # computed in fp32
 
 
 @functools.lru_cache(maxsize=1)

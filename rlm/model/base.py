@@ -32,7 +32,7 @@ from rlm.cli import UsageError
 from rlm.kernels import Kernels, load_kernels
 from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
-from rlm.model.quantize import check_dequantization, freeze_packed_weights, quantization_config
+from rlm.model.quantize import freeze_packed_weights, quantization_config
 from rlm.runs import file_hash
 
 OFFLINE_HINT = (
@@ -154,7 +154,6 @@ def load_base(
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         freeze_packed_weights(model)
-        check_dequantization(model)
     else:
         model.to(device.type)
     return model.eval().requires_grad_(False)

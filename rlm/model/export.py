@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import save
 
 from rlm.cli import UsageError
 from rlm.model.adapters import ADAPTER_FILES, exported_tensors
@@ -33,12 +31,10 @@ def check_output(path: Path, option: str = "--output") -> None:
     previous = here.with_name(f"{here.name}.prev")
     if previous.exists() and not previous.is_dir():
         raise UsageError(f"{option} {path}: {previous} is in the way of the adapter that is there")
-    if here.is_dir():
-        others = any(not file.name.startswith(".") for file in here.iterdir())
-        replaced = others and not (here / ADAPTER_FILES[0]).is_file()
-    else:
-        replaced = here.exists()
-    if replaced:
+    is_free = not here.exists() or (
+        here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())
+    )
+    if not is_free and not (here / ADAPTER_FILES[0]).is_file():
         raise UsageError(
             f"{option} {path} holds something else than an adapter, which would be replaced: name "
             "an empty or a new directory"
@@ -92,26 +88,15 @@ def save_adapter(
 
 
 def _check_export(policy: PeftModel, folder: Path) -> None:
-    """Compare what was written with the model's tensors, bit for bit.
+    """Compare the file of tensors with what the model's make, byte for byte.
 
     Raises:
-        OSError: the folder holds other tensors than the model has.
+        OSError: the file holds something else.
     """
-    written, expected = load_file(folder / ADAPTER_FILES[1]), exported_tensors(policy)
-    same = written.keys() == expected.keys() and all(
-        (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
-        and torch.equal(_bits(tensor), _bits(expected[name].detach().cpu()))
-        for name, tensor in written.items()
-    )
-    if not same:
-        raise OSError(
-            errno.EIO, "what was written does not read back (other tensors than the model's)"
-        )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bytes: NaN equals itself."""
-    return tensor.contiguous().flatten().view(torch.uint8)
+    expected = save(exported_tensors(policy), {"format": "pt"})
+    if (folder / ADAPTER_FILES[1]).read_bytes() != expected:
+        reason = "what was written does not read back (other tensors than the model's)"
+        raise OSError(errno.EIO, reason)
 
 
 def write_run(adapter: Path, run: dict[str, object]) -> None:

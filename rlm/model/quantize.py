@@ -62,42 +62,24 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
 
     On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a product that has
     no backward pass, whenever a layer is in eval mode. We train in eval mode (no dropout).
+
+    Raises:
+        UsageError: 4-bit rows are no whole number of blocks: bitsandbytes 0.50 unpacks such rows
+            wrongly (by 40 % of their norm, silently) on CPUs with AVX-512.
     """
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+            width, block = module.in_features, module.weight.quant_state.blocksize
+            if width % block and module.weight.device.type == "cpu":
+                raise UsageError(
+                    f"bitsandbytes unpacks 4-bit rows of {width} weights wrongly on a CPU (they "
+                    f"are no multiple of {block}): use --quantize 8bit or none"
+                )
         if isinstance(module, Linear4bit | Linear8bitLt):
             module.compute_dtype = model.dtype
-
-
-def check_dequantization(model: PreTrainedModel) -> None:
-    """Check that 4-bit weights of these widths come out of their packing as they went in.
-
-    bitsandbytes 0.50 scales them wrongly (by 40 % of their norm, silently) on CPUs with AVX-512,
-    where a row is not a whole number of blocks.
-
-    Raises:
-        UsageError: this machine's code for them is wrong.
-    """
-    import torch
-    from bitsandbytes import functional
-    from bitsandbytes.nn import Linear4bit
-
-    layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
-    shapes = {(m.in_features, m.weight.quant_state.blocksize, m.weight.device) for m in layers}
-    for width, block, device in shapes:
-        if width % block == 0:
-            continue
-        exact = torch.linspace(-1, 1, 4 * width, device=device).view(4, width)
-        packed, state = functional.quantize_4bit(exact, blocksize=block, quant_type="nf4")
-        error = (functional.dequantize_4bit(packed, state) - exact).norm() / exact.norm()
-        if error > 0.2:  # 4 bits are worth about 0.1
-            raise UsageError(
-                f"bitsandbytes unpacks 4-bit rows of {width} weights wrongly on this machine "
-                f"(they are no multiple of {block}): use --quantize 8bit or none"
-            )
 
 
 def dequantized_weight(linear: torch.nn.Module) -> torch.Tensor:

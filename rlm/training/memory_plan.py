@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
-from rlm.model import attention, available_memory, gradient_checkpointing_disabled
+from rlm.model import attention, available_memory, set_gradient_checkpointing
 from rlm.sampling import Sampler, VLLMSampler, common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
@@ -98,8 +98,9 @@ def plan_memory(
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in master_weights)
-    with gradient_checkpointing_disabled(policy):
-        per_token = activation_bytes(policy)
+    set_gradient_checkpointing(policy, False)
+    per_token = activation_bytes(policy)
+    set_gradient_checkpointing(policy, config.checkpointing)
     learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
     tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
     if tokens is None:
