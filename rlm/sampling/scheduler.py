@@ -35,7 +35,6 @@ class SequenceState:
 
     parent: RequestState
     index: int  # among the n
-    last_token: int  # the next input
     ids: list[int] = field(default_factory=list)
     forced: deque[int] = field(default_factory=deque)  # tokens to take instead of drawn ones
     finished: bool = False
@@ -43,6 +42,11 @@ class SequenceState:
     @property
     def request(self) -> Request:
         return self.parent.request
+
+    @property
+    def last_token(self) -> int:
+        """The next input."""
+        return (self.ids or self.request.prompt)[-1]
 
     def forced_instead_of(self, token: int) -> Sequence[int]:
         """Tokens that the request puts in the place of a drawn one, if any."""
@@ -58,7 +62,6 @@ class SequenceState:
         if self.forced:
             token, logprob = self.forced.popleft(), math.nan
         self.ids.append(token)
-        self.last_token = token
         stopped = is_stopped(self)
         self.finished = stopped or len(self.ids) == self.request.params.max_new_tokens
         reason = ("stop" if stopped else "length") if self.finished else None
@@ -114,8 +117,7 @@ class Scheduler:
             state = self.waiting.popleft()
             state.slot, state.unfinished = self.free_slots.pop(), state.request.n
             chosen.append(state)
-            last = state.request.prompt[-1]
-            self.ready.extend(SequenceState(state, i, last) for i in range(state.request.n))
+            self.ready.extend(SequenceState(state, i) for i in range(state.request.n))
         return chosen
 
     def free_finished(self, copy_row: Callable[[int, int, int], None]) -> None:

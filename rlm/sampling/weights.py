@@ -134,7 +134,8 @@ class MergedWeights:
         Compared with what was copied, which costs milliseconds, so that nobody can forget it.
         """
         adapters = active_lora_tensors(self._model)
-        if self._seen is not None and _same(adapters, self._seen):
+        same = self._layers and adapters.keys() == self._seen.keys()
+        if same and all(torch.equal(tensor, self._seen[key]) for key, tensor in adapters.items()):
             return
         self.release()  # the old copy goes first
         self._layers = [_FusedLayer(layer, self._kernels) for layer in self._decoder.layers]
@@ -143,7 +144,7 @@ class MergedWeights:
     def release(self) -> None:
         """Drop the copied layers until the next `refresh`."""
         self._layers: list[_FusedLayer] = []
-        self._seen: dict[str, Tensor] | None = None
+        self._seen: dict[str, Tensor] = {}
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
@@ -230,9 +231,3 @@ class _FusedLayer:
         """Each head's norm: (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
         return self.ops.rms_norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
-
-
-def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.equal(tensor, right[name]) for name, tensor in left.items()
-    )
