@@ -11,6 +11,7 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries below are imported
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,15 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     (in a fixture of its module, which this one does not reach), test_evaluation every case."""
     if "train_grpo" in sys.modules:
         monkeypatch.setattr("rlm.training.finish.learning_curves", lambda rows, path: path.touch())
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On so many threads."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(usual)
 
 
 @pytest.fixture

@@ -15,14 +15,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest):
-    usual = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(usual)
-
-
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     error = (found.double() - wanted.double()).abs().max()
     assert error <= TOLERANCE[found.dtype] * wanted.double().abs().max()
@@ -106,28 +98,6 @@ def test_the_passes_are_those_of_torch(rows, dtype, threads):
     wanted = TorchOps.rotary_embedding(heads.double(), cos.double(), sin.double())
     close(made.rotary_embedding(heads, cos, sin), wanted)
     assert torch.equal(made.rotary_embedding(heads.clone(), cos, 0 * sin), heads * cos[:, None])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [5, 256, 3001])
-@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
-def test_a_token_is_drawn_where_the_running_sum_passes_the_uniform_number(
-    temperature, vocabulary, dtype, threads
-):
-    torch.manual_seed(0)
-    logits = (3 * torch.randn(vocabulary, 500)).to(dtype).T  # its rows do not lie together
-    logits[::7, ::3] = -torch.inf
-    uniform = torch.rand(500, dtype=torch.float64)
-    tokens, logprobs = kernels(dtype).sample(logits, uniform, temperature)
-    p = (logits.double() / (temperature or 1)).softmax(-1)
-    chosen = p.gather(-1, tokens[:, None])
-    torch.testing.assert_close(logprobs, chosen.log()[:, 0].float(), atol=1e-5, rtol=1e-5)
-    if temperature:
-        passed = p.cumsum(-1).gather(-1, tokens[:, None])
-        assert (passed > uniform[:, None] - 1e-6).all()
-        assert (passed - chosen <= uniform[:, None] + 1e-6).all()
-    else:
-        assert torch.equal(tokens, logits.double().argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -87,31 +87,29 @@ def test_saving_asks_no_hub(plain, tmp_path, tokenizer, monkeypatch):
     save_adapter(policy, tokenizer, tmp_path / "saved", {})
 
 
+BROKEN = r"adapter .* does not fit this base: adapter_config\.json"
+
+
+def text_with(**change):
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "LOHA"}, "of the kind LOHA; only LoRA"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save"),
-        ({"trainable_token_indices": [1]}, r"trainable_token_indices"),
+        # Left out, the base would be measured, or a head that never trains, in silence.
+        (text_with(peft_type="LOHA"), "of the kind LOHA; only LoRA"),
+        (text_with(modules_to_save=["lm_head"]), "modules_to_save"),
+        (text_with(trainable_token_indices=[1]), "trainable_token_indices"),
+        (lambda file: file.write_text("{"), BROKEN),
+        (lambda file: file.write_text("[1]"), BROKEN),
+        (lambda file: file.write_text("null"), BROKEN),
+        (lambda file: file.unlink(), BROKEN),
     ],
 )
-def test_what_the_sampler_would_leave_out_is_refused(plain, change, message):
-    """Else the base would be measured, or a head that never trains, in silence."""
-    file = plain / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+def test_an_adapter_config_that_cannot_be_taken_is_one_line(plain, change, message):
+    change(plain / "adapter_config.json")
     with pytest.raises(UsageError, match=message):
-        load_adapter(tiny_model(), plain, trainable=False)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "null", None])
-def test_a_broken_adapter_config_is_one_line(plain, text):
-    file = plain / "adapter_config.json"
-    file.unlink()
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(
-        UsageError, match=r"adapter .* does not fit this base: adapter_config\.json"
-    ):
         load_adapter(tiny_model(), plain, trainable=False)
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from conftest import tiny_model
 
-import rlm.model.export
 from rlm.cli.options import UsageError
 from rlm.model.adapters import new_adapter
-from rlm.model.export import check_output, save_adapter
+from rlm.model.export import check_output, save_adapter, write_run
 
 
 @pytest.fixture
@@ -62,11 +61,6 @@ def test_the_old_adapter_is_kept_beside_also_behind_a_link(export, tmp_path):
     assert number(tmp_path / "disk" / "lora.prev") == 2
 
 
-def spoil(folder, change):
-    file = folder / "adapter_model.safetensors"
-    file.write_bytes(change(bytearray(file.read_bytes())))
-
-
 def flip(content):
     content[-1] ^= 1
     return content
@@ -76,15 +70,17 @@ def flip(content):
 def test_what_does_not_read_back_does_not_replace_the_old_one(
     export, tmp_path, monkeypatch, change
 ):
+    def spoil(folder, run):
+        (file,) = folder.glob("*.safetensors")
+        file.write_bytes(change(bytearray(file.read_bytes())))
+        write_run(folder, run)
+
     export(1)
-    write_run = rlm.model.export.write_run
-    monkeypatch.setattr(
-        rlm.model.export, "write_run", lambda f, run: (write_run(f, run), spoil(f, change))
-    )
-    with pytest.raises(UsageError, match="cannot be written: "):
+    monkeypatch.setattr("rlm.model.export.write_run", spoil)
+    with pytest.raises(UsageError, match="cannot be written: what was written does not read back"):
         export(2)
     assert number(tmp_path / "lora") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lora"]
+    assert [path.name for path in tmp_path.iterdir()] == ["lora"]
 
 
 @pytest.mark.parametrize("value", [torch.nan, -0.0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rlm.kernels import Kernels
 from rlm.sampling import Sampler, SamplingParams
-from rlm.sampling.linear import fused_gate_up, fused_linear
+from rlm.sampling.linear import fused_linear
 from rlm.sampling.weights import MergedWeights, UnmergedWeights
 
 BF16 = torch.bfloat16
@@ -23,14 +23,6 @@ def kernels() -> Kernels:
     if not made.has_linear:
         pytest.skip("this CPU does not multiply pairs of bf16 numbers")
     return made
-
-
-@pytest.fixture(params=[1, 2, 5])
-def threads(request: pytest.FixtureRequest):
-    usual = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(usual)
 
 
 def layers(inputs: int, outputs: Sequence[int], bias: bool, dtype: torch.dtype) -> list[nn.Linear]:
@@ -103,7 +95,7 @@ def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, threads):
     gate, up = layers(inputs, [outputs, outputs], bias, BF16)
     norm, x = ones(inputs, BF16), (9 * torch.randn(rows, inputs)).to(BF16)
     wanted = nn.functional.silu(double(gate, norm(x))) * double(up, norm(x))
-    rounded_once(fused_gate_up(gate, up, norm, kernels())(x), wanted)
+    rounded_once(fused_linear(gate, up, norm=norm, gated=True, kernels=kernels())(x), wanted)
 
 
 @pytest.mark.parametrize(("dtype", "compiled_too"), PATHS)
@@ -122,7 +114,7 @@ def test_every_path_computes_the_same(inputs, biases, dtype, compiled_too):
     wanted = torch.cat([double(layer, norm(x)) for layer in (first, second)], 1)
     near(fused_linear(first, second, norm=norm, kernels=how)(x), wanted)
     wanted = nn.functional.silu(double(first, norm(x))) * double(second, norm(x))
-    near(fused_gate_up(first, second, norm, how)(x), wanted)
+    near(fused_linear(first, second, norm=norm, gated=True, kernels=how)(x), wanted)
 
 
 def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads():
@@ -130,7 +122,7 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads():
     gate, up = layers(576, [200, 200], True, BF16)
     linear, gated = (
         fused_linear(gate, kernels=kernels()),
-        fused_gate_up(gate, up, ones(576, BF16), kernels()),
+        fused_linear(gate, up, norm=ones(576, BF16), gated=True, kernels=kernels()),
     )
     x, residual = torch.randn(77, 576).to(BF16), torch.randn(77, 200).to(BF16)
     usual = torch.get_num_threads()
