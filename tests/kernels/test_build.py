@@ -60,24 +60,28 @@ def test_another_source_or_cpu_is_compiled_anew(compiler, tmp_path, monkeypatch,
     assert compiler() == 2
 
 
-def test_a_file_cut_short_is_compiled_anew(compiler, tmp_path):
+def cut_short(tmp_path, monkeypatch):
     (file,) = (tmp_path / "kernels").iterdir()
     file.unlink()
     file.write_bytes(b"\x7fELF")
-    load_library(MACROS)
-    load_library(MACROS)
-    assert compiler() == 2
 
 
-def test_a_folder_that_others_can_write_is_not_used(compiler, tmp_path):
+def writable_by_others(tmp_path, monkeypatch):
     (tmp_path / "kernels").chmod(0o777)
-    load_library(MACROS)
-    assert compiler() == 2
 
 
-def test_a_cache_that_cannot_be_made_is_no_failure(compiler, tmp_path, monkeypatch):
+def no_folder(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RLM_CACHE", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("change", "compilations"), [(cut_short, 2), (writable_by_others, 3), (no_folder, 3)]
+)
+def test_what_cannot_be_trusted_is_compiled_anew(
+    compiler, tmp_path, monkeypatch, change, compilations
+):
+    change(tmp_path, monkeypatch)
     load_library(MACROS)
     load_library(MACROS)
-    assert compiler() == 3
+    assert compiler() == compilations

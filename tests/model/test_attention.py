@@ -94,8 +94,9 @@ def test_a_model_scores_the_same_with_it(family, tmp_path):
 def test_it_is_chosen_where_a_cpu_computes_in_bf16(model_dir, dtype, taken):
     model = load_base(str(model_dir), Device("cpu", dtype, ""), attn="auto")
     assert model.config._attn_implementation == taken
-    named = load_base(str(model_dir), Device("cpu", dtype, ""), attn="sdpa")
-    assert named.config._attn_implementation == "sdpa"
+    for name in ("sdpa", "eager"):
+        named = load_base(str(model_dir), Device("cpu", dtype, ""), attn=name)
+        assert named.config._attn_implementation == name
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
