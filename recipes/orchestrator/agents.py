@@ -14,13 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
-from rlm.cli import UsageError
 from rlm.data import FORMATS, render_prompt
 from rlm.model import (
     base_model_hash,
     check_adapter,
     check_base,
-    has_plain_lora,
     load_adapter,
     load_base,
     load_tokenizer,
@@ -168,13 +166,7 @@ def load_agents(
         return LocalAgents(Sampler(model, tokenizer), tokenizer)
     name = "agent" if agents.adapter else None
     if name:
-        was_plain = has_plain_lora(policy)
         load_adapter(policy, agents.adapter, trainable=False, name=name)
-        if was_plain and not has_plain_lora(policy):  # its layers take no other
-            raise UsageError(
-                f"adapter {agents.adapter} is more than plain LoRA: agents with it need a base "
-                "of their own (--agent-model with another copy's path)"
-            )
     if not isinstance(sampler, Sampler):  # a vLLM server has the orchestrator's adapter only
         sampler = Sampler(policy, tokenizer)
     return LocalAgents(sampler, tokenizer, partial(using_adapter, policy, name))

@@ -7,7 +7,7 @@ EXPORTS = {
     "adapter_info": "AdapterInfo",
     "adapters": (
         "ADAPTER_FILES TEACH active_lora_tensors adapter_hash adapter_tensors check_adapter "
-        "check_base has_plain_lora is_plain_lora load_adapter "
+        "check_base load_adapter "
         "lora_layers merged_weight misfit new_adapter set_gradient_checkpointing using_adapter "
         "using_reference"
     ),

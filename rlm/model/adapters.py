@@ -118,8 +118,8 @@ def load_adapter(
     were (those that are checkpointed count as training).
 
     Raises:
-        UsageError: the files cannot be read, it is no LoRA or more than the layers' own, the
-            tensors belong to another base, or one of their values is not finite.
+        UsageError: the files cannot be read, it is no plain LoRA of linear layers, the tensors
+            belong to another base, or one of their values is not finite.
     """
     _check_kind(path)
     options = {"is_trainable": trainable, "use_safetensors": True}
@@ -138,6 +138,8 @@ def load_adapter(
             raise UsageError(f"adapter {path} also changes the token embeddings: unsupported")
         if name in key.split(".") and not tensor.isfinite().all():
             raise UsageError(f"adapter {path}: {key} holds values that are not finite")
+    if any(layer.lora_variant or any(layer.lora_bias.values()) for layer in lora_layers(policy)):
+        raise UsageError(f"adapter {path} is more than plain LoRA (DoRA, biases): unsupported")
     policy.eval()
     for module, was in training.items():
         module.training = was
@@ -185,16 +187,6 @@ def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
     """The layers that have an adapter."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
-def is_plain_lora(layer: LoraLayer) -> bool:
-    """Whether a layer's adapters are W + s B A and no more: DoRA and bias terms are left
-    to PEFT."""
-    return not layer.lora_variant and not any(layer.lora_bias.values())
-
-
-def has_plain_lora(model: torch.nn.Module) -> bool:
-    return all(map(is_plain_lora, lora_layers(model)))
 
 
 @torch.no_grad()

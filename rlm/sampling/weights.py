@@ -20,7 +20,6 @@ from rlm.model import (
     active_lora_tensors,
     available_memory,
     decoder_and_head,
-    has_plain_lora,
     softmax_scale,
 )
 from rlm.sampling.kv_cache import AttentionFunction
@@ -104,8 +103,6 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
-    if not has_plain_lora(model):
-        return "its adapter is more than plain LoRA"
     return None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlm.kernels import Kernels
-from rlm.model import attention, decoder_and_head, is_plain_lora, kernels_for, lora_layers
+from rlm.model import attention, decoder_and_head, kernels_for, lora_layers
 from rlm.sampling import FUSED_MODEL_TYPES
 
 
@@ -20,8 +20,7 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
     """Let the policy compute with fused adapters and, where they can be compiled, fused norms,
     gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
     for module in lora_layers(policy):
-        if is_plain_lora(module):
-            module.forward = MethodType(_lora, module)
+        module.forward = MethodType(_lora, module)
     kernels, _ = kernels_for(policy)
     if kernels is None:
         return

@@ -113,10 +113,17 @@ def test_an_adapter_config_that_cannot_be_taken_is_one_line(plain, change, messa
         load_adapter(tiny_model(), plain, trainable=False)
 
 
-def test_an_adapter_of_the_embeddings_is_refused(tmp_path):
-    config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])
-    get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="token embeddings"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "token embeddings"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "more than plain LoRA"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "more than plain LoRA"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(tmp_path, options, message):
+    get_peft_model(tiny_model(), LoraConfig(r=2, **options)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=message):
         load_adapter(tiny_model(), tmp_path, trainable=False)
 
 

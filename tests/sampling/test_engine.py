@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 import torch
 from conftest import FAMILIES, kernels, tiny_model
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
@@ -212,14 +211,6 @@ def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monk
     monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
     with pytest.raises(UsageError, match="1 of 2 layers"):
         Sampler(model, tokenizer, merged=False).sample([[1, 2]], 1, SamplingParams(2), [0])
-
-
-def test_an_adapter_that_is_more_than_plain_lora_is_left_to_peft(tokenizer):
-    config = LoraConfig(r=4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
-    policy = get_peft_model(tiny_model(), config).eval()
-    assert "more than plain LoRA" in Sampler(policy, tokenizer).description
-    with pytest.raises(UsageError, match="more than plain LoRA"):
-        Sampler(policy, tokenizer, merged=True)
 
 
 # --- the core: requests -------------------------------------------------------------------------
