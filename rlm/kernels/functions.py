@@ -111,7 +111,7 @@ class Kernels:
         shifts = None if biases is None else self._in_columns(biases).float()
         outputs, inputs = weights[0].shape
         what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
-        what.weights, what.bias = kept.data_ptr(), _address(shifts)
+        what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
         what.alive = kept, shifts  # it holds their addresses
 
@@ -121,7 +121,7 @@ class Kernels:
             x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
             added = None if residual is None else residual.contiguous()
             what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
-            what.residual = _address(added)
+            what.residual = None if added is None else added.data_ptr()
             self._call("multiply", ctypes.byref(what))
             return out
 
@@ -264,12 +264,8 @@ class Kernels:
 
     def _call(self, name: str, *values: object) -> int:
         """Call a C function with the addresses of tensors, numbers, and the number of threads."""
-        return getattr(self._library, name)(*map(_address, values), torch.get_num_threads())
-
-
-def _address(value: object) -> object:
-    """The address of a tensor; anything else as it is."""
-    return value.data_ptr() if isinstance(value, Tensor) else value
+        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        return getattr(self._library, name)(*passed, torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:
