@@ -12,7 +12,11 @@ from rlm.sampling.linear import TorchOps
 
 # Relative: bf16 has 8 bits, and torch's passes round more than once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
-DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(params=TOLERANCE)
+def dtype(request):
+    return request.param
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -39,7 +43,6 @@ def stores(heads: int, width: int, dtype: torch.dtype) -> list[tuple[torch.Tenso
     return made
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("queries", "width"), [(1, 80), (2, 8), (3, 64), (7, 128)])
 def test_attention_is_the_softmax_over_what_a_row_has(queries, width, dtype, threads):
     torch.manual_seed(0)
@@ -85,7 +88,6 @@ def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number(
     assert attend(0, q * torch.nan, nothing, nothing, 1.0).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 64])  # 64: enough work for several threads
 def test_the_passes_are_those_of_torch(rows, dtype, threads):
     torch.manual_seed(0)
@@ -100,7 +102,6 @@ def test_the_passes_are_those_of_torch(rows, dtype, threads):
     assert torch.equal(made.rotary_embedding(heads.clone(), cos, 0 * sin), heads * cos[:, None])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [5, 256, 3001])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_scores_and_their_derivatives_are_those_of_the_softmax(
@@ -127,7 +128,6 @@ def test_scores_and_their_derivatives_are_those_of_the_softmax(
     assert ((logits.double() - slopes).abs() <= 0.6 * eps * slopes.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 65])
 def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, threads):
     torch.manual_seed(0)
@@ -152,7 +152,6 @@ def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, 
         close(found, by)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 300])
 def test_the_softmax_of_attention_is_that_of_torch(columns, dtype, threads):
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from rlm.model import AdapterInfo
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.model.base import base_model_hash
+from rlm.model.hardware import GPU_MODEL
 from rlm.training.config import DEFAULT_SFT_ADAPTER, PRESETS, GRPOConfig
 from train_sft import SFTConfig
 
@@ -54,7 +55,7 @@ def test_model_and_data_are_chosen_by_the_machine(having, capsys, cls, gpu, hub,
         (["--model=mine"], {"model": "mine", "dataset": "gsm8k", "quantize": "none", "steps": 20}),
         # The default, but typed.
         (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "4bit"}),
-        (["--no-use-4bit"], {"model": machine.GPU_MODEL, "quantize": "none"}),
+        (["--no-use-4bit"], {"model": GPU_MODEL, "quantize": "none"}),
         (["--preset=drgrpo"], {"fixed_length_normalizer": 512}),  # of the length that was chosen
         (["--preset=reasoning_small"], {"learning_rate": 5e-6, "steps": 200, "quantize": "4bit"}),
         (["--model=mine", "--dataset=word-problems"], {"steps": 20, "quantize": "none"}),
@@ -76,12 +77,6 @@ def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
     assert "CUDA" not in capsys.readouterr().out
 
 
-def an_adapter(path, run):
-    """The adapter whose run.json says this."""
-    (path / "run.json").write_text(json.dumps(run))
-    return AdapterInfo.load(path)
-
-
 @pytest.mark.parametrize(
     ("run", "given", "expected"),
     [
@@ -93,20 +88,16 @@ def an_adapter(path, run):
         ),
         ({"base_model": "theirs", "dataset": None}, {}, ("theirs", "word-problems:1", "none")),
         ({"stage": "sft"}, {}, ("smollm2-135m", "word-problems:1", "none")),
+        ({"base_model": GPU_MODEL, "dataset": "d"}, {}, (GPU_MODEL, "d", "none")),
     ],
 )
 def test_a_start_adapter_decides_model_data_and_packing(having, tmp_path, run, given, expected):
     """It may not say its data, as `GRPOTrainer` leaves one that was given the caller's own."""
     having(gpu=False, hub=False)
-    values = machine.default_values(given, an_adapter(tmp_path, run), {"steps": 200})
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    values = machine.default_values(given, AdapterInfo.load(tmp_path), {"steps": 200})
     assert tuple(values[name] for name in ("model", "dataset", "quantize")) == expected
-    assert "steps" not in values  # which are the 7B model's
-
-
-def test_the_7b_model_has_its_numbers_with_a_start_adapter_too(having, tmp_path):
-    having(gpu=True, hub=True)
-    run = {"base_model": machine.GPU_MODEL, "dataset": "gsm8k", "quantize": "4bit"}
-    assert machine.default_values({}, an_adapter(tmp_path, run), {"steps": 200})["steps"] == 200
+    assert ("steps" in values) == (expected[0] == GPU_MODEL)  # which are the 7B model's
 
 
 def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, monkeypatch):

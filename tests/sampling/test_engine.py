@@ -183,8 +183,12 @@ def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenize
 
 def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     model = tiny_model()
-    assert "merged copy" in Sampler(model, tokenizer).description
-    assert "as asked" in Sampler(model, tokenizer, merged=False).description
+    merged, unmerged = Sampler(model, tokenizer), Sampler(model, tokenizer, merged=False)
+    assert "merged copy" in merged.description
+    assert "as asked" in unmerged.description
+    # Only the same weights in fp32 draw as training scores.
+    assert (merged.exact, unmerged.exact) == (False, True)
+    assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).exact
     monkeypatch.setattr("rlm.sampling.weights.available_memory", lambda device: 1000)
     assert "would take" in Sampler(model, tokenizer).description
     with pytest.raises(UsageError, match="not of the Llama family"):
@@ -194,14 +198,6 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
 def test_an_architecture_with_attention_of_its_own_is_refused(tokenizer):
     with pytest.raises(UsageError, match="bloom: its attention cannot be replaced"):
         Sampler(a_model("bloom"), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("merged", "dtype", "exact"),
-    [(False, torch.float32, True), (False, torch.bfloat16, False), (True, torch.float32, False)],
-)
-def test_only_the_same_weights_in_fp32_draw_as_training_scores(tokenizer, merged, dtype, exact):
-    assert Sampler(tiny_model().to(dtype), tokenizer, merged=merged).exact is exact
 
 
 def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monkeypatch):
@@ -254,16 +250,13 @@ def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
 
 @pytest.mark.usefixtures("passes")
 def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
-    prompts = some_prompts(4)
     choices = [
         SamplingParams(20, temperature=0),
         SamplingParams(7, temperature=1.0),
         SamplingParams(20, temperature=1.3, top_k=5),
         SamplingParams(12, temperature=0.8, top_p=0.5),
     ]
-    requests = [
-        Request(p, c, seed=i) for i, (p, c) in enumerate(zip(prompts, choices, strict=True))
-    ]
+    requests = [Request(*each) for each in zip(some_prompts(4), choices, range(4), strict=True)]
     sampler = a_running_sampler(tokenizer)
     handles = [sampler.add_request(request) for request in requests]
     tokens = run(sampler)
@@ -403,15 +396,10 @@ def test_uniforms_are_a_pure_function_and_uniform():
     assert 0 <= many.min() < many.max() < 1
     assert many.mean() == pytest.approx(0.5, abs=0.01)
     assert many.var() == pytest.approx(1 / 12, abs=0.002)
-    assert len(many.unique()) == len(many)
-
-
-def test_neighbouring_seeds_do_not_share_draws():
-    """Row i of a prompt has seed + i: its stream must not be its neighbour's, shifted."""
+    # Row i of a prompt has seed + i: its stream must not be its neighbour's, shifted.
     grid = torch.stack([uniforms([s] * 50, list(range(50))) for s in range(1000, 1020)])
-    assert len(grid.unique()) == grid.numel()
-    correlation = torch.corrcoef(grid).fill_diagonal_(0)
-    assert correlation.abs().max() < 0.6
+    assert len(torch.cat([many, grid.flatten()]).unique()) == len(many) + grid.numel()
+    assert torch.corrcoef(grid).fill_diagonal_(0).abs().max() < 0.6
 
 
 @pytest.mark.parametrize("vocabulary", [5, 256, 3001])  # below, at and above a block

@@ -50,6 +50,8 @@ def test_a_group_a_prompt_with_tokens_and_logprobs_from_the_server(server, sampl
     assert [c.token_ids for c in group] == [[10, END], [11, 12, 13]]  # the end token is kept
     assert [c.logprobs for c in group] == [[-0.25, -0.5], [-1.0, -2.0, -3.0]]
     assert [c.truncated for c in group] == [False, True]
+    assert not sampler.exact  # so importance weights are on
+    assert sampler.description == f"vLLM at {server.url}"
     assert server.asked("completions") == [
         {
             "model": BASE,
@@ -104,14 +106,11 @@ def test_stop_texts_may_end_on_any_token(server, sampler):
     assert server.asked("completions")[0]["stop"] == ["</answer>"]
 
 
-def test_a_failed_request_is_repeated_with_its_seed(server, sampler):
+def test_a_failed_request_is_repeated_with_its_seed_and_a_refusal_ends_the_step(server, sampler):
     server.script(HANG_UP)
     sampler.sample([[1]], 2, SamplingParams(4), [9])
     first, second = server.asked("completions")
     assert first == second
-
-
-def test_a_refusal_ends_the_step(server, sampler):
     server.script(refuse(400, "maximum context length is 8"))
     with pytest.raises(APIError, match="maximum context length is 8"):
         sampler.sample([[i] for i in range(4)], 2, SamplingParams(4), list(range(4)))
@@ -149,11 +148,6 @@ def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
         VLLMSampler(client_of(server), [END])
 
 
-def test_it_says_what_the_trainer_asks_of_a_sampler(server, sampler):
-    assert not sampler.exact  # so importance weights are on
-    assert sampler.description == f"vLLM at {server.url}"
-
-
 def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
     exported = []
 
@@ -182,13 +176,9 @@ def test_sync_gives_each_adapter_a_new_name_and_drops_the_last_one(server, sampl
     assert re.fullmatch(r"rlm-[0-9a-f]{12}", second)
     sampler.sample([[1]], 1, SamplingParams(4), [0])
     assert [body["model"] for body in server.asked("completions")] == [first, second]
-
-
-def test_the_base_is_found_among_adapters_left_by_other_runs(server):
-    server.adapters["of another run"] = "/somewhere"
-    sampler = VLLMSampler(client_of(server), [END])
-    sampler.sample([[1]], 1, SamplingParams(4), [0])
-    assert {body["model"] for body in server.asked("completions")} == {BASE}
+    other = VLLMSampler(client_of(server), [END])  # the base is found beside what others left
+    other.sample([[1]], 1, SamplingParams(4), [0])
+    assert server.asked("completions")[-1]["model"] == BASE
 
 
 def test_a_refused_adapter_is_one_line_and_the_old_one_stays(server, sampler, tmp_path):
