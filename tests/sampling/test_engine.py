@@ -212,9 +212,9 @@ def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monk
 # --- the core: requests -------------------------------------------------------------------------
 
 
-def a_running_sampler(tokenizer, *, stop_ids=frozenset(), prefix=(), **options):
+def a_running_sampler(tokenizer, prefix=(), **options):
     sampler = Sampler(tiny_model(), tokenizer, **options)
-    sampler.stop_ids = stop_ids
+    sampler.stop_ids = frozenset()
     sampler.allocate_cache(
         CacheConfig(max_num_seqs=4, prompt_slots=4, prompt_tokens=64, new_tokens=32), prefix
     )
@@ -359,11 +359,8 @@ def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, mon
 
 @pytest.mark.usefixtures("passes")
 def test_a_prompt_that_begins_otherwise_is_read_whole(tokenizer):
-    params, prompts = (
-        SamplingParams(12, 0),
-        [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]],
-    )
-    found = []
+    prompts = [[9, 8, 7, 1, 2], [9, 8, 7, 4], [5, 5], [9, 8], [9, 8, 7]]
+    params, found = SamplingParams(12, 0), []
     for prefix in ([], [9, 8, 7]):
         sampler = a_running_sampler(tokenizer, prefix=prefix)
         handles = [sampler.add_request(Request(prompt, params, 0)) for prompt in prompts]
