@@ -66,11 +66,7 @@ class VLLMSampler:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """Generate a group of n completions per prompt, from the adapter of the last `sync`.
-
-        Args:
-            seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
-            on_finish: called after each finished completion (progress bars).
+        """Generate as `rlm.sampling.Sampler.sample` does, from the adapter of the last `sync`.
 
         Raises:
             APIError: the server failed, or ends completions on other tokens than the model.
