@@ -27,9 +27,9 @@ from rlm.data.prompts import FORMATS, render_problem, render_prompt
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.records import RowRecord
 from rlm.evaluation.report import write_report
-from rlm.model import AdapterInfo
 from rlm.model import base as models
 from rlm.model import hardware as machine
+from rlm.model.adapters import ADAPTER_FILES
 from rlm.runs.atomic_files import Journal
 from rlm.training.sft_examples import check_loss_mask
 from tests.evaluation.test_evaluation import graded, problem
@@ -104,12 +104,19 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
         ({}, None, "test"),
     ],
 )
-def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split):
-    config = evaluate.EvaluateConfig(**options)
-    runs = [AdapterInfo(Path(), "a", dataset=name) for name in ("sft.jsonl", trained_on)]
-    assert evaluate.fill_in(config, runs).split == split
+def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, tmp_path):
+    given = dict(options)
+    for option, dataset in {"sft_adapter": "sft.jsonl", "adapter": trained_on}.items():
+        given[option] = tmp_path / option
+        given[option].mkdir()
+        for file in ADAPTER_FILES:
+            (given[option] / file).touch()
+        run = {"base_model": "a", "dataset": dataset, "quantize": "4bit"}
+        (given[option] / "run.json").write_text(json.dumps(run))
+    config = evaluate.EvaluateConfig(**evaluate.EvaluateConfig.resolve(given))
     dataset = options.get("dataset") or trained_on or "word-problems"
-    assert evaluate.fill_in(config, runs).dataset == dataset
+    assert (config.dataset, config.split) == (dataset, split)
+    assert (config.model, config.quantize, config.reasoning_format) == ("a", "4bit", "deepseek")
 
 
 def test_evaluate_writes_its_files(trained, capsys):
@@ -472,6 +479,7 @@ MISTAKES = [
     (train_grpo, ["--reward", "nowhere.py:f"], "FILE.py:NAME"),
     (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
+    (evaluate, ["--adapter", "none"], "no adapter to evaluate"),
     (evaluate, ["--temperature", "0"], "above 0"),
     # A file in the way is found before the work.
     (evaluate, ["--base-only", *DATA, "--output", __file__], "--output"),
