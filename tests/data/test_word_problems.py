@@ -93,15 +93,6 @@ def test_the_problems_are_those_that_published_results_were_made_with():
     assert digest == "6aa68b1246bd756e5431fdd02a0dd491b8729155e17462092bb1446a8c1ab70d"
 
 
-def test_the_table_is_read_at_first_use():
-    code = (
-        "import rlm.data.loaders\n"
-        "from rlm.data import word_problems\n"
-        "assert word_problems.load_word_problem_table.cache_info().currsize == 0\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 # --- the problems ---------------------------------------------------------------------------------
 
 
