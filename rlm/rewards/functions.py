@@ -91,32 +91,27 @@ class FormatReward(RewardFunction):
 
 @dataclass(eq=False)
 class ReasoningQualityReward(RewardFunction):
-    """A little for reasoning that looks like reasoning: length, steps, connecting words.
+    """Up to 0.3 for reasoning that looks like it: ten words, two steps, two connecting words.
 
     Surface only, so easily flattered: give it a small weight beside a verified answer, or none. It
     counts different words and different lines: repeating one phrase does not add up.
     """
 
     weight: float = 1.0
-    min_words: int = 10
-    step_bonus: float = 0.1
-    keyword_bonus: float = 0.05
-    max_reward: float = 0.3
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         block = _one_block(completion, _format(columns).reasoning_tag)
         if block is None:
             return 0.0
-        reward = 0.1 if len(set(block[1].lower().split())) >= self.min_words else 0.0
+        reward = 0.1 if len(set(block[1].lower().split())) >= 10 else 0.0
         lines = {line.strip() for line in block[1].splitlines() if _STEP.match(line)}
-        reward += self.step_bonus if len(lines) >= 2 else 0.0
+        reward += 0.1 if len(lines) >= 2 else 0.0
         words = {word.lower() for word in _CONNECTIVE.findall(block[1])}
-        reward += self.keyword_bonus * min(len(words), 2)
-        return min(reward, self.max_reward)
+        return reward + 0.05 * min(len(words), 2)
 
 
 class CombinedReward(RewardFunction):
-    """The weighted mean of its parts (`normalize=False`: the weighted sum). Parts are logged.
+    """The weighted mean of its parts, each of which is logged.
 
     A part that gives no verdict (None or NaN) leaves the mean; if none gives one, or what is left
     weighs nothing (a penalty alone), there is none. A part may be a plain function too; its weight
@@ -124,14 +119,11 @@ class CombinedReward(RewardFunction):
     """
 
     def __init__(
-        self,
-        rewards: Sequence[RewardFunction | Callable[..., Any]],
-        normalize: bool = True,
-        weight: float = 1.0,
+        self, rewards: Sequence[RewardFunction | Callable[..., Any]], weight: float = 1.0
     ) -> None:
         if not rewards:
             raise ValueError("CombinedReward needs at least one reward")
-        self.weight, self.normalize = weight, normalize
+        self.weight = weight
         self.parts: dict[str, RewardFunction] = {}
         for reward in rewards:
             name = getattr(reward, "__name__", type(reward).__name__)
@@ -158,10 +150,9 @@ class CombinedReward(RewardFunction):
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weight = sum(self.parts[name].weight for name in values)
-        if not values or (self.normalize and weight <= 0):  # a penalty is left, alone
+        if weight <= 0:  # nothing, or a penalty alone
             return None
-        total = sum(self.parts[name].weight * value for name, value in values.items())
-        return total / weight if self.normalize else total
+        return sum(self.parts[name].weight * value for name, value in values.items()) / weight
 
     def pop_metrics(self) -> dict[str, float]:
         """Sums of the parts' rewards, and what the parts themselves have to say."""

@@ -209,8 +209,6 @@ def test_a_combined_reward_is_the_weighted_mean():
     combined = CombinedReward(parts)
     expected = (1.0 * 0.2 + 0.5 * 0.05 + 2.0 * 1.0) / 3.5
     assert combined(RIGHT, "2") == pytest.approx(expected)
-    total = CombinedReward(parts, normalize=False)
-    assert total(RIGHT, "2") == pytest.approx(2.225)
     scores = Scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])
     assert scores.rewards == [[pytest.approx(expected), 0.0]]
     assert scores.metrics == pytest.approx(
@@ -258,7 +256,6 @@ def test_a_penalty_alone_never_becomes_a_reward(verdict):
     combined = CombinedReward([Silent(), Penalty()])
     assert combined(RIGHT, "2") is None
     assert combined.pop_metrics() == {"reward/Penalty": 1.0}
-    assert CombinedReward([Silent(), Penalty()], normalize=False)(RIGHT, "2") == -1
     assert CombinedReward([Silent()])(RIGHT, "2") is None
 
 
