@@ -1,15 +1,24 @@
 """Grades a completion: finds the final answer and compares it exactly with the gold answer."""
 
-import lazy_loader
+from rlm.grading.answers import Verdict, gold_from_gsm8k, grade, split_completion
+from rlm.grading.equations import NUMBER, Equation, find_equations
+from rlm.grading.numbers import numbers_in, parse_number
+from rlm.grading.text import ANSWER_TYPES, READERS
+from rlm.grading.voting import Vote, majority_score, majority_vote
 
-# File → what other packages import of it.
-EXPORTS = {
-    "answers": "Verdict gold_from_gsm8k grade split_completion",
-    "equations": "NUMBER Equation find_equations",
-    "numbers": "numbers_in parse_number",
-    "text": "ANSWER_TYPES READERS",
-    "voting": "Vote majority_score majority_vote",
-}
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
-)
+__all__ = [
+    "ANSWER_TYPES",
+    "NUMBER",
+    "READERS",
+    "Equation",
+    "Verdict",
+    "Vote",
+    "find_equations",
+    "gold_from_gsm8k",
+    "grade",
+    "majority_score",
+    "majority_vote",
+    "numbers_in",
+    "parse_number",
+    "split_completion",
+]

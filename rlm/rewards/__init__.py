@@ -1,13 +1,23 @@
 """Reward functions, and the scorer that calls them for a whole step."""
 
-import lazy_loader
-
-# File → what other packages, and a user's own file, import of it.
-EXPORTS = {
-    "functions": "CombinedReward CorrectnessReward FormatReward GSM8KReward ReasoningQualityReward",
-    "reward_function": "RewardFunction load_reward",
-    "scorer": "Scorer Scores",
-}
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+from rlm.rewards.functions import (
+    CombinedReward,
+    CorrectnessReward,
+    FormatReward,
+    GSM8KReward,
+    ReasoningQualityReward,
 )
+from rlm.rewards.reward_function import RewardFunction, load_reward
+from rlm.rewards.scorer import Scorer, Scores
+
+__all__ = [
+    "CombinedReward",
+    "CorrectnessReward",
+    "FormatReward",
+    "GSM8KReward",
+    "ReasoningQualityReward",
+    "RewardFunction",
+    "Scorer",
+    "Scores",
+    "load_reward",
+]
