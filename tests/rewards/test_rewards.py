@@ -38,9 +38,6 @@ def test_correctness_is_strict_and_counts_reasons():
     }  # fmt: skip
     again = Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
     assert again.metrics == scores.metrics
-
-
-def test_other_tags_are_another_format():
     simple = FORMATS["simple"].completion("so", "2")
     scorer = Scorer(CorrectnessReward(), reasoning_format="simple")
     assert scorer(PROBLEMS[:1], [[simple, RIGHT]]).rewards == [[1.0, 0.0]]
@@ -63,9 +60,10 @@ def test_a_plain_function_has_trls_contract():
 
 
 def test_a_function_gets_only_what_it_takes():
-    assert Scorer(lambda completions: [float(len(c)) for c in completions])(
-        PROBLEMS[:1], [["a", "bb"]]
-    ).rewards == [[1.0, 2.0]]
+    scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
+    assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
+    with pytest.raises(ValueError, match="1 rewards for 4"):
+        Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
 
 
 def test_a_reward_class_needs_only_call():
@@ -76,11 +74,6 @@ def test_a_reward_class_needs_only_call():
             return 1.0 if reference_answer in completion else 0.0
 
     assert Scorer(MyReward())(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
-
-
-def test_a_wrong_number_of_rewards_is_a_mistake():
-    with pytest.raises(ValueError, match="1 rewards for 4"):
-        Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
 
 
 # --- where calls run ----------------------------------------------------------------------------
@@ -167,11 +160,7 @@ def block(reasoning, answer, tag="think"):
 def test_gsm8k_reward(text, expected):
     assert GSM8KReward()(text, "18") == pytest.approx(expected)
     assert GSM8KReward()(text, "eighteen") == 0.0  # no gold to compare with
-
-
-def test_gsm8k_reward_reads_thousands():
     assert GSM8KReward()("<think>x</think>#### 1,080", "1080") == 1.0
-    assert GSM8KReward()("<think>x</think>#### 1,080", "1") == 0.0
 
 
 @pytest.mark.parametrize("name", ["deepseek", "simple"])
@@ -431,6 +420,8 @@ def test_a_reward_that_never_works_ends_the_run():
 
 
 def test_ctrl_c_in_a_reward_is_not_swallowed():
+    assert Scorer(Moody(divide))([], []).rewards == []  # no rollouts, no call
+
     def interrupt():
         raise KeyboardInterrupt
 
@@ -457,13 +448,13 @@ def test_an_async_reward_waits_for_all_at_once():
     combined = Scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
     assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
 
-
-def test_an_async_plain_function():
-    async def reward(completions, answer):
+    async def plain(completions, answer):
         await asyncio.sleep(0)
         return [float(a in c) for c, a in zip(completions, answer, strict=True)]
 
-    assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    assert Scorer(plain)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    parts = CombinedReward([plain, plain])
+    assert Scorer(parts)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():
@@ -499,10 +490,6 @@ def test_columns_and_extras_reach_a_reward():
         "completion": "x", "answer": "2", "question": "1 + 1?", "level": 1,
         "answer_type": "number", "reasoning_format": "simple", "is_truncated": True,
     }  # fmt: skip
-
-
-def test_no_rollouts_no_call():
-    assert Scorer(Moody(divide))([], []).rewards == []
 
 
 # --- --reward FILE.py:NAME ------------------------------------------------------------------------
