@@ -113,7 +113,7 @@ class Scorer:
         if at_once or _is_async(self.reward):
             # Twice: the calls that are awaited together have a time limit of their own, inside.
             limit = self.time_limit if at_once else 2 * self.time_limit
-            (found,) = call_in_worker([lambda: asyncio.run(self._ask_together(rollouts))], limit)
+            (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, list):
                 if len(found) != len(rollouts):
                     raise ValueError(
@@ -124,13 +124,17 @@ class Scorer:
         calls = [lambda rollout=rollout: self._ask(*rollout) for rollout in rollouts]
         return call_in_worker(calls, self.time_limit)
 
-    async def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """One `batch_call`; what it leaves to be awaited is awaited at the same time."""
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        found = await _wait_for(self.reward.batch_call(list(texts), list(answers), **columns))
+        # Outside an event loop: a reward that is not async may run one of its own.
+        found = self.reward.batch_call(list(texts), list(answers), **columns)
+        found = list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
+        return asyncio.run(self._wait_for_all(found)) if _is_async(self.reward) else found
 
+    async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
             try:
                 # In this task: wait_for's own one would hand an exit() to the loop.
@@ -139,7 +143,7 @@ class Scorer:
             except CAUGHT as error:
                 return error
 
-        return await asyncio.gather(*map(wait, found))
+        return await asyncio.gather(*map(wait, rewards))
 
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))

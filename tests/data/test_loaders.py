@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -374,17 +374,10 @@ def hub(monkeypatch):
             if state.down:
                 raise state.down
 
-    for name, members in {
-        "datasets": {
-            "load_dataset": load_dataset,
-            "config": state.config,
-            "exceptions": SimpleNamespace(DatasetsError=DatasetsError),
-        },
-        "huggingface_hub": {"HfApi": HfApi},
-    }.items():
-        module = ModuleType(name)
-        module.__dict__.update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    exceptions = SimpleNamespace(DatasetsError=DatasetsError)
+    library = SimpleNamespace(load_dataset=load_dataset, config=state.config, exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=HfApi))
     return state
 
 
@@ -451,26 +444,15 @@ def test_a_bug_behind_the_hub_keeps_its_traceback(hub):
     assert not hub.config.HF_HUB_OFFLINE
 
 
-# What importing and failing cost.
-
-
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-
-
 def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(tmp_path):
     code = (
         "from rlm.cli.options import UsageError\nfrom rlm.data.loaders import load_gsm8k\n"
         "try:\n    load_gsm8k()\nexcept UsageError as error:\n    print(error)"
     )
-    result = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert result.stdout.startswith("data set gsm8k: the hub is out of reach; offline, use")
     assert result.stderr == ""

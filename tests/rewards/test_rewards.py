@@ -452,9 +452,15 @@ def test_an_async_reward_waits_for_all_at_once():
         await asyncio.sleep(0)
         return [float(a in c) for c, a in zip(completions, answer, strict=True)]
 
-    assert Scorer(plain)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
-    parts = CombinedReward([plain, plain])
-    assert Scorer(parts)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    calls = []
+
+    def with_a_loop_of_its_own(completions, answer):
+        calls.append(len(completions))
+        return asyncio.run(plain(completions, answer))
+
+    for reward in (plain, CombinedReward([plain, plain]), with_a_loop_of_its_own):
+        assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    assert calls == [4]
 
 
 def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():
