@@ -79,12 +79,12 @@ class EvaluateConfig:
 
         values, base_only = dict(given), given.get("base_only")
         infos: list[AdapterInfo] = []
-        for name, (option, script) in ADAPTERS.items():
+        for name, (option, script) in ({} if base_only else ADAPTERS).items():
             path = values.setdefault(option, getattr(cls, option))
-            if option not in given and not base_only and not path.exists():
+            if option not in given and not path.exists():
                 terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
                 values[option] = None
-            elif path and not base_only:
+            elif path:
                 infos.append(AdapterInfo.load(check_adapter(path, f"run: python {script}")))
         if not infos and not (base_only and given.get("model")):
             raise UsageError("no adapter to evaluate; train one, or --base-only --model NAME")
@@ -99,8 +99,9 @@ class EvaluateConfig:
     @property
     def adapters(self) -> dict[str, Path]:
         """The adapters to evaluate, by row name."""
-        paths = {name: getattr(self, option) for name, (option, _) in ADAPTERS.items()}
-        return {} if self.base_only else {name: path for name, path in paths.items() if path}
+        options = {} if self.base_only else ADAPTERS
+        paths = {name: getattr(self, option) for name, (option, _) in options.items()}
+        return {name: path for name, path in paths.items() if path}
 
 
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:

@@ -1,8 +1,8 @@
 """The examples that the project was asked to run, as written: Python blocks, command lines.
 
 The model is a tiny one that ends early, and the hub is played by our own word problems. Changed are
-import lines, script path and model name. The command lines are run to their end by `make test-slow`;
-otherwise for one step, which also says what they set.
+import lines, script path and model name. `make test-slow` runs the command lines to their end;
+otherwise they run for one step, which also says what they set.
 """
 
 import json

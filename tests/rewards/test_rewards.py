@@ -420,12 +420,12 @@ def test_ctrl_c_in_a_reward_is_not_swallowed():
 
 
 def test_an_async_reward_waits_for_all_at_once():
-    waiting, most = 0, 0
+    asked = waiting = most = 0
 
     class Judge(RewardFunction):
         async def __call__(self, completion, reference_answer, **columns):
-            nonlocal waiting, most
-            waiting += 1
+            nonlocal asked, waiting, most
+            asked, waiting = asked + 1, waiting + 1
             most = max(most, waiting)
             await asyncio.sleep(0.05 if completion != "slow" else 60)
             waiting -= 1
@@ -434,7 +434,7 @@ def test_an_async_reward_waits_for_all_at_once():
     scorer = Scorer(Judge(), time_limit=3.0)
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
-    assert most == 6
+    assert (asked, most) == (6, 6)
     combined = Scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
     assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
 
