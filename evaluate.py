@@ -246,8 +246,7 @@ def main(config: EvaluateConfig) -> int:
     journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
     rows = [("base", (), None)]
-    if examples:
-        rows.append((f"base, {len(examples)}-shot", examples, None))
+    rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
     rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
     base = load_base(config.model, device, quantize=config.quantize)
@@ -263,8 +262,8 @@ def main(config: EvaluateConfig) -> int:
     except KeyboardInterrupt:
         if not journal.rows:
             raise
-        done = f"{journal.path} has: {'; '.join(journal.rows)}"
-        raise Interrupted(signal.SIGINT, done) from None
+        drawn = "; ".join(journal.rows)
+        raise Interrupted(signal.SIGINT, f"{journal.path} has: {drawn}") from None
 
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
