@@ -16,7 +16,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,62 +66,51 @@ class EvaluateConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out the default adapters that are not there: `resolve_config` calls it."""
-        values = dict(given)
-        if values.get("audit_reward"):
-            values.setdefault("max_samples", None)  # all that the run has
-            return values
-        for name, (option, script) in ADAPTERS.items():
-            path = getattr(cls, option)
-            if option not in given and not given.get("base_only") and not path.exists():
+        """Complete the config from the adapters' run.json: `resolve_config` calls it.
+
+        The last adapter counts; a default one that is not there makes no row.
+
+        Raises:
+            UsageError: a named adapter is not there, or nothing says which model.
+        """
+        if given.get("audit_reward"):
+            return {"max_samples": None, **given}  # all that the run has
+        from rlm.model import check_adapter
+
+        values, base_only = dict(given), given.get("base_only")
+        infos: list[AdapterInfo] = []
+        for name, (option, script) in ({} if base_only else ADAPTERS).items():
+            path = values.setdefault(option, getattr(cls, option))
+            if option not in given and not path.exists():
                 terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
                 values[option] = None
+            elif path:
+                infos.append(AdapterInfo.load(check_adapter(path, f"run: python {script}")))
+        if not infos and not (base_only and given.get("model")):
+            raise UsageError("no adapter to evaluate; train one, or --base-only --model NAME")
+        last = infos[-1] if infos else AdapterInfo(Path())
+        asked = given.get("model"), given.get("quantize", "auto")
+        values["model"], values["quantize"] = last.resolve_base(*asked)
+        values["dataset"] = given.get("dataset") or last.dataset or "word-problems"
+        values["split"] = given.get("split") or default_split(values["dataset"], infos)
+        values["reasoning_format"] = given.get("reasoning_format") or last.reasoning_format
         return values
 
-
-def find_adapters(config: EvaluateConfig) -> dict[str, Path]:
-    """Return the adapters to evaluate, by row name.
-
-    Raises:
-        UsageError: one is not there, or none is named.
-    """
-    from rlm.model import check_adapter
-
-    found: dict[str, Path] = {}
-    for name, (option, script) in ({} if config.base_only else ADAPTERS).items():
-        path = getattr(config, option)
-        if path is not None:
-            found[name] = check_adapter(path, f"run: python {script}")
-    if not found and not config.base_only:
-        raise UsageError("no adapter to evaluate; train one, or ask for the base with --base-only")
-    return found
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The adapters to evaluate, by row name."""
+        options = {} if self.base_only else ADAPTERS
+        paths = {name: getattr(self, option) for name, (option, _) in options.items()}
+        return {name: path for name, path in paths.items() if path}
 
 
-def fill_in(config: EvaluateConfig, adapters: Sequence[AdapterInfo]) -> EvaluateConfig:
-    """Take what no flag named from the runs that made the adapters; the last one counts.
-
-    Raises:
-        UsageError: nothing says which model.
-    """
-    last = adapters[-1] if adapters else AdapterInfo(Path())
-    model = config.model or last.base_model
-    if model is None:
-        raise UsageError("which base model? No adapter's run.json says so: give --model")
-    dataset, split = config.dataset or last.dataset or "word-problems", config.split
-    if split is None:
-        split = "test"
-        trained = {Path(info.dataset).resolve() for info in adapters if info.dataset}
-        if is_file(dataset) and Path(dataset).resolve() in trained:
-            split = "validation"
-            terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
-    return replace(
-        config,
-        model=model,
-        dataset=dataset,
-        split=split,
-        reasoning_format=config.reasoning_format or last.reasoning_format,
-        quantize=last.quantize if config.quantize == "auto" else config.quantize,
-    )
+def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
+    """Return the split that no adapter practised on."""
+    trained = {Path(info.dataset).resolve() for info in adapters if info.dataset}
+    if not is_file(dataset) or Path(dataset).resolve() not in trained:
+        return "test"
+    terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
+    return "validation"
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
@@ -152,10 +141,10 @@ def evaluate_row(
     kinds: Sequence[str] = ("greedy", "sampled"),
     record: RowRecord | None = None,
 ) -> dict[str, Evaluation]:
-    """What came out of each kind of decoding: "greedy", and "sampled" if --samples asks for it.
+    """Evaluate one model: "greedy" results, and "sampled" ones if --samples asks for them.
 
     Args:
-        record: where it is kept; what is there already is not drawn again.
+        record: where they are kept; what is there already is not drawn again.
     """
     from rlm.sampling import Sampler
 
@@ -207,18 +196,26 @@ def open_journal(config: EvaluateConfig) -> Journal:
 
 
 def made_of(
-    config: EvaluateConfig, device: object, problems: Sequence[Problem], examples: Sequence
+    config: EvaluateConfig,
+    base_hash: str,
+    adapter: Path | None,
+    device: str,
+    problems: Sequence[Problem],
+    examples: Sequence[tuple[str, str]],
 ) -> dict[str, object]:
-    """What a row's completions depend on, beside weights, decoding and the code."""
+    """What a row's completions depend on, beside decoding and the code."""
+    from rlm.model import adapter_hash
     from rlm.runs import data_id
 
     options = ("model", "quantize", "reasoning_format", "seed", "max_new_tokens")
     asked = [[p.id, p.question, p.answer, p.answer_type] for p in problems]
     return {
+        "base": base_hash,
+        "adapter": adapter_hash(adapter) if adapter else None,
         **{f"--{name.replace('_', '-')}": getattr(config, name) for name in options},
         "data": data_id("problems", asked),
         "shown": data_id("examples", examples),
-        "device": str(device),
+        "device": device,
     }
 
 
@@ -227,7 +224,6 @@ def main(config: EvaluateConfig) -> int:
         return audit_run(config.run_dir, config.output, config.max_samples)
     from rlm.model import (
         EMBEDDED_MODEL,
-        adapter_hash,
         base_model_hash,
         check_base,
         load_adapter,
@@ -238,11 +234,8 @@ def main(config: EvaluateConfig) -> int:
     )
 
     prepare_process()
-    adapters = find_adapters(config)
-    config = fill_in(config, [AdapterInfo.load(path) for path in adapters.values()])
-    device = pick_device()
-    weights = base_model_hash(config.model)
-    for path in adapters.values():
+    device, weights = pick_device(), base_model_hash(config.model)
+    for path in config.adapters.values():
         check_base(path, config.model, weights)
     problems = load_problems(
         config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
@@ -250,33 +243,29 @@ def main(config: EvaluateConfig) -> int:
     examples = worked_examples(config, problems)
     tokenizer = load_tokenizer(config.model)
     data = f"{config.dataset}, {config.split}, n = {len(problems)}"
-    note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
+    rows = [("base", (), None)]
+    rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
+    rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
-
-    def add_row(name: str, model, examples=(), adapter: Path | None = None) -> None:
-        origin = {"base": weights, "adapter": adapter_hash(adapter) if adapter else None}
-        record = RowRecord(journal, name, origin | made_of(config, device, problems, examples))
-        results[name] = evaluate_row(
-            name, model, tokenizer, problems, examples, config, record=record
-        )
-
     base = load_base(config.model, device, quantize=config.quantize)
     try:
-        add_row("base", base)
-        if examples:
-            add_row(f"base, {len(examples)}-shot", base, examples)
-        for name, path in adapters.items():
-            policy = load_adapter(base, path, trainable=False)
-            add_row(name, policy, adapter=path)
-            base = policy.unload()  # takes the LoRA layers off; nothing was merged
+        for name, shown, adapter in rows:
+            model = load_adapter(base, adapter, trainable=False) if adapter else base
+            origin = made_of(config, weights, adapter, str(device), problems, shown)
+            record = RowRecord(journal, name, origin)
+            results[name] = evaluate_row(
+                name, model, tokenizer, problems, shown, config, record=record
+            )
+            base = model.unload() if adapter else base  # nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:
             raise
-        done = f"{journal.path} has: {'; '.join(journal.rows)}"
-        raise Interrupted(signal.SIGINT, done) from None
+        drawn = "; ".join(journal.rows)
+        raise Interrupted(signal.SIGINT, f"{journal.path} has: {drawn}") from None
 
+    note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
     write_report(results, data, {"config": to_dict(config), **made_with}, config.output)
     return 0

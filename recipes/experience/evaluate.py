@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from recipes.experience.agent import API_CONFIG, GENERATORS, Agent, load_endpoints, load_prompts
 from recipes.experience.library import LIBRARIES, Library, parse_operations
@@ -29,7 +30,6 @@ from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import Problem, load_experiences, with_experiences
 from rlm.evaluation import (
-    mean_at_k,
     paired_bootstrap,
     percent,
     points,
@@ -154,7 +154,7 @@ def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict
     if not whole:
         raise UsageError("no problem has all its replies; is the endpoint all right?")
     scores = {
-        name: [mean_at_k([grade_answer(r.text, problems[i])[0] for r in row[i]]) for i in whole]
+        name: [fmean(grade_answer(r.text, problems[i])[0] for r in row[i]) for i in whole]
         for name, row in replies.items()
     }
     rows = {}

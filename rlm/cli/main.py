@@ -10,10 +10,9 @@ import select
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
-from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
+from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, tell
 
 T = TypeVar("T")
 
@@ -40,15 +39,15 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         code = _refuse(error)
     except Interrupted as error:
         if error.note:
-            _tell(error.note + _how_to_resume(cls, parse_options.get("argv")))
+            tell(error.note + _how_to_resume(cls, parse_options.get("argv")))
         code = 128 + error.number
     except KeyboardInterrupt:
-        _tell("interrupted")
+        tell("interrupted")
         code = 130
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        _tell(f"error: out of memory; --help has options that take less ({error})")
+        tell(f"error: out of memory; --help has options that take less ({error})")
         code = 2
     except BrokenPipeError:
         poll = select.poll()
@@ -63,7 +62,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
             raise
         what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
         go_on = _how_to_resume(cls, parse_options.get("argv")) or " and run it again"
-        _tell(f"error: {what}: {error.strerror}; make room{go_on}")
+        tell(f"error: {what}: {error.strerror}; make room{go_on}")
         code = 2
     sys.exit(code)
 
@@ -81,14 +80,8 @@ def _open_standard_streams() -> None:
 
 def _refuse(error: UsageError) -> int:
     """Say a mistake in one line, and return the exit code."""
-    _tell(f"error: {' '.join(str(error).split())}")
+    tell(f"error: {' '.join(str(error).split())}")
     return 2
-
-
-def _tell(text: str) -> None:
-    """Write a last line if somebody still reads it: the exit code says it anyway."""
-    with suppress(OSError):
-        sys.stderr.write(f"{text}\n")
 
 
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:

@@ -148,10 +148,13 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     return vars(typed)
 
 
-@cache  # a script may read its command line twice
-def _say(text: str) -> None:
+def tell(text: str) -> None:
+    """Write a line to stderr if somebody still reads it."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
+
+
+_say = cache(tell)  # a script may read its command line twice
 
 
 def _read_yaml(path: str) -> list[Row]:

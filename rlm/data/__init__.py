@@ -1,43 +1,18 @@
 """Problems with gold answers, and the one function that renders a problem to prompt token ids."""
 
-from rlm.data.experiences import experience_block, load_experiences, with_experiences
-from rlm.data.loaders import HELD_OUT, is_file, load_gsm8k, load_jsonl, load_problems, only_numbers
-from rlm.data.problem import Problem
-from rlm.data.prompts import (
-    FORMATS,
-    IGNORED,
-    Format,
-    encode_text,
-    end_of_turn_id,
-    longest_prompts,
-    render_completion,
-    render_problem,
-    render_prompt,
-    stop_token_ids,
-)
-from rlm.data.word_problems import generate_word_problems, load_word_problem_table
+import lazy_loader
 
-__all__ = [
-    "FORMATS",
-    "HELD_OUT",
-    "IGNORED",
-    "Format",
-    "Problem",
-    "encode_text",
-    "end_of_turn_id",
-    "experience_block",
-    "generate_word_problems",
-    "is_file",
-    "load_experiences",
-    "load_gsm8k",
-    "load_jsonl",
-    "load_problems",
-    "load_word_problem_table",
-    "longest_prompts",
-    "only_numbers",
-    "render_completion",
-    "render_problem",
-    "render_prompt",
-    "stop_token_ids",
-    "with_experiences",
-]
+# File → what other packages import of it.
+EXPORTS = {
+    "experiences": "experience_block load_experiences with_experiences",
+    "loaders": "HELD_OUT is_file load_gsm8k load_jsonl load_problems only_numbers",
+    "problem": "Problem",
+    "prompts": (
+        "FORMATS IGNORED Format encode_text end_of_turn_id longest_prompts render_completion "
+        "render_problem render_prompt stop_token_ids"
+    ),
+    "word_problems": "generate_word_problems load_word_problem_table",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

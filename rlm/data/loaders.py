@@ -27,15 +27,7 @@ from typing import Any
 
 from rlm.cli import UsageError
 from rlm.data import word_problems
-from rlm.data.problem import (
-    Problem,
-    Row,
-    decode,
-    parse_openmath,
-    parse_rollout,
-    parse_row,
-    parse_rows,
-)
+from rlm.data.problem import Problem, Row, parse_openmath, parse_rollouts, parse_row, parse_rows
 
 SPLITS: dict[str, tuple[str, ...]] = {
     "gsm8k": ("train", "validation", "test"),  # validation is carved out of train here
@@ -158,13 +150,13 @@ def _load_published(
     if name == "openmathinstruct":
         parse = partial(parse_openmath, keep_code=keep_code)
         limit = max(max_samples, OPENMATH_POOL) if max_samples and not one_file else None
+    elif name == "rollouts":
+        parse = parse_rollouts
     if path is None:
         source, rows = name, _hub_rows(name, stored)
     else:
         file = path if one_file else _find(path, name, stored)
         source, rows = str(file), _lines(file)
-        if name == "rollouts":
-            parse, rows = parse_rollout, _rollouts(file)
     problems = parse_rows(rows, source, f"{name}-{stored}", parse, limit=limit)
     if name != "gsm8k" and (not one_file or split == "test"):
         return problems
@@ -207,19 +199,6 @@ def _hold_out(
     if split == "validation":
         return [problem for problem in ordered if problem.question in held_out]
     return [problem for problem in problems if problem.question not in held_out]
-
-
-def _rollouts(path: Path) -> Iterator[tuple[int, bytes | Row]]:
-    """Every rollout of every line, with the line's own fields as `record`."""
-    for number, line in _lines(path):
-        try:
-            record = decode(line)
-        except ValueError:
-            yield number, line  # reported as a bad line
-            continue
-        rollouts = record.get("rollouts")
-        for rollout in rollouts if isinstance(rollouts, list) and rollouts else [None]:
-            yield number, {"record": record, "rollout": rollout}
 
 
 def _find(directory: Path, name: str, split: str) -> Path:

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +49,13 @@ def parse_rows(
     rows: Iterable[tuple[int, bytes | Row]],
     source: str,
     prefix: str,
-    parse: Callable[[Row, str], Problem],
+    parse: Callable[[Row, str], Sequence[Problem]],
     limit: int | None = None,
 ) -> list[Problem]:
     """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
 
     Args:
-        parse: (row, id if it has none) → its problem; raises ValueError for a bad row, LeftOut for
+        parse: (row, id if it has none) → its problems; raises ValueError for a bad row, LeftOut for
             one that is not wanted.
         limit: stop at so many problems.
 
@@ -66,10 +66,11 @@ def parse_rows(
     left_out, bad, report = Counter[str](), 0, list[str]()
     for number, row in rows:
         try:
-            problem = parse(decode(row) if isinstance(row, bytes) else row, f"{prefix}-{number}")
-            if problem.id in problems:
-                raise ValueError(f"the id {problem.id!r} is there twice")
-            problems[problem.id] = problem
+            row = _decode(row) if isinstance(row, bytes) else row
+            for problem in parse(row, f"{prefix}-{number}"):
+                if problem.id in problems:
+                    raise ValueError(f"the id {problem.id!r} is there twice")
+                problems[problem.id] = problem
         except LeftOut as kind:
             left_out[str(kind)] += 1
         except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
@@ -91,7 +92,7 @@ def parse_rows(
     return list(problems.values())
 
 
-def decode(line: bytes) -> Row:
+def _decode(line: bytes) -> Row:
     """A line's JSON object; ValueError if it is anything else."""
     try:
         row = json.loads(line.decode())
@@ -117,8 +118,8 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     return text
 
 
-def parse_row(row: Row, default_id: str) -> Problem:
-    """A row of GSM8K, AIME or a user's file; data/README.md has the fields."""
+def parse_row(row: Row, default_id: str) -> list[Problem]:
+    """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
     answer, solution = _text(row, *ANSWER_FIELDS), ""
     kind = _text(row, "answer_type", default="number")
     if kind not in ANSWER_TYPES:
@@ -134,11 +135,11 @@ def parse_row(row: Row, default_id: str) -> Problem:
     scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
     name = _text(row, "id", default=default_id)
-    return Problem(name, question, answer, solution, columns, answer_type=kind)
+    return [Problem(name, question, answer, solution, columns, answer_type=kind)]
 
 
-def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:
-    """A row of OpenMathInstruct-1: one solution, right or wrong, to a question of many."""
+def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Problem]:
+    """The problem of a row of OpenMathInstruct-1: one of many solutions, right or wrong."""
     if not isinstance(row.get("is_correct"), bool):
         raise ValueError("is_correct is neither true nor false")
     question, answer = _text(row, "question"), _text(row, "expected_answer")
@@ -149,22 +150,25 @@ def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> Problem:
         raise LeftOut("with code (--keep-code keeps them)")
     if parse_number(answer) is None:
         raise LeftOut("without a number for an answer")
-    return Problem(default_id, question, answer, solution)
+    return [Problem(default_id, question, answer, solution)]
 
 
-def parse_rollout(row: Row, default_id: str) -> Problem:
-    """A rollout of recipes/experience (`rollout`) with the line that holds it (`record`)."""
-    record, rollout = row["record"], row["rollout"]
-    if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
-        raise ValueError("no rollouts that say whether they are correct")
-    if not rollout["is_correct"]:
-        raise LeftOut("not correct")
-    names = (record, "problem_id"), (record, "generator_id"), (rollout, "rollout_id")
-    name = "-".join(_text(*each) for each in names)
-    question, answer = _text(record, "problem_text"), _text(record, "ground_truth")
-    reasoning, text = split_completion(_text(rollout, "solution"))
-    # What comes before the answer: the thinking if it was shown, else all but the final line.
-    solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
-    if not solution:
-        raise LeftOut("without reasoning")
-    return Problem(name, question, answer, solution)
+def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
+    """The right rollouts of a line of recipes/experience, each a problem with a solution."""
+    rollouts = row.get("rollouts")
+    if not isinstance(rollouts, list) or not rollouts:
+        raise ValueError("no rollouts")
+    question, answer = _text(row, "problem_text"), _text(row, "ground_truth")
+    prefix, problems = f"{_text(row, 'problem_id')}-{_text(row, 'generator_id')}", []
+    for rollout in rollouts:
+        if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
+            raise ValueError("a rollout does not say whether it is correct")
+        if rollout["is_correct"]:
+            reasoning, text = split_completion(_text(rollout, "solution"))
+            # What comes before the answer: the thinking if it was shown, else all but the last line
+            solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
+            name = f"{prefix}-{_text(rollout, 'rollout_id')}"
+            problems += [Problem(name, question, answer, solution)] if solution else []
+    if not problems:
+        raise LeftOut("without a right rollout that shows its reasoning")
+    return problems

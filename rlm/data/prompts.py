@@ -101,16 +101,12 @@ def _render_template(
         ) from error
 
 
-def _encode_template(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text that we or the template wrote: special tokens in it count as such."""
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False
+) -> list[int]:
+    """Ids of a text. Special tokens in it stay plain text, unless we or the template wrote it."""
     with _ENCODING:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text that a user or a data set wrote: special tokens in it stay plain text."""
-    with _ENCODING:
-        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special)
 
 
 def render_prompt(
@@ -152,9 +148,9 @@ def render_prompt(
             f"the chat template of {tokenizer.name_or_path!r} drops or repeats messages: "
             f"{len(texts)} went in, {len(pieces) - 1} came out"
         )
-    ids = _encode_template(tokenizer, pieces[0])
+    ids = encode_text(tokenizer, pieces[0], special=True)
     for text, piece in zip(texts, pieces[1:], strict=True):
-        ids += encode_text(tokenizer, text.strip()) + _encode_template(tokenizer, piece)
+        ids += encode_text(tokenizer, text.strip()) + encode_text(tokenizer, piece, special=True)
     return ids
 
 
@@ -173,7 +169,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
     rendered = _render_template(tokenizer, messages, add_generation_prompt=False)
-    for token in _encode_template(tokenizer, rendered.rpartition(_SENTINEL)[2]):
+    for token in encode_text(tokenizer, rendered.rpartition(_SENTINEL)[2], special=True):
         if token in tokenizer.all_special_ids:
             return token
     if tokenizer.eos_token_id is None:

@@ -14,7 +14,6 @@ from functools import cache
 from itertools import islice
 from operator import add, mul, sub
 from pathlib import Path
-from typing import NamedTuple
 
 from rlm.data.problem import Problem
 
@@ -93,31 +92,14 @@ def _options(entry: str | list[int]) -> Sequence[int]:
     return range(int(first), int(last) + 1, int(step))
 
 
-class SolvedStep(NamedTuple):
-    """A step with its operands and its value filled in."""
-
-    label: str
-    left: int
-    operator: str
-    right: int
-    value: int
-
-    def __str__(self) -> str:
-        return f"{self.label}: {self.left} {self.operator} {self.right} = {self.value}"
-
-
 def generate_word_problems(
-    split: str,
-    count: int,
-    seed: int = 0,
-    levels: Sequence[int] = LEVELS,
-    families: Sequence[str] | None = None,
+    split: str, count: int, seed: int = 0, levels: Sequence[int] = LEVELS
 ) -> list[Problem]:
     """Make `count` problems with different questions, spread evenly over the families.
 
     The result is a function of the arguments alone, and a smaller count gives a prefix of it. An
     answer is a positive integer, a solution has a line for each step; the columns are the family
-    and the level (the number of steps). `families` narrows the selection by name.
+    and the level (the number of steps).
 
     Raises:
         ValueError: an argument is unknown, nothing is selected, or the selection has fewer than
@@ -125,7 +107,16 @@ def generate_word_problems(
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    selected = _select(split, levels, families)
+    for what, asked, known in (("split", [split], SPLITS), ("level", levels, LEVELS)):
+        for value in asked:
+            if value not in known:
+                there_are = ", ".join(map(str, known))
+                raise ValueError(f"unknown {what}: {value!r}; known: {there_are}")
+    held_out = split == "test_families"
+    families = load_word_problem_table().families
+    selected = [f for f in families if f.held_out == held_out and f.level in levels]
+    if not selected:
+        raise ValueError(f"no family is selected: split {split!r}, levels {list(levels)}")
     problems = list(islice(_draw_all(selected, split, random.Random(f"{split} {seed}")), count))
     if len(problems) < count:
         raise ValueError(
@@ -141,7 +132,7 @@ def draw_problem(family: Family, rng: random.Random) -> tuple[Problem, str]:
     Raises:
         RuntimeError: the family's ranges hardly ever give positive integers of moderate size.
     """
-    numbers, steps = _draw_numbers(family, rng)
+    numbers, solution = _draw_numbers(family, rng)
     table = load_word_problem_table()
     name, friend = rng.sample(table.names, 2)
     words = {"name": name, "friend": friend}
@@ -157,8 +148,8 @@ def draw_problem(family: Family, rng: random.Random) -> tuple[Problem, str]:
     problem = Problem(
         id=f"{family.name}-{_sha256(question)[:12]}",
         question=question,
-        answer=str(steps[-1].value),
-        solution="\n".join(map(str, steps)),
+        answer=str(solution[-1][1]),
+        solution="\n".join(line for line, _ in solution),
         columns={"family": family.name, "level": family.level},
     )
     return problem, split_of(family, numbers)
@@ -174,32 +165,34 @@ def split_of(family: Family, numbers: Mapping[str, int]) -> str:
     return "validation" if bucket < TRAIN_PERCENT + VALIDATION_PERCENT else "test"
 
 
-def solve(steps: Sequence[str], numbers: Mapping[str, int]) -> tuple[SolvedStep, ...] | None:
-    """Work out steps such as ``cost = price * count``; None if a value is no positive integer."""
-    values = dict(numbers)
-    solved = []
+def solve(steps: Sequence[str], numbers: Mapping[str, int]) -> list[tuple[str, int]] | None:
+    """Work out steps such as ``cost = price * count``: for each a line of the solution and a value.
+
+    None if a value is no positive integer.
+    """
+    values, solution = dict(numbers), []
     for step in steps:
         name, _, left_term, operator, right_term = step.split()
         left, right = (
             int(term) if term.isdigit() else values[term] for term in (left_term, right_term)
         )
-        value = OPERATORS[operator](left, right)
+        values[name] = value = OPERATORS[operator](left, right)
         if value < 1:
             return None
-        values[name] = value
-        solved.append(SolvedStep(name.replace("_", " "), left, operator, right, value))
-    return tuple(solved)
+        line = f"{name.replace('_', ' ')}: {left} {operator} {right} = {value}"
+        solution.append((line, value))
+    return solution
 
 
 def _draw_numbers(
     family: Family, rng: random.Random
-) -> tuple[dict[str, int], tuple[SolvedStep, ...]]:
+) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Draw numbers until every step gives a positive integer that is not too large."""
     for _ in range(MAX_NUMBER_DRAWS):
         numbers = {name: rng.choice(options) for name, options in family.numbers.items()}
-        steps = solve(family.steps, numbers)
-        if steps and max(step.value for step in steps) <= LARGEST_VALUE[family.level]:
-            return numbers, steps
+        solution = solve(family.steps, numbers)
+        if solution and max(value for _, value in solution) <= LARGEST_VALUE[family.level]:
+            return numbers, solution
     raise RuntimeError(
         f"family {family.name!r}: no usable numbers in {MAX_NUMBER_DRAWS} draws; check its ranges"
     )
@@ -217,28 +210,6 @@ def _draw_all(families: Sequence[Family], split: str, rng: random.Random) -> Ite
                 return
             seen.add(problem.question)
             yield problem
-
-
-def _select(split: str, levels: Sequence[int], names: Sequence[str] | None) -> list[Family]:
-    """The families of the split that have one of the levels and, if names are given, a name."""
-    _require_known("split", [split], SPLITS)
-    _require_known("level", levels, LEVELS)
-    held_out = split == "test_families"
-    in_split = {f.name: f for f in load_word_problem_table().families if f.held_out == held_out}
-    names = list(in_split) if names is None else names
-    _require_known(f"family of split {split!r}", names, list(in_split))
-    selected = [f for f in in_split.values() if f.level in levels and f.name in names]
-    if not selected:
-        raise ValueError(
-            f"no family is selected: split {split!r}, levels {list(levels)}, families {list(names)}"
-        )
-    return selected
-
-
-def _require_known(what: str, asked: Sequence[object], known: Sequence[object]) -> None:
-    for value in asked:
-        if value not in known:
-            raise ValueError(f"unknown {what}: {value!r}; known: {', '.join(map(str, known))}")
 
 
 def _sha256(text: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rlm.data import Format, render_problem
-from rlm.evaluation.statistics import mean_at_k, pass_at_k, summarize_scores
+from rlm.evaluation.statistics import pass_at_k, summarize_scores
 from rlm.grading import Verdict, grade, majority_score
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ class Graded:
     def verdict(self, strict: bool) -> Verdict:
         return self.strict if strict else self.lenient
 
-    @property
-    def kept_format(self) -> bool:
-        """Strict grading found one number where it belongs, right or wrong."""
-        return self.strict.is_answer
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -57,7 +53,7 @@ class Evaluation:
 
     def per_problem(self, strict: bool) -> list[float]:
         """mean@k of each problem; 0 or 1 for k = 1."""
-        return [mean_at_k([g.verdict(strict).correct for g in group]) for group in self.groups]
+        return [fmean(g.verdict(strict).correct for g in group) for group in self.groups]
 
     def accuracy(self, strict: bool) -> dict[str, float]:
         """mean@k; for k = 1 with `correct` and `total`."""
@@ -89,15 +85,16 @@ class Evaluation:
 
     @property
     def format_rate(self) -> float:
-        return mean_at_k([g.kept_format for g in self.completions])
+        """Share whose strict grading found one answer where it belongs, right or wrong."""
+        return fmean(g.strict.is_answer for g in self.completions)
 
     @property
     def truncated_rate(self) -> float:
-        return mean_at_k([g.truncated for g in self.completions])
+        return fmean(g.truncated for g in self.completions)
 
     @property
     def length_mean(self) -> float:
-        return sum(g.tokens for g in self.completions) / len(self.completions)
+        return fmean(g.tokens for g in self.completions)
 
 
 def evaluate(

@@ -65,11 +65,6 @@ def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[s
     return {"mean": mean, "low": low, "high": high, "correct": correct, "total": total}
 
 
-def mean_at_k(correct: Sequence[bool]) -> float:
-    """Share of k completions that are right; its expectation is that of one completion."""
-    return sum(correct) / len(correct)
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Chance that k of n completions, c of them right, hold a right one: 1 - C(n-c, k) / C(n, k).
 

@@ -95,6 +95,13 @@ def _boxes(text: str) -> list[str]:
     return [text[start:end] for start, end in spans]
 
 
+def _tagged(text: str, tag: str) -> str | None:
+    """What stands in the last closed answer tag."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
 def _read_other(region: str, kind: str) -> Claim:
     """What a region says where the answer is a choice or a text."""
     value = READERS[kind](region)
@@ -104,10 +111,8 @@ def _read_other(region: str, kind: str) -> Claim:
 
 def _find_other(text: str, answer_tag: str, kind: str) -> Claim:
     """As `_find`, for a choice or a text: tag, last box, "answer is", last line."""
-    end = text.rfind(f"</{answer_tag}>")
-    start = text.rfind(f"<{answer_tag}>", 0, max(end, 0))
-    if start >= 0:
-        return _read_other(_MARKUP.sub(" ", text[start + len(answer_tag) + 2 : end]), kind)
+    if (inside := _tagged(text, answer_tag)) is not None:
+        return _read_other(_MARKUP.sub(" ", inside), kind)
     text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
     if boxes := _boxes(text):
         return _read_other(re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", boxes[-1]), kind)
@@ -119,13 +124,11 @@ def _find_other(text: str, answer_tag: str, kind: str) -> Claim:
 
 def _find(text: str, answer_tag: str) -> Claim:
     """What a text claims, from the first kind of region that it has."""
-    end = text.rfind(f"</{answer_tag}>")
-    start = text.rfind(f"<{answer_tag}>", 0, max(end, 0))
-    if start >= 0:
-        return read_number(_MARKUP.sub("\n", text[start + len(answer_tag) + 2 : end]))
+    if (inside := _tagged(text, answer_tag)) is not None:
+        return read_number(_MARKUP.sub("\n", inside))
     text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
-    inside = _BRACKETED.findall(text)[-MAX_CLAIMS:]
-    regions = _boxes(text) or [entry for entry in inside if parse_number(entry) is not None]
+    bracketed = _BRACKETED.findall(text)[-MAX_CLAIMS:]
+    regions = _boxes(text) or [entry for entry in bracketed if parse_number(entry) is not None]
     if regions:  # the last one counts, unless another claims something else
         *others, last = map(read_number, regions)
         values = {claim.value for claim in (*others, last)} - {None}

@@ -5,9 +5,7 @@ from rlm.rewards.functions import (
     CorrectnessReward,
     FormatReward,
     GSM8KReward,
-    MathReward,
     ReasoningQualityReward,
-    TruncationPenalty,
 )
 from rlm.rewards.reward_function import RewardFunction, load_reward
 from rlm.rewards.scorer import Scorer, Scores
@@ -17,11 +15,9 @@ __all__ = [
     "CorrectnessReward",
     "FormatReward",
     "GSM8KReward",
-    "MathReward",
     "ReasoningQualityReward",
     "RewardFunction",
     "Scorer",
     "Scores",
-    "TruncationPenalty",
     "load_reward",
 ]

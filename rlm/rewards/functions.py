@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from rlm.data import FORMATS, Format
@@ -63,27 +64,10 @@ class GSM8KReward(RewardFunction):
         reward = self.format_bonus if strict.is_answer else 0.0
         if verdict.correct:
             reward += self.correct
-        elif _distance(verdict, reference_answer) <= 1:
-            reward += self.close
+        elif isinstance(verdict.value, Fraction):
+            is_close = abs(verdict.value - parse_number(reference_answer)) <= 1
+            reward += self.close if is_close else 0.0
         return min(reward, 1.0)
-
-
-@dataclass(eq=False)
-class MathReward(RewardFunction):
-    """1 within `tolerance` of the right number, `partial` within `partial_tolerance`, else 0."""
-
-    weight: float = 1.0
-    tolerance: float = 1e-4  # relative to the right number, absolute where that is below 1
-    partial: float = 0.5
-    partial_tolerance: float = 0.5  # absolute
-
-    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        verdict = _explicit_answer(completion, reference_answer, columns)
-        distance, gold = _distance(verdict, reference_answer), parse_number(reference_answer)
-        scale = max(1.0, abs(float(gold or 0)))
-        if verdict.correct or distance <= self.tolerance * scale:
-            return 1.0
-        return self.partial if distance <= self.partial_tolerance else 0.0
 
 
 @dataclass(eq=False)
@@ -107,58 +91,39 @@ class FormatReward(RewardFunction):
 
 @dataclass(eq=False)
 class ReasoningQualityReward(RewardFunction):
-    """A little for reasoning that looks like reasoning: length, steps, connecting words.
+    """Up to 0.3 for reasoning that looks like it: ten words, two steps, two connecting words.
 
     Surface only, so easily flattered: give it a small weight beside a verified answer, or none. It
     counts different words and different lines: repeating one phrase does not add up.
     """
 
     weight: float = 1.0
-    min_words: int = 10
-    step_bonus: float = 0.1
-    keyword_bonus: float = 0.05
-    max_reward: float = 0.3
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         block = _one_block(completion, _format(columns).reasoning_tag)
         if block is None:
             return 0.0
-        reward = 0.1 if len(set(block[1].lower().split())) >= self.min_words else 0.0
+        reward = 0.1 if len(set(block[1].lower().split())) >= 10 else 0.0
         lines = {line.strip() for line in block[1].splitlines() if _STEP.match(line)}
-        reward += self.step_bonus if len(lines) >= 2 else 0.0
+        reward += 0.1 if len(lines) >= 2 else 0.0
         words = {word.lower() for word in _CONNECTIVE.findall(block[1])}
-        reward += self.keyword_bonus * min(len(words), 2)
-        return min(reward, self.max_reward)
-
-
-@dataclass(eq=False)
-class TruncationPenalty(RewardFunction):
-    """`penalty` for a completion without an end token, else 0."""
-
-    weight: float = 1.0
-    penalty: float = -1.0
-
-    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        return self.penalty if columns.get("is_truncated") else 0.0
+        return reward + 0.05 * min(len(words), 2)
 
 
 class CombinedReward(RewardFunction):
-    """The weighted mean of its parts (`normalize=False`: the weighted sum). Parts are logged.
+    """The weighted mean of its parts, each of which is logged.
 
     A part that gives no verdict (None or NaN) leaves the mean; if none gives one, or what is left
-    weighs nothing (a penalty alone), there is none. A part may be a plain function with TRL's
-    contract too; its weight is 1.
+    weighs nothing (a penalty alone), there is none. A part may be a plain function too; its weight
+    is 1. Awaitable if a part is.
     """
 
     def __init__(
-        self,
-        rewards: Sequence[RewardFunction | Callable[..., Any]],
-        normalize: bool = True,
-        weight: float = 1.0,
+        self, rewards: Sequence[RewardFunction | Callable[..., Any]], weight: float = 1.0
     ) -> None:
         if not rewards:
             raise ValueError("CombinedReward needs at least one reward")
-        self.weight, self.normalize = weight, normalize
+        self.weight = weight
         self.parts: dict[str, RewardFunction] = {}
         for reward in rewards:
             name = getattr(reward, "__name__", type(reward).__name__)
@@ -168,35 +133,26 @@ class CombinedReward(RewardFunction):
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: Counter[str] = Counter()
 
-    def get_component_rewards(
-        self, completion: str, reference_answer: str, **columns: Any
-    ) -> dict[str, Reward]:
-        """What each part says, by its class's name, not weighted."""
-        return {n: part(completion, reference_answer, **columns) for n, part in self.parts.items()}
-
     def __call__(
         self, completion: str, reference_answer: str, **columns: Any
     ) -> Reward | Awaitable[Reward]:
-        """Awaitable if a part is."""
-        found = self.get_component_rewards(completion, reference_answer, **columns)
-        if any(map(inspect.isawaitable, found.values())):
+        found = [part(completion, reference_answer, **columns) for part in self.parts.values()]
+        if any(map(inspect.isawaitable, found)):
             return self._await_and_combine(found)
         return self._combine(found)
 
-    async def _await_and_combine(self, found: Mapping[str, Any]) -> Reward:
-        return self._combine(
-            {name: await r if inspect.isawaitable(r) else r for name, r in found.items()}
-        )
+    async def _await_and_combine(self, found: Sequence[Any]) -> Reward:
+        return self._combine([await r if inspect.isawaitable(r) else r for r in found])
 
-    def _combine(self, found: Mapping[str, Reward]) -> Reward:
-        values = {n: v for n, v in found.items() if v is not None and not math.isnan(v)}
+    def _combine(self, found: Sequence[Reward]) -> Reward:
+        pairs = zip(self.parts, found, strict=True)
+        values = {n: v for n, v in pairs if v is not None and not math.isnan(v)}
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
-        weights = [self.parts[name].weight for name in values]
-        if not weights or (self.normalize and sum(weights) <= 0):  # a penalty is left, alone
+        weight = sum(self.parts[name].weight for name in values)
+        if weight <= 0:  # nothing, or a penalty alone
             return None
-        total = sum(w * v for w, v in zip(weights, values.values(), strict=True))
-        return total / sum(weights) if self.normalize else total
+        return sum(self.parts[name].weight * value for name, value in values.items()) / weight
 
     def pop_metrics(self) -> dict[str, float]:
         """Sums of the parts' rewards, and what the parts themselves have to say."""
@@ -223,14 +179,6 @@ def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -
     if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
         return Verdict(False, "no_answer", None)
     return grade(completion, answer, strict=False, **_grading(columns))
-
-
-def _distance(verdict: Verdict, answer: str) -> float:
-    """Between the number that was claimed and the right one; infinite if there is no such pair."""
-    claimed, gold = parse_number(verdict.answer or ""), parse_number(answer)
-    if not verdict.is_answer or claimed is None or gold is None:
-        return math.inf
-    return float(abs(claimed - gold))
 
 
 def _one_block(text: str, tag: str) -> re.Match[str] | None:

@@ -33,10 +33,10 @@ class RewardFunction:
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> list[Reward]:
         """Many completions; each column holds an entry for each. Override it to score at once."""
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        rows = rows or [{}] * len(completions)
-        pairs = zip(completions, reference_answers, rows, strict=True)
-        return [self(text, answer, **row) for text, answer, row in pairs]
+        return [
+            self(text, answer, **{name: values[i] for name, values in columns.items()})
+            for i, (text, answer) in enumerate(zip(completions, reference_answers, strict=True))
+        ]
 
     def pop_metrics(self) -> dict[str, float]:
         """What to log of the calls since it was last asked, by name: sums over calls."""

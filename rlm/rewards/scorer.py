@@ -102,15 +102,18 @@ class Scorer:
     def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
         """What the reward returns for one rollout, or the error that it raises."""
         try:
-            return _wait_for(self.reward(completion, answer, **columns))
+            found = self.reward(completion, answer, **columns)
+            return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
         except CAUGHT as error:
             return error
 
     def _ask_in_worker(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """As `_ask`, for all rollouts: at once where the reward can, else one after the other."""
-        if type(self.reward).batch_call is not RewardFunction.batch_call:
-            call = lambda: list(_wait_for(self._ask_batch(rollouts)))  # noqa: E731
-            (found,) = call_in_worker([call], self.time_limit)
+        at_once = type(self.reward).batch_call is not RewardFunction.batch_call
+        if at_once or _is_async(self.reward):
+            # Twice: the calls that are awaited together have a time limit of their own, inside.
+            limit = self.time_limit if at_once else 2 * self.time_limit
+            (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, list):
                 if len(found) != len(rollouts):
                     raise ValueError(
@@ -118,32 +121,29 @@ class Scorer:
                         "completions"
                     )
                 return found
-        elif _is_async(self.reward):  # each call has a time limit of its own, inside
-            call = lambda: asyncio.run(self._ask_together(rollouts))  # noqa: E731
-            (found,) = call_in_worker([call], 2 * self.time_limit)
-            return found if isinstance(found, list) else [found] * len(rollouts)
         calls = [lambda rollout=rollout: self._ask(*rollout) for rollout in rollouts]
         return call_in_worker(calls, self.time_limit)
 
-    def _ask_batch(self, rollouts: Sequence[Rollout]) -> Any:
+    def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
+        """One `batch_call`; what it leaves to be awaited is awaited at the same time."""
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        return self.reward.batch_call(list(texts), list(answers), **columns)
+        # Outside an event loop: a reward that is not async may run one of its own.
+        found = self.reward.batch_call(list(texts), list(answers), **columns)
+        found = list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
+        return asyncio.run(self._wait_for_all(found)) if _is_async(self.reward) else found
 
-    async def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """All at the same time: what an async reward waits for is somebody else."""
-
-        async def ask(completion: str, answer: str, columns: dict[str, Any]) -> Any:
+    async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
+        async def wait(reward: Any) -> Any:
             try:
                 # In this task: wait_for's own one would hand an exit() to the loop.
                 async with asyncio.timeout(self.time_limit):
-                    found = self.reward(completion, answer, **columns)
-                    return await found if inspect.isawaitable(found) else found
+                    return await _wait_for(reward)
             except CAUGHT as error:
                 return error
 
-        return await asyncio.gather(*(ask(*rollout) for rollout in rollouts))
+        return await asyncio.gather(*map(wait, rewards))
 
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))
@@ -174,15 +174,8 @@ def _parts(reward: RewardFunction) -> Iterable[RewardFunction]:
     return reward.parts.values() if isinstance(reward, functions.CombinedReward) else ()
 
 
-def _wait_for(found: Any) -> Any:
-    """The value itself, waited for if it is a coroutine's."""
-    if not inspect.isawaitable(found):
-        return found
-
-    async def wait() -> Any:
-        return await found
-
-    return asyncio.run(wait())
+async def _wait_for(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
 
 
 def _to_reward(value: Any) -> Reward | BaseException:
@@ -201,46 +194,38 @@ def _to_reward(value: Any) -> Reward | BaseException:
 
 
 def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any]:
-    """What each call returns or raises, made one after the other in one worker thread.
+    """What each call returns or raises, made one after the other in one daemon thread.
 
     A call that takes longer than `limit` seconds is a TimeoutError. It cannot be stopped in Python:
     its thread is left behind, makes no further call, and the next one gets a new thread.
     """
-    found, hangs, worker = [], 0, None
-    try:
-        for i in range(len(calls)):
-            if hangs == HANGS:
-                found.append(RuntimeError("not asked: too many calls hang"))
-                continue
-            worker = worker or _Worker(calls[i:])
-            try:
-                value = worker.results.get(timeout=limit)
-            except queue.Empty:
-                worker.stopped.set()
-                value, worker = TimeoutError(), None
-            if isinstance(value, BaseException) and not isinstance(value, CAUGHT):
-                raise value  # Ctrl-C
-            hangs += isinstance(value, TimeoutError)
-            found.append(value)
-    finally:
-        if worker:
-            worker.stopped.set()
-    return found
+    found, hangs = list[Any](), 0
+    while len(found) < len(calls) and hangs < HANGS:
+        results, stopped = queue.SimpleQueue[Any](), threading.Event()
+        arguments = (calls[len(found) :], results, stopped)
+        threading.Thread(target=_work, args=arguments, name="rewards", daemon=True).start()
+        try:
+            while len(found) < len(calls):
+                value = results.get(timeout=limit)
+                if isinstance(value, BaseException) and not isinstance(value, CAUGHT):
+                    raise value  # Ctrl-C
+                found.append(value)
+        except queue.Empty:
+            found.append(TimeoutError())
+            hangs += 1
+        finally:
+            stopped.set()
+    not_asked = RuntimeError("not asked: too many calls hang")
+    return found + [not_asked] * (len(calls) - len(found))
 
 
-class _Worker:
-    """A thread that makes calls one after the other until it is stopped."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
-        self.results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.stopped = threading.Event()
-        threading.Thread(target=self._work, args=(calls,), name="rewards", daemon=True).start()
-
-    def _work(self, calls: Sequence[Callable[[], Any]]) -> None:
-        for call in calls:
-            if self.stopped.is_set():
-                return
-            try:
-                self.results.put(call())
-            except BaseException as error:  # handed to who asked, Ctrl-C included
-                self.results.put(error)
+def _work(
+    calls: Sequence[Callable[[], Any]], results: queue.SimpleQueue[Any], stopped: threading.Event
+) -> None:
+    for call in calls:
+        if stopped.is_set():
+            return
+        try:
+            results.put(call())
+        except BaseException as error:  # handed to who asked, Ctrl-C included
+            results.put(error)

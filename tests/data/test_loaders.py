@@ -4,18 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import httpx2
 import pytest
 
 from rlm.cli.options import UsageError
-from rlm.data.loaders import (
-    OPENMATH_POOL,
-    load_gsm8k,
-    load_jsonl,
-    load_problems,
-)
+from rlm.data.loaders import OPENMATH_POOL, load_gsm8k, load_jsonl, load_problems
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
 
@@ -66,12 +61,12 @@ def refusal(*arguments, **options):
 def test_a_row_becomes_a_problem(write):
     row = {"id": 7, "problem": " How many? ", "answer": "1,000", "solution": "Count.", "level": 2}
     row |= {"topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
+    # Names that a reward's call uses already are no columns.
+    row |= dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
     [problem] = load_jsonl(write(row))
     columns = {"level": 2, "topic": "sets", "weight": 0.5}
     assert problem == Problem("7", "How many?", "1,000", "Count.", columns)
-
-
-def test_without_an_id_a_problem_is_named_after_its_line(write):
+    assert len({problem, *load_jsonl(write(row))}) == 1  # it can be hashed
     problems = load_jsonl(write(GOOD, b"", {**GOOD, "id": ""}))
     assert [problem.id for problem in problems] == ["problems-1", "problems-3"]
 
@@ -107,18 +102,6 @@ def test_golds_that_are_no_numbers(write):
     ]:
         with pytest.raises(UsageError, match=why):
             load_jsonl(write(row))
-
-
-def test_names_that_a_reward_call_uses_are_no_columns(write):
-    taken = dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
-    assert load_jsonl(write({**GOOD, **taken, "kind": "x"}))[0].columns == {"kind": "x"}
-
-
-def test_a_problem_is_hashable_and_frozen():
-    problem = Problem("a", "?", "1", columns={"level": 1})
-    assert len({problem, Problem("a", "?", "1", columns={"level": 1})}) == 1
-    with pytest.raises(AttributeError):
-        problem.answer = "2"
 
 
 # Bad lines.
@@ -157,21 +140,15 @@ def test_a_bad_line_is_left_out_and_named_and_a_file_of_them_refused(write, capl
     assert reason in message
 
 
-def test_five_bad_lines_are_shown_and_the_rest_counted(write, caplog):
+def test_bad_lines_are_shown_and_counted_and_too_many_refused(write, caplog):
     load_jsonl(write(*[b"oops"] * 7, *numbered(200)))
     [record] = caplog.records
     assert record.message.count("line ") == 5
     assert record.message.endswith("and 2 more")
-
-
-def test_too_large_a_share_of_bad_lines_is_refused(write):
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (
         f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair the file)"
     )
-
-
-def test_a_repeated_id_is_bad(write, caplog):
     row = {**GOOD, "id": "a"}
     assert len(load_jsonl(write(row, *numbered(30), row))) == 31
     assert "line 32: the id 'a' is there twice" in caplog.text
@@ -223,14 +200,11 @@ def test_the_first_of_a_sorted_file_are_not_its_easiest(write, split):
     assert 300 < sum(places) / len(places) < 700
 
 
-def test_a_question_is_in_one_split_only(write):
+def test_a_question_is_in_one_split_only_and_validation_has_1_to_200(write):
     path = write(*numbered(20), *numbered(20), *numbered(20))
     train, validation = (load_problems(path, split) for split in ("train", "validation"))
     assert len(train + validation) == 60
     assert not set(questions(train)) & set(questions(validation))
-
-
-def test_the_validation_split_has_between_1_and_200_questions(write):
     assert len(load_problems(write(*numbered(3000)), "validation")) == 200
     assert len(load_problems(write(*numbered(2)), "train")) == 1
     path = write(GOOD, GOOD)
@@ -238,22 +212,15 @@ def test_the_validation_split_has_between_1_and_200_questions(write):
     assert "one question is too few" in refusal(path, "train")
 
 
-@pytest.mark.parametrize("dataset", [str(SAMPLE), "word-problems", "word-problems:1,3"])
-def test_the_same_arguments_give_the_same_problems(dataset):
+@pytest.mark.parametrize("dataset", [str(SAMPLE), "word-problems", "word-problems:1,3", None])
+def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, dataset):
+    dataset = dataset or write(*numbered(100))
     for split in ("train", "validation", "test"):
-        first, second = (load_problems(dataset, split, max_samples=50, seed=3) for _ in range(2))
-        assert first == second
-
-
-def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write):
-    path = write(*numbered(100))
-    train = load_problems(path, "train", seed=1)
-    assert train != load_problems(path, "train", seed=2)
-    assert load_problems(path, "train", seed=1, max_samples=7) == train[:7]
-    for split in ("validation", "test"):
-        problems = load_problems(path, split, seed=1)
-        assert problems == load_problems(path, split, seed=2)
-        assert load_problems(path, split, max_samples=3) == problems[:3]
+        options = {"split": split, "max_samples": 50}
+        one, again, two = (load_problems(dataset, seed=seed, **options) for seed in (1, 1, 2))
+        assert one == again
+        assert (one == two) == (split != "train")
+        assert load_problems(dataset, split, seed=1, max_samples=3) == one[:3]
 
 
 @pytest.mark.parametrize(
@@ -273,11 +240,8 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write):
 )
 def test_what_is_not_known_is_refused(dataset, split, expected):
     assert expected in refusal(dataset, split)
-
-
-@pytest.mark.parametrize("dataset", ["word-problems", str(SAMPLE), "gsm8k"])
-def test_max_samples_must_be_positive(dataset):
-    assert "at least 1" in refusal(dataset, max_samples=0)
+    if expected.startswith("it has"):  # a good name
+        assert "at least 1" in refusal(dataset, max_samples=0)
 
 
 # Word problems.
@@ -290,6 +254,10 @@ def test_word_problems_have_columns_and_default_sizes():
     assert all(problem.columns["family"] and problem.solution for problem in train)
     assert len({problem.id for problem in train}) == len(train)
     assert len(load_problems("word-problems", "test_families")) == 500
+    spec, split = "word-problems", "test_families"
+    assert load_problems(spec, split, max_samples=9) == load_problems(
+        spec, split, max_samples=9, seed=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,12 +266,6 @@ def test_word_problems_have_columns_and_default_sizes():
 def test_word_problems_of_some_levels(spec, levels):
     problems = load_problems(f"word-problems:{spec}", max_samples=60)
     assert {problem.columns["level"] for problem in problems} == levels
-
-
-def test_only_the_training_word_problems_depend_on_the_seed():
-    for split in ("train", "validation", "test", "test_families"):
-        a, b = (load_problems("word-problems", split, max_samples=20, seed=s) for s in (0, 1))
-        assert (a == b) == (split != "train")
 
 
 # Our samples.
@@ -373,12 +335,7 @@ def test_every_gold_of_gsm8k_is_read():
         assert problem.solution
         assert "<<" not in problem.solution
         assert "####" not in problem.solution
-
-
-@needs_published_files
-def test_gsm8k_files_and_directory_agree():
-    file = PUBLISHED / "gsm8k_test.jsonl"
-    assert load_gsm8k("test", 50, file) == load_gsm8k("test", 50, PUBLISHED)
+    assert load_gsm8k("test", 50, PUBLISHED / "gsm8k_test.jsonl") == test[:50]
 
 
 @needs_published_files
@@ -417,17 +374,10 @@ def hub(monkeypatch):
             if state.down:
                 raise state.down
 
-    for name, members in {
-        "datasets": {
-            "load_dataset": load_dataset,
-            "config": state.config,
-            "exceptions": SimpleNamespace(DatasetsError=DatasetsError),
-        },
-        "huggingface_hub": {"HfApi": HfApi},
-    }.items():
-        module = ModuleType(name)
-        module.__dict__.update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    exceptions = SimpleNamespace(DatasetsError=DatasetsError)
+    library = SimpleNamespace(load_dataset=load_dataset, config=state.config, exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=HfApi))
     return state
 
 
@@ -494,32 +444,15 @@ def test_a_bug_behind_the_hub_keeps_its_traceback(hub):
     assert not hub.config.HF_HUB_OFFLINE
 
 
-# What importing and failing cost.
-
-
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-
-
-def test_importing_loads_neither_torch_nor_datasets():
-    heavy = "torch", "datasets", "transformers", "huggingface_hub"
-    code = f"import sys, rlm.data.loaders; print([name for name in {heavy} if name in sys.modules])"
-    assert run_python(code).stdout.strip() == "[]"
-
-
 def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(tmp_path):
     code = (
         "from rlm.cli.options import UsageError\nfrom rlm.data.loaders import load_gsm8k\n"
         "try:\n    load_gsm8k()\nexcept UsageError as error:\n    print(error)"
     )
-    result = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert result.stdout.startswith("data set gsm8k: the hub is out of reach; offline, use")
     assert result.stderr == ""

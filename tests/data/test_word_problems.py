@@ -23,7 +23,6 @@ from rlm.data.word_problems import (
     draw_problem,
     load_word_problem_table,
     solve,
-    split_of,
 )
 from rlm.data.word_problems import generate_word_problems as generate
 
@@ -59,17 +58,13 @@ def slots(text):
 # --- the table ------------------------------------------------------------------------------------
 
 
-def test_there_are_enough_families_of_every_level():
+def test_there_are_enough_different_families_of_every_level():
     trained = Counter(family.level for family in FAMILIES if not family.held_out)
     assert Counter(f.level for f in FAMILIES if f.held_out) == {1: 2, 2: 2, 3: 2, 4: 2}
     assert all(trained[level] >= least for level, least in {1: 12, 2: 14, 3: 8, 4: 6}.items())
     assert trained.total() >= 40
-
-
-def test_family_names_and_wordings_are_unique():
-    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    wordings = [wording for family in FAMILIES for wording in family.wordings]
-    assert len(set(wordings)) == len(wordings)
+    for texts in ([f.name for f in FAMILIES], [text for f in FAMILIES for text in f.wordings]):
+        assert len(set(texts)) == len(texts)
 
 
 @each_family
@@ -96,15 +91,6 @@ def test_the_problems_are_those_that_published_results_were_made_with():
     made = [vars(p) for s, seed, level in asked for p in generate(s, 40, seed, [level])]
     digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
     assert digest == "6aa68b1246bd756e5431fdd02a0dd491b8729155e17462092bb1446a8c1ab70d"
-
-
-def test_the_table_is_read_at_first_use():
-    code = (
-        "import rlm.data.loaders\n"
-        "from rlm.data import word_problems\n"
-        "assert word_problems.load_word_problem_table.cache_info().currsize == 0\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # --- the problems ---------------------------------------------------------------------------------
@@ -206,13 +192,6 @@ def test_a_split_is_even_and_without_repeats(split):
 # --- generate -------------------------------------------------------------------------------------
 
 
-def test_problems_have_the_promised_fields():
-    (problem,) = generate("train", 1)
-    assert list(problem.columns) == ["family", "level"]
-    assert re.fullmatch(problem.columns["family"] + "-[0-9a-f]{12}", problem.id)
-    assert isinstance(problem.answer, str)
-
-
 def test_a_smaller_count_gives_a_prefix_and_seeds_differ():
     assert generate("test", 10, seed=5) == generate("test", 100, seed=5)[:10]
     assert generate("train", 20, seed=1) != generate("train", 20, seed=2)
@@ -231,15 +210,8 @@ def test_the_hash_seed_of_python_does_not_matter():
     assert process.stdout == f"{generate('validation', 60, seed=3)}\n"
 
 
-def test_levels_and_families_narrow_the_selection():
-    names = ["bus_stop", "give_away"]
-
-    def of(column, split, count, **only):
-        return {p.columns[column] for p in generate(split, count, **only)}
-
-    assert of("level", "train", 80, levels=[1, 3]) == {1, 3}
-    assert of("family", "test", 20, families=names) == set(names)
-    assert of("family", "test", 20, levels=[2], families=names) == {"bus_stop"}
+def test_levels_narrow_the_selection():
+    assert {p.columns["level"] for p in generate("train", 80, levels=[1, 3])} == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -247,10 +219,7 @@ def test_levels_and_families_narrow_the_selection():
     [
         ({"split": "dev"}, "unknown split: 'dev'; known: train, validation, test, test_families"),
         ({"levels": [1, 5]}, "unknown level: 5; known: 1, 2, 3, 4"),
-        ({"families": ["nope"]}, "unknown family of split 'train': 'nope'; known: gather_more, "),
-        ({"families": ["age_later"]}, "unknown family of split 'train': 'age_later'; known: "),
         ({"levels": []}, "no family is selected"),
-        ({"levels": [1], "families": ["bus_stop"]}, "no family is selected"),
         ({"count": 0}, "count must be at least 1, got 0"),
     ],
 )
@@ -276,11 +245,6 @@ def test_an_exhausted_selection_says_how_many_there_are(monkeypatch):
         generate("test_families", 10)
 
 
-def test_the_split_is_that_of_the_numbers():
-    assert split_of(TINY, {"first": 2, "second": 3}) in SPLITS[:3]
-    assert split_of(replace(TINY, held_out=True), {"first": 2, "second": 3}) == "test_families"
-
-
 def test_ranges_that_cannot_work_are_reported():
     hopeless = replace(
         TINY, steps=("left = first - second",), numbers={"first": [3], "second": [4]}
@@ -294,7 +258,7 @@ def test_ranges_that_cannot_work_are_reported():
 
 def test_solve_fills_in_literals_and_earlier_values():
     solved = solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4})
-    assert [str(step) for step in solved] == ["two sides: 3 + 4 = 7", "perimeter: 7 * 2 = 14"]
+    assert solved == [("two sides: 3 + 4 = 7", 7), ("perimeter: 7 * 2 = 14", 14)]
 
 
 @pytest.mark.parametrize("step", ["x = a - b", "x = b - b", "x = a / b"])

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import closing
 
 import pytest
 
@@ -15,9 +16,7 @@ from rlm.evaluation.audit import MathVerify, audit_run, audit_samples
 TAGS = FORMATS["deepseek"]
 GROUPS = [
     {
-        "step": 0,
         "problem": "a",
-        "question": "?",
         "answer": "18",
         "completions": [
             TAGS.completion("so", "18"),  # all agree
@@ -26,16 +25,12 @@ GROUPS = [
             TAGS.completion("so", "17"),
         ],
         "rewards": [1.0, 0.0, 0.0, 1.0],  # the last: a reward that is not strict correctness
-        "advantages": [0, 0, 0, 0],
     },
     {
-        "step": 1,
         "problem": "b",
-        "question": "?",
         "answer": "1/2",
         "completions": [TAGS.completion("so", "0.5"), "<think>0.5"],
         "rewards": [1.0, None],
-        "advantages": [0, 0],
     },
 ]
 
@@ -80,47 +75,34 @@ def test_a_third_opinion_is_asked_about_the_answer_alone():
     assert result.differ["lenient right, math-verify wrong"] == 2
 
 
-def test_a_grader_that_hangs_is_stopped_by_the_clock(monkeypatch):
+def test_a_grader_that_hangs_dies_or_starts_too_slowly_is_stopped_by_the_clock(monkeypatch):
     slow = "import sys, time, json\nprint('ready', flush=True)\nfor line in sys.stdin:\n"
     slow += "    gold, text = json.loads(line)\n"
     slow += "    time.sleep(60) if text == 'slow' else None\n"
     slow += "    sys.exit() if text == 'dies' else print('true', flush=True)\n"
     monkeypatch.setattr(module, "WORKER", slow)
-    second = MathVerify(time_limit=0.5)
-    assert second("1", "fast") is True
-    started = time.monotonic()
-    for _ in range(2):  # the second by a fresh process
-        assert second("1", "slow") is None
-    assert time.monotonic() - started < 20  # the limit, and starting Python
-    assert second("1", "fast") is True
-    assert second("1", "dies") is None
-    assert second("1", "fast") is True
-    assert second.timeouts == 3
-    second.close()
-
-
-def test_a_grader_that_starts_too_slowly_gives_no_verdict(monkeypatch):
-    """And its late greeting is nobody's answer."""
+    asked = ["fast", "slow", "slow", "fast", "dies", "fast"]  # the second by a fresh process
+    with closing(MathVerify(time_limit=0.5)) as second:
+        started = time.monotonic()
+        assert [second("1", text) for text in asked] == [True, None, None, True, None, True]
+        assert time.monotonic() - started < 20  # the limits, and starting Python
+        assert second.timeouts == 3
     late = "import time\ntime.sleep(1)\nprint('ready', flush=True)\ntime.sleep(60)\n"
     monkeypatch.setattr(module, "WORKER", late)
     monkeypatch.setattr(module, "START_LIMIT", 0.2)
-    second = MathVerify(time_limit=2.0)
-    assert second("1", "1") is None
-    assert second.timeouts == 1
-    second.close()
+    with closing(MathVerify(time_limit=2.0)) as second:
+        assert second("1", "1") is None  # its late greeting is nobody's answer
+        assert second.timeouts == 1
 
 
 def test_math_verify_itself():
     pytest.importorskip("math_verify", reason="an extra: pip install -e '.[verify]'")
-    second = MathVerify(time_limit=3.0)
-    try:
+    with closing(MathVerify(time_limit=3.0)) as second:
         assert second("18", r"\boxed{18}") is True
         assert second("18", r"\boxed{17}") is False
         assert second("1/2", r"$\frac{1}{2}$") is True
         assert second("18", r"\boxed{9^{9^{9^{9}}}}") in (False, None)
         assert second("18", r"\boxed{18}") is True  # and it goes on
-    finally:
-        second.close()
 
 
 def test_from_the_command_line(run_dir, tmp_path, monkeypatch, capsys):

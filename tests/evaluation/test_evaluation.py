@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -12,18 +10,13 @@ from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
 from rlm.evaluation.report import show_table, write_report
-from rlm.evaluation.statistics import wilson_interval
+from rlm.evaluation.statistics import summarize_scores
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
 from rlm.runs.plots import accuracy_bars, learning_curves
 from rlm.sampling import Completion, prompt_seed
 
 PNG = b"\x89PNG\r\n"
-
-
-def test_the_statistics_load_no_torch():
-    code = "import sys, rlm.evaluation.evaluator, rlm.runs.plots; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # --- Evaluation -----------------------------------------------------------------------------------
@@ -34,9 +27,8 @@ def verdict(reason, answer=None):
 
 
 def graded(strict, lenient=None, *, answer=None, tokens=10, truncated=False):
-    return Graded(
-        "", verdict(strict, answer), verdict(lenient or strict, answer), tokens, truncated
-    )
+    verdicts = verdict(strict, answer), verdict(lenient or strict, answer)
+    return Graded("", *verdicts, tokens, truncated)
 
 
 def problem(id="a", question="1 + 1?", answer="2", **columns):
@@ -44,39 +36,25 @@ def problem(id="a", question="1 + 1?", answer="2", **columns):
 
 
 def test_evaluation_of_one_completion_each():
-    result = Evaluation(
-        [
-            problem(family="apples", level=1),
-            problem(family="apples", level=2),
-            problem(family="pears", level=2),
-            problem(),
-        ],
-        [
-            [graded("correct", tokens=10)],
-            [graded("wrong", tokens=20)],
-            [graded("no_reasoning", "correct", tokens=30)],
-            [graded("unclosed_reasoning", tokens=40, truncated=True)],
-        ],
+    columns = {"family": "apples", "level": 1}, {"family": "apples", "level": 2}
+    columns += {"family": "pears", "level": 2}, {}
+    completions = (
+        graded("correct", tokens=10),
+        graded("wrong", tokens=20),
+        graded("no_reasoning", "correct", tokens=30),
+        graded("unclosed_reasoning", tokens=40, truncated=True),
     )
+    result = Evaluation([problem(**c) for c in columns], [[each] for each in completions])
     assert result.per_problem(strict=True) == [1, 0, 0, 0]
-    low, high = wilson_interval(1, 4)
-    assert result.accuracy(strict=True) == {
-        "mean": 0.25,
-        "low": low,
-        "high": high,
-        "correct": 1,
-        "total": 4,
-    }
+    assert result.accuracy(strict=True) == summarize_scores([1, 0, 0, 0], trials=True)
     assert result.accuracy(strict=False)["correct"] == 2
     assert result.format_rate == 0.5  # right or wrong, one number stood where it belongs
     assert result.truncated_rate == 0.25
     assert result.length_mean == 25
     assert result.reasons(strict=False) == {"correct": 2, "wrong": 1, "unclosed_reasoning": 1}
     families = result.by_column("family", strict=False)
-    assert [(f, v["correct"], v["total"]) for f, v in families.items()] == [
-        ("apples", 1, 2),
-        ("pears", 1, 1),
-    ]
+    counts = {name: (found["correct"], found["total"]) for name, found in families.items()}
+    assert counts == {"apples": (1, 2), "pears": (1, 1)}
     assert list(result.by_column("level", strict=True)) == ["1", "2"]
     assert result.by_column("year", strict=True) == {}
 
@@ -87,20 +65,17 @@ def test_evaluation_of_several_completions_each():
         graded("wrong", answer="7"),
         graded("no_answer"),
     )
-    result = Evaluation(
-        [problem(), problem(), problem()],
-        [
-            [right, graded("correct", answer="1000.0"), wrong, mute],  # two spellings, one number
-            [right, wrong, mute, mute],  # a tie of two
-            [mute, mute, mute, mute],
-        ],
-    )
+    groups = [
+        [right, graded("correct", answer="1000.0"), wrong, mute],  # two spellings, one number
+        [right, wrong, mute, mute],  # a tie of two
+        [mute, mute, mute, mute],
+    ]
+    result = Evaluation([problem()] * 3, groups)
     assert result.per_problem(strict=True) == [0.5, 0.25, 0]
     assert result.accuracy(strict=True)["mean"] == pytest.approx(0.25)
     assert result.majority_accuracy(strict=True)["mean"] == pytest.approx((1 + 0.5 + 0) / 3)
-    assert result.pass_at(4, strict=True)["mean"] == pytest.approx(2 / 3)
-    assert result.pass_at(1, strict=True)["mean"] == pytest.approx(0.25)
-    assert result.pass_at(2, strict=True)["mean"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6 + 0) / 3)
+    for k, expected in {1: 0.25, 2: (1 - 1 / 6 + 1 - 3 / 6 + 0) / 3, 4: 2 / 3}.items():
+        assert result.pass_at(k, strict=True)["mean"] == pytest.approx(expected)
     interval = result.accuracy(strict=True)
     assert 0 <= interval["low"] <= interval["mean"] <= interval["high"] <= 0.5
 
@@ -181,17 +156,15 @@ DEEPSEEK = FORMATS["deepseek"]
 PROBLEMS = [problem("p1", "What is 40 + 2?", "42"), problem("p2", "What is 50 + 3?", "53")]
 
 
+def evaluated(sampler, problems=PROBLEMS, format=DEEPSEEK, **options):
+    options = {"max_new_tokens": 64} | options
+    return evaluate(sampler, CharacterTokenizer(), problems, format, **options)
+
+
 def test_evaluate_grades_both_ways():
     sampler = ScriptedSampler(DEEPSEEK.completion("40 + 2 = 42", "42") + "\0", "The answer is 53")
     finished = []
-    result = evaluate(
-        sampler,
-        CharacterTokenizer(),
-        PROBLEMS,
-        DEEPSEEK,
-        max_new_tokens=64,
-        on_finish=lambda: finished.append(1),
-    )
+    result = evaluated(sampler, on_finish=lambda: finished.append(1))
     assert result.per_problem(strict=True) == [1, 0]
     assert result.per_problem(strict=False) == [1, 1]
     first, second = result.completions
@@ -200,39 +173,25 @@ def test_evaluate_grades_both_ways():
     assert second.truncated
     assert len(finished) == 2
     assert (sampler.params.max_new_tokens, sampler.params.temperature, sampler.n) == (64, 0, 1)
+    simple = FORMATS["simple"]
+    sampler = ScriptedSampler(simple.completion("40 + 2 = 42", "42"))
+    assert evaluated(sampler, PROBLEMS[:1], simple).per_problem(strict=True) == [1]
 
 
 def test_evaluate_seeds_by_problem_and_not_by_place():
     seeds = {}
     for problems in (PROBLEMS, PROBLEMS[::-1]):
         sampler = ScriptedSampler("42\0")
-        evaluate(
-            sampler,
-            CharacterTokenizer(),
-            problems,
-            DEEPSEEK,
-            max_new_tokens=8,
-            temperature=0.7,
-            k=3,
-            seed=5,
-        )
+        evaluated(sampler, problems, temperature=0.7, k=3, seed=5)
         seeds[problems[0].id] = sampler.seeds
         assert (sampler.n, sampler.params.temperature) == (3, 0.7)
         assert (sampler.params.top_p, sampler.params.top_k) == (1, 0)
     assert seeds["p1"] == seeds["p2"][::-1] == [prompt_seed(5, "p1"), prompt_seed(5, "p2")]
 
 
-def test_evaluate_reads_other_tags():
-    simple = FORMATS["simple"]
-    sampler = ScriptedSampler(simple.completion("40 + 2 = 42", "42"))
-    result = evaluate(sampler, CharacterTokenizer(), PROBLEMS[:1], simple, max_new_tokens=64)
-    assert result.accuracy(strict=True)["correct"] == 1
-
-
 def test_the_prompt_holds_question_and_examples_but_not_the_answer():
     sampler = ScriptedSampler("?")
-    examples = [("What is 1 + 1?", DEEPSEEK.completion("1 + 1 = 2", "2"))]
-    evaluate(sampler, CharacterTokenizer(), PROBLEMS, DEEPSEEK, max_new_tokens=8, examples=examples)
+    evaluated(sampler, examples=[("What is 1 + 1?", DEEPSEEK.completion("1 + 1 = 2", "2"))])
     for prompt, asked in zip(sampler.prompts, PROBLEMS, strict=True):
         assert asked.question in prompt
         assert "<answer>2</answer>" in prompt
@@ -248,25 +207,23 @@ def test_the_prompt_holds_question_and_examples_but_not_the_answer():
     ],
 )
 def test_evaluate_refuses(changed, message):
-    arguments = {"problems": PROBLEMS, "format": DEEPSEEK, "max_new_tokens": 8} | changed
     with pytest.raises(ValueError, match=message):
-        evaluate(ScriptedSampler("42"), CharacterTokenizer(), **arguments)
+        evaluated(ScriptedSampler("42"), **changed)
 
 
 # --- plots ----------------------------------------------------------------------------------------
 
 
 def test_accuracy_bars(tmp_path):
-    interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    interval, zero = (
+        {"mean": 0.5, "low": 0.4, "high": 0.6},
+        dict.fromkeys(("mean", "low", "high"), 0),
+    )
+    odd = {"mean": 0.5, "low": 0.51, "high": 0.6}  # a mean outside its interval
     path = tmp_path / "new" / "accuracy.png"
-    accuracy_bars({"base": {"strict": interval, "lenient": interval}}, path, "title", "note")
+    rows = {"base": {"strict": interval, "lenient": zero}, "SFT": {"strict": zero, "lenient": odd}}
+    accuracy_bars(rows, path, "title", "note")
     assert path.read_bytes().startswith(PNG)
-
-
-def test_accuracy_bars_of_zero_and_of_a_mean_outside_its_interval(tmp_path):
-    zero = {"mean": 0.0, "low": 0.0, "high": 0.0}
-    odd = {"mean": 0.5, "low": 0.51, "high": 0.6}
-    accuracy_bars({"base": {"strict": zero, "lenient": odd}}, tmp_path / "a.png", "title")
 
 
 @pytest.mark.parametrize(

@@ -29,53 +29,37 @@ def reason(text: str, gold: str, *, strict: bool) -> str:
     return verdict.reason
 
 
-# Completions that the graders of TRL, math-verify, verl or lm-eval get wrong, or should not:
-# name, gold, completion, lenient verdict. "She earns 18 dollars over 7 days." is the one row where
-# a reader would say 18: without a marked answer the last number counts, and we do not guess.
-BATTERY = [
-    ("boxed plain", "1000", r"<think>x</think>\boxed{1000}", 1),
-    ("boxed comma", "1000", r"<think>x</think>\boxed{1,000}", 1),
-    ("gold with comma", "1,000", r"<think>x</think>\boxed{1000}", 1),
-    ("plain comma", "1000", "<think>x</think>The answer is 1,000.", 1),
-    ("dollar", "5", "<think>x</think>The answer is $5.00.", 1),
-    ("dollar boxed", "5", r"<think>x</think>\boxed{\$5.00}", 1),
-    ("dollar boxed unescaped", "5", r"<think>x</think>\boxed{$5.00}", 1),
-    ("hashes", "72", "<think>x</think>#### 72", 1),
-    ("hashes dollar", "72", "<think>x</think>#### $72", 1),
-    ("hashes units", "72", "<think>x</think>#### 72 clips", 1),
-    ("units boxed text", "72", r"<think>x</think>\boxed{72\text{ clips}}", 1),
-    ("units boxed raw", "72", r"<think>x</think>\boxed{72 clips}", 1),
-    ("percent boxed", "20", r"<think>x</think>\boxed{20\%}", 1),
-    ("percent plain", "20", "<think>x</think>The answer is 20%.", 1),
-    ("bare number", "18", "<think>x</think>18", 1),
-    ("answer tag", "18", "<think>x</think><answer>18</answer>", 1),
-    ("bold", "18", "<think>x</think>The answer is **18**.", 1),
-    ("fraction", "0.5", r"<think>x</think>\boxed{\frac{1}{2}}", 1),
-    ("trailing .0", "18", r"<think>x</think>\boxed{18.0}", 1),
-    ("negative", "-3", r"<think>x</think>\boxed{-3}", 1),
-    ("unicode minus", "-3", "<think>x</think>\\boxed{\u22123}", 1),
-    ("equation boxed", "18", r"<think>x</think>\boxed{x = 18}", 1),
-    ("space thousands", "1000", r"<think>x</think>\boxed{1 000}", 1),
-    ("latex thousands", "1000", r"<think>x</think>\boxed{1{,}000}", 1),
-    ("this, not that", "18", "<think>x</think>The answer is 17, not 18.", 0),
-    ("last-number trap", "18", "<think>x</think>She earns 18 dollars over 7 days.", 0),
-    ("two boxes", "18", r"<think>x</think>\boxed{17} \boxed{18}", 0),
-    ("two boxes, reversed", "18", r"<think>x</think>\boxed{18} \boxed{17}", 0),
-    ("comma list", "18", r"<think>x</think>\boxed{17, 18}", 0),
-    ("or", "18", r"<think>x</think>\boxed{17 \text{ or } 18}", 0),
-    ("answer in think only", "18", r"<think>\boxed{18}", 0),
-    ("boxed in think, other out", "18", r"<think>\boxed{18}</think>\boxed{5}", 0),
-    ("power tower", "18", r"<think>x</think>\boxed{9^{9^{9^{9}}}}", 0),
-    ("empty", "18", "", 0),
-    ("inequality", "18", r"<think>x</think>\boxed{x \geq 18}", 0),
-    ("plus or minus", "18", r"<think>x</think>\boxed{\pm 18}", 0),
-]
+# Completions that the graders of TRL, math-verify, verl or lm-eval get wrong, or should not. "She
+# earns 18 dollars over 7 days." is the one where a reader would say 18: without a marked answer the
+# last number counts, and we do not guess. (gold, lenient verdict): what follows the thinking.
+BATTERY = {
+    ("1000", True): [
+        *(r"\boxed{1000}", r"\boxed{1,000}", "The answer is 1,000.", r"\boxed{1 000}"),
+        r"\boxed{1{,}000}",
+    ],
+    ("1,000", True): [r"\boxed{1000}"],
+    ("5", True): ["The answer is $5.00.", r"\boxed{\$5.00}", r"\boxed{$5.00}"],
+    ("72", True): [
+        *("#### 72", "#### $72", "#### 72 clips", r"\boxed{72\text{ clips}}", r"\boxed{72 clips}"),
+    ],
+    ("20", True): [r"\boxed{20\%}", "The answer is 20%."],
+    ("18", True): ["18", "The answer is **18**.", r"\boxed{18.0}", r"\boxed{x = 18}"],
+    ("0.5", True): [r"\boxed{\frac{1}{2}}"],
+    ("-3", True): [r"\boxed{-3}", "\\boxed{\u22123}"],
+    ("18", False): [
+        *("The answer is 17, not 18.", "She earns 18 dollars over 7 days.", ""),
+        *(r"\boxed{17} \boxed{18}", r"\boxed{18} \boxed{17}", r"\boxed{17, 18}"),
+        *(r"\boxed{17 \text{ or } 18}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{x \geq 18}"),
+        *(r"\boxed{\pm 18}", r"<think>\boxed{18}", r"<think>\boxed{18}</think>\boxed{5}"),
+    ],
+}
+ROWS = [(gold, text, right) for (gold, right), texts in BATTERY.items() for text in texts]
 
 
-@pytest.mark.parametrize(("name", "gold", "text", "correct"), BATTERY, ids=[r[0] for r in BATTERY])
-def test_battery(name: str, gold: str, text: str, correct: int) -> None:
-    assert grade(text, gold, strict=False).correct == bool(correct)
-    assert grade(text, gold, strict=True).correct == (name == "answer tag")
+@pytest.mark.parametrize(("gold", "text", "correct"), ROWS)
+def test_battery(gold: str, text: str, correct: bool) -> None:
+    assert grade(f"<think>x</think>{text}", gold, strict=False).correct == correct
+    assert not grade(f"<think>x</think>{text}", gold, strict=True).correct
 
 
 # fmt: off

@@ -18,10 +18,8 @@ from rlm.rewards import (
     CorrectnessReward,
     FormatReward,
     GSM8KReward,
-    MathReward,
     ReasoningQualityReward,
     RewardFunction,
-    TruncationPenalty,
     functions,
 )
 from rlm.rewards.reward_function import load_reward
@@ -40,9 +38,6 @@ def test_correctness_is_strict_and_counts_reasons():
     }  # fmt: skip
     again = Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
     assert again.metrics == scores.metrics
-
-
-def test_other_tags_are_another_format():
     simple = FORMATS["simple"].completion("so", "2")
     scorer = Scorer(CorrectnessReward(), reasoning_format="simple")
     assert scorer(PROBLEMS[:1], [[simple, RIGHT]]).rewards == [[1.0, 0.0]]
@@ -65,9 +60,10 @@ def test_a_plain_function_has_trls_contract():
 
 
 def test_a_function_gets_only_what_it_takes():
-    assert Scorer(lambda completions: [float(len(c)) for c in completions])(
-        PROBLEMS[:1], [["a", "bb"]]
-    ).rewards == [[1.0, 2.0]]
+    scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
+    assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
+    with pytest.raises(ValueError, match="1 rewards for 4"):
+        Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
 
 
 def test_a_reward_class_needs_only_call():
@@ -80,11 +76,6 @@ def test_a_reward_class_needs_only_call():
     assert Scorer(MyReward())(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
 
 
-def test_a_wrong_number_of_rewards_is_a_mistake():
-    with pytest.raises(ValueError, match="1 rewards for 4"):
-        Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
-
-
 # --- where calls run ----------------------------------------------------------------------------
 
 
@@ -94,8 +85,8 @@ def no_threads(monkeypatch):
 
 
 def test_built_in_rewards_start_no_thread(no_threads):
-    parts = [CorrectnessReward(), FormatReward(), GSM8KReward(), MathReward(), TruncationPenalty()]
-    for reward in (*parts, ReasoningQualityReward(), CombinedReward(parts)):
+    parts = [CorrectnessReward(), FormatReward(), GSM8KReward(), ReasoningQualityReward()]
+    for reward in (*parts, CombinedReward(parts)):
         assert "reward/failed" not in Scorer(reward)(PROBLEMS, GROUPS).metrics
 
 
@@ -154,6 +145,7 @@ def block(reasoning, answer, tag="think"):
         (block("x", "$18.00"), 1.0),
         (block("x", "1,080"), 0.1),
         (block("x", "19"), 0.4),  # close, in the format
+        (block("x", "x = 19"), 0.3),
         (block("x", "20"), 0.1),
         ("<answer>18</answer>", 1.0),
         ("<answer>17</answer>", 0.3),
@@ -167,27 +159,8 @@ def block(reasoning, answer, tag="think"):
 )
 def test_gsm8k_reward(text, expected):
     assert GSM8KReward()(text, "18") == pytest.approx(expected)
-
-
-def test_gsm8k_reward_reads_thousands():
+    assert GSM8KReward()(text, "eighteen") == 0.0  # no gold to compare with
     assert GSM8KReward()("<think>x</think>#### 1,080", "1080") == 1.0
-    assert GSM8KReward()("<think>x</think>#### 1,080", "1") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "gold", "expected"),
-    [
-        (block("x", "0.33333"), "1/3", 1.0),
-        (block("x", "0.3"), "1/3", 0.5),
-        (block("x", "0.9"), "1/3", 0.0),
-        (block("x", "100001"), "100000", 1.0),  # relative to a large number
-        (block("x", "100100"), "100000", 0.0),
-        (r"<think>x</think>\boxed{\frac{1}{3}}", "1/3", 1.0),
-        ("about 0.3333", "1/3", 0.0),
-    ],
-)
-def test_math_reward(text, gold, expected):
-    assert MathReward()(text, gold) == expected
 
 
 @pytest.mark.parametrize("name", ["deepseek", "simple"])
@@ -219,24 +192,12 @@ def test_reasoning_quality_reward_counts_different_things_once():
     assert reward(f"<think>{russian}</think>", "5") == pytest.approx(0.2)
 
 
-def test_truncation_penalty():
-    assert TruncationPenalty()("x", "5", is_truncated=True) == -1.0
-    assert TruncationPenalty(penalty=-0.5)("x", "5", is_truncated=False) == 0.0
-    scorer = Scorer(TruncationPenalty())
-    assert scorer(PROBLEMS[:1], [["a", "b"]], [[True, False]]).rewards == [[-1.0, 0.0]]
-
-
 def test_a_combined_reward_is_the_weighted_mean():
     """The three of the quick start, called one by one and through the seam."""
     parts = [FormatReward(weight=1.0), ReasoningQualityReward(weight=0.5), GSM8KReward(weight=2.0)]
     combined = CombinedReward(parts)
-    assert combined.get_component_rewards(RIGHT, "2") == {
-        "FormatReward": 0.2, "ReasoningQualityReward": 0.05, "GSM8KReward": 1.0,
-    }  # fmt: skip
     expected = (1.0 * 0.2 + 0.5 * 0.05 + 2.0 * 1.0) / 3.5
     assert combined(RIGHT, "2") == pytest.approx(expected)
-    total = CombinedReward(parts, normalize=False)
-    assert total(RIGHT, "2") == pytest.approx(2.225)
     scores = Scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])
     assert scores.rewards == [[pytest.approx(expected), 0.0]]
     assert scores.metrics == pytest.approx(
@@ -249,16 +210,13 @@ def test_a_combined_reward_is_the_weighted_mean():
 
 
 def test_parts_without_a_verdict_leave_the_mean():
-    class Silent(RewardFunction):
-        def __call__(self, completion, reference_answer, **columns):
-            return None
+    def silent(completions):
+        return [None] * len(completions)
 
     def longer(prompts, completions, answer):
         return [float(len(c) > 3) for c in completions]
 
-    assert CombinedReward([Silent(), FormatReward()])(RIGHT, "2") == pytest.approx(0.2)
-    assert CombinedReward([Silent()])(RIGHT, "2") is None
-
+    assert CombinedReward([silent, FormatReward()])(RIGHT, "2") == pytest.approx(0.2)
     combined = CombinedReward([longer, longer, FormatReward(weight=2)])
     assert combined(RIGHT, "2", question="1 + 1?") == pytest.approx((1 + 1 + 0.4) / 4)
     assert list(combined.parts) == ["longer", "longer_2", "FormatReward"]
@@ -268,18 +226,15 @@ def test_parts_without_a_verdict_leave_the_mean():
         CombinedReward([FormatReward(weight=0)])
 
 
-def test_a_penalty_alone_never_becomes_a_reward():
+@pytest.mark.parametrize("verdict", [None, math.nan])
+def test_a_penalty_alone_never_becomes_a_reward(verdict):
     """Divided by weights that add up to less than nothing it would change its sign."""
 
     class Silent(RewardFunction):
         weight = 2.0
 
         def __call__(self, completion, reference_answer, **columns):
-            return None
-
-    class Unsure(Silent):
-        def __call__(self, completion, reference_answer, **columns):
-            return math.nan
+            return verdict
 
     class Penalty(RewardFunction):
         weight = -1.0
@@ -287,51 +242,34 @@ def test_a_penalty_alone_never_becomes_a_reward():
         def __call__(self, completion, reference_answer, **columns):
             return 1.0
 
-    for other in (Silent(), Unsure()):
-        combined = CombinedReward([other, Penalty()])
-        assert combined(RIGHT, "2") is None
-        assert combined.pop_metrics() == {"reward/Penalty": 1.0}
-        assert CombinedReward([other, Penalty()], normalize=False)(RIGHT, "2") == -1
+    combined = CombinedReward([Silent(), Penalty()])
+    assert combined(RIGHT, "2") is None
+    assert combined.pop_metrics() == {"reward/Penalty": 1.0}
+    assert CombinedReward([Silent()])(RIGHT, "2") is None
 
 
-ANSWER_REWARDS = [CorrectnessReward, GSM8KReward, MathReward]
+ANSWER_REWARDS = [CorrectnessReward, GSM8KReward]
 GOLDS = [str(n) for n in range(0, 400, 7)] + ["1,080", "-3", "1/2"]
 
 
+WORTHLESS = ["", block("x", ""), block("x", " or ".join(map(str, range(401)))), "x" * 100_000]
+WORTHLESS += [r"\boxed{0, 1, 2, 3}", "<think>" + " ".join(map(str, range(401)))]
+
+
 @pytest.mark.parametrize("reward", ANSWER_REWARDS, ids=lambda r: r.__name__)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        block("x", ""),
-        block("x", " ".join(map(str, range(401)))),
-        block("x", " or ".join(map(str, range(401)))),
-        r"\boxed{0, 1, 2, 3}",
-        "<think>" + " ".join(map(str, range(401))),
-        "The number of the question",
-        "x" * 100_000,
-        block("9^9^9^9", "9^{9^{9^{9}}}"),
-    ],
-    ids=lambda t: t[:20],
-)
-def test_no_constant_text_is_worth_anything(reward, text):
+def test_no_constant_text_is_worth_anything(reward):
     """What guesses all, says nothing, or stalls, is worth no more than the format's bonus."""
-    worth = [reward()(text, gold) for gold in GOLDS]
-    assert max(worth) <= (0.1 if reward is GSM8KReward else 0.0)
+    for text in WORTHLESS:
+        worth = [reward()(text, gold) for gold in GOLDS]
+        assert max(worth) <= (0.1 if reward is GSM8KReward else 0.0), text[:20]
 
 
 @pytest.mark.parametrize("reward", ANSWER_REWARDS, ids=lambda r: r.__name__)
-def test_a_constant_answer_is_right_as_often_as_that_gold(reward):
-    full = [reward()(block("x", "7"), gold) >= 0.9 for gold in GOLDS]
-    assert sum(full) == 1
-
-
-@pytest.mark.parametrize("reward", ANSWER_REWARDS, ids=lambda r: r.__name__)
-def test_the_right_answer_is_worth_the_most(reward):
+def test_the_right_answer_is_worth_the_most_and_a_constant_one_is_it_once(reward):
+    assert sum(reward()(block("x", "7"), gold) >= 0.9 for gold in GOLDS) == 1
     for gold in GOLDS:
-        right = reward()(block("so", gold), gold)
-        assert right == 1.0
-        assert reward()(block("so", "123456"), gold) < right
+        assert reward()(block("so", gold), gold) == 1.0
+        assert reward()(block("so", "123456"), gold) < 1.0
 
 
 # --- other answers than numbers ------------------------------------------------------------------
@@ -472,6 +410,8 @@ def test_a_reward_that_never_works_ends_the_run():
 
 
 def test_ctrl_c_in_a_reward_is_not_swallowed():
+    assert Scorer(Moody(divide))([], []).rewards == []  # no rollouts, no call
+
     def interrupt():
         raise KeyboardInterrupt
 
@@ -480,12 +420,12 @@ def test_ctrl_c_in_a_reward_is_not_swallowed():
 
 
 def test_an_async_reward_waits_for_all_at_once():
-    waiting, most = 0, 0
+    asked = waiting = most = 0
 
     class Judge(RewardFunction):
         async def __call__(self, completion, reference_answer, **columns):
-            nonlocal waiting, most
-            waiting += 1
+            nonlocal asked, waiting, most
+            asked, waiting = asked + 1, waiting + 1
             most = max(most, waiting)
             await asyncio.sleep(0.05 if completion != "slow" else 60)
             waiting -= 1
@@ -494,17 +434,23 @@ def test_an_async_reward_waits_for_all_at_once():
     scorer = Scorer(Judge(), time_limit=3.0)
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
-    assert most == 6
+    assert (asked, most) == (6, 6)
     combined = Scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
     assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
 
-
-def test_an_async_plain_function():
-    async def reward(completions, answer):
+    async def plain(completions, answer):
         await asyncio.sleep(0)
         return [float(a in c) for c, a in zip(completions, answer, strict=True)]
 
-    assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    calls = []
+
+    def with_a_loop_of_its_own(completions, answer):
+        calls.append(len(completions))
+        return asyncio.run(plain(completions, answer))
+
+    for reward in (plain, CombinedReward([plain, plain]), with_a_loop_of_its_own):
+        assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+    assert calls == [4]
 
 
 def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():
@@ -540,10 +486,6 @@ def test_columns_and_extras_reach_a_reward():
         "completion": "x", "answer": "2", "question": "1 + 1?", "level": 1,
         "answer_type": "number", "reasoning_format": "simple", "is_truncated": True,
     }  # fmt: skip
-
-
-def test_no_rollouts_no_call():
-    assert Scorer(Moody(divide))([], []).rewards == []
 
 
 # --- --reward FILE.py:NAME ------------------------------------------------------------------------
