@@ -10,6 +10,7 @@ can execute: tensors are safetensors.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -174,8 +175,5 @@ def file_hash(file: Path) -> str:
 
 
 def _unused(path: Path) -> Path:
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{path.name.rpartition('.damaged')[0]}.damaged{number}")
-    return path
+    others = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not name.exists())

@@ -17,7 +17,7 @@ from rlm.cli import terminal
 from rlm.data import FORMATS, Format, Problem, end_of_turn_id, render_prompt
 from rlm.evaluation import Evaluation, evaluate
 from rlm.training.config import GRPOConfig
-from rlm.training.setup import plan_trainer_memory
+from rlm.training.memory_plan import plan_memory
 
 PROBLEMS = 32
 MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault
@@ -43,7 +43,7 @@ class Diagnosis:
 
 def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
-    plan_trainer_memory(trainer, problems, 0)
+    plan_memory(trainer, problems, 0)
     diagnosis = diagnose(trainer, problems)
     shown = {name: f"{value:.1%}" for name, value in diagnosis.metrics.items()}
     terminal.facts(

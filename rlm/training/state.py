@@ -16,8 +16,8 @@ from rlm.model import ADAPTER_FILES
 from rlm.runs import (
     RunDirectory,
     check_space,
+    checkpoint_tensors,
     data_id,
-    optimizer_tensors,
     restore_tensors,
     resume_run,
     run_origin,
@@ -127,8 +127,7 @@ class TrainingState:
         else:
             distributed.broadcast(0)
             step = self.restore(run)
-        run.write_config(to_dict(config))
-        run.track(config.tracker, to_dict(config))  # only now: what is refused is shown nowhere
+        run.begin(to_dict(config))  # only now: what is refused is shown nowhere
         return step
 
     def control_after(
@@ -228,11 +227,9 @@ class TrainingState:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
         if not run.writes:
             return
-        tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
+        tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        tensors |= optimizer_tensors(self.optimizer, list(self.adapter))
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
-        run.sync_logs()
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory) -> int:
@@ -257,7 +254,7 @@ class TrainingState:
         return state["step"]
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        restore_tensors(tensors, self.adapter, self.optimizer, list(self.adapter))
+        restore_tensors(tensors, self.adapter, self.optimizer)
         self.weights.copy_to_model()
 
 
