@@ -25,6 +25,9 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
     config = trainer.config
     trainable = sum(tensor.numel() for tensor in trainer.adapter.values())
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
+    few = ""
+    if config.group_size < 8:
+        few = " (fewer than 8: a noisy baseline, and groups without a difference likely)"
     values = {option: getattr(config, option.name) for option in fields(config)}
     changed = {option.name: v for option, v in values.items() if v != option.default}
     terminal.facts(
@@ -36,7 +39,7 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "trainable": f"{trainable:,} parameters",
             "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
-            "a step": f"{config.batch_size} problems × {config.group_size} completions",
+            "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
             "run": f"{config.run_dir} (all options: config.json)",
