@@ -45,6 +45,10 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def limit_file_sizes():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
 class Runs:
     """Runs of three steps on the tiny model, each in a process of its own."""
 
@@ -186,7 +190,7 @@ def test_killed_twice_and_in_the_middle_of_a_file(runs, undisturbed):
 
     def cut():
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        limit_file_sizes()
 
     ended = runs.run("run", before=cut)
     assert ended.code == -signal.SIGXFSZ, ended.text
@@ -357,31 +361,19 @@ FULL = {
     "export": ("open", ".run_adapter.new/.run.json", 1),
     "spreadsheet": ("open", "train_logs.csv", 1),
 }
+LIMIT = "a limit on the size of files"  # the write itself fails, in the library that does it
 
 
-@pytest.mark.parametrize("place", some(FULL, ["metrics"]))
+@pytest.mark.parametrize("place", some([*FULL, LIMIT], ["metrics"]))
 def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(runs, undisturbed, place):
-    ended = runs.watched("run", faults.at(*FULL[place], full))
+    if place == LIMIT:
+        ended = runs.run("run", before=limit_file_sizes)
+    else:
+        ended = runs.watched("run", faults.at(*FULL[place], full))
     assert ended.code == 2, ended.text
     (line,) = [line for line in ended.text.splitlines() if "error" in line]
-    assert "cannot be written: No space left on device" in line
+    assert f"cannot be written: {'' if place == LIMIT else 'No space left on device'}" in line
     assert "--resume" in line
-    assert "Traceback" not in ended.text
-    assert runs.leftovers() == []
-    assert runs.run("run", "--resume").code == 0
-    assert runs.result("run") == undisturbed
-
-
-@pytest.mark.slow
-def test_a_limit_on_the_size_of_files(runs, undisturbed):
-    """Here the write itself fails, in the library that writes tensors."""
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-    ended = runs.run("run", before=limit)
-    assert ended.code == 2, ended.text
-    assert "cannot be written" in ended.text
     assert "Traceback" not in ended.text
     assert runs.leftovers() == []
     assert runs.run("run", "--resume").code == 0
@@ -448,21 +440,6 @@ def test_going_back_survives_a_kill(runs):
         ended = runs.run(name, "--resume", before=lambda left=left: poison(left), **FOREVER)
         assert ended.code == 0, ended.text
         assert runs.result(name) == runs.result("whole")
-
-
-@pytest.mark.slow
-def test_bad_gradients_at_half_the_rate_too_end_the_run(runs):
-    ended = runs.run("run", before=lambda: poison(set(range(2, 99))), **FOREVER | {"steps": 30})
-    assert ended.code == 2
-    assert "at half the rate too; start again with a lower --learning-rate" in ended.text
-    assert ended.text.count("update skipped") == 6  # twice three, not twenty-eight
-
-
-@pytest.mark.slow
-def test_bad_gradients_from_the_start_are_the_start_weights_again(runs):
-    ended = runs.run("run", before=lambda: poison({0, 1, 2}), **FOREVER)
-    assert ended.code == 0, ended.text
-    assert "weights of step 0 again" in ended.text
 
 
 # --- several processes --------------------------------------------------------------------------
@@ -568,39 +545,29 @@ def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monke
     assert "changed since: --group-size: 4 → 8" in ended.text
 
 
-def test_another_adapter_under_the_start_adapters_name_is_a_change():
+def test_what_is_a_change_and_what_is_none():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
     assert differences(origin, dict(origin), MAY_CHANGE) == []
     (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)
     assert "the adapter that training started from" in change
     older = {"config": origin["config"], "data": {}}  # a checkpoint that does not say it
     assert differences(older, origin, MAY_CHANGE) == []
+    for schedule, expected in (("linear", ["--steps: 20 → 21"]), ("constant", [])):
+        begun, now = (GRPOConfig(steps=n, lr_schedule=schedule) for n in (20, 21))
+        both = ({"config": to_dict(config), "data": {}, "start": "aa"} for config in (begun, now))
+        assert differences(*both, MAY_CHANGE) == expected
 
 
-def test_another_rank_can_not_be_accepted(runs):
-    assert runs.run("run", steps=1, lr_schedule="constant").code == 0
-    options = {"steps": 2, "lr_schedule": "constant", "lora_r": 1}
-    ended = runs.run("run", "--resume", "--accept-changes", **options)
-    assert ended.code == 2
-    assert "trained on another model or adapter" in ended.text
-
-
-def test_an_accepted_weight_of_the_kl_term_is_taken(runs):
+def test_another_rank_can_not_be_accepted_and_another_weight_of_the_kl_term_is_taken(runs):
     assert runs.run("run", steps=1, lr_schedule="constant").code == 0
     options = {"steps": 3, "lr_schedule": "constant", "kl_weight": 0.5}
+    ended = runs.run("run", "--resume", "--accept-changes", **options, lora_r=1)
+    assert ended.code == 2
+    assert "trained on another model or adapter" in ended.text
     ended = runs.run("run", "--resume", "--accept-changes", **options)
     assert ended.code == 0, ended.text
     rows = [json.loads(line) for line in (runs.folder / "run" / "metrics.jsonl").open()]
     assert [row.get("loss/kl_weight") for row in rows] == [None, 0.5, 0.5]
-
-
-@pytest.mark.slow
-def test_more_steps_are_no_change_unless_the_learning_rate_follows_them(runs):
-    assert runs.run("linear", steps=1).code == 0
-    ended = runs.run("linear", "--resume", steps=2)
-    assert (ended.code, "--steps: 1 → 2" in ended.text) == (2, True)
-    assert runs.run("constant", steps=1, lr_schedule="constant").code == 0
-    assert runs.run("constant", "--resume", steps=2, lr_schedule="constant").code == 0
 
 
 # --- readers, terminals, memory -----------------------------------------------------------------

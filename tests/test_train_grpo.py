@@ -1,6 +1,7 @@
 """The GRPO loop on a tiny model: it learns, it resumes exactly, it writes what it should."""
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -86,17 +87,6 @@ def base_tensors(trainer):
         for name, tensor in trainer.policy.named_parameters()
         if "lora_" not in name
     }
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
-def test_a_toy_reward_is_learned(model_dir, tmp_path, seed):
-    config = a_config(tmp_path, steps=30, group_size=8, seed=seed, save_every=0)
-    train(model_dir, config)
-    rewards = [row["reward/mean"] for row in rows(config)]
-    assert sum(rewards[:3]) / 3 < 0.7
-    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
@@ -305,28 +295,6 @@ def test_the_summary_says_whether_training_beat_its_start(accuracy, at_start, sa
     assert f"validation accuracy: {said}" in capsys.readouterr().out
 
 
-def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypatch):
-    config = a_config(tmp_path, steps=3, eval_every=1)
-    accuracies = iter([0, 1, 3, 2])
-
-    class Result:
-        def accuracy(self, strict):
-            return {"correct": next(accuracies), "total": 4}
-
-    monkeypatch.setattr("train_grpo.evaluate", lambda *a, **k: Result())
-    kept = []
-    monkeypatch.setattr(
-        "rlm.training.state.TrainingState.save",
-        lambda self, run, step, keep: kept.append(
-            {name: t.detach().clone() for name, t in self.adapter.items()}
-        ),
-    )
-    trainer, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
-    assert (summary["step"], summary["accuracy"]) == (2, 0.75)
-    assert all(torch.equal(t, kept[2][name]) for name, t in trainer.adapter.items())
-    assert not all(torch.equal(kept[3][name], kept[2][name]) for name in kept[2])
-
-
 def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
     """Best after step 1; then worse ones, the checkpoint of step 1 deleted, and a resume."""
     right = iter([0, 3, 1, 1, 2])
@@ -377,27 +345,18 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
-    config = a_config(tmp_path, steps=3)
-    seen = []
+    """And the step takes no further pass: the same rollouts and weights would give it again."""
+    config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
+    norms, seen = iter([0.5, 0.5, torch.nan, 0.5, 0.5]), []  # two passes; one, and it is bad; two
 
     def poisoned(parameters, limit):
-        parameters = list(parameters)
-        seen.append([p.detach().clone() for p in parameters])
-        return torch.tensor(torch.nan if len(seen) == 2 else 0.5)
+        seen.append(torch.cat([p.detach().flatten() for p in parameters]))
+        return torch.tensor(next(norms))
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
     train(model_dir, config)
-    assert not all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
-    assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
-
-
-def test_a_step_counts_one_bad_gradient_and_takes_no_further_pass(model_dir, tmp_path, monkeypatch):
-    """The same rollouts with the same weights would give it again."""
-    config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
-    norms = iter([0.5, 0.5, torch.nan, 0.5, 0.5])  # two passes; one, and it is bad; two
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
-    train(model_dir, config)
+    changed = [not torch.equal(*pair) for pair in itertools.pairwise(seen)]
+    assert changed == [True, True, False, True]
     assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
     assert not list(norms)
 
@@ -416,10 +375,15 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
     assert (state.last_finite, state.consecutive_skips) == (1, 1)
 
 
-def test_three_bad_gradients_in_a_row_stop_the_run(model_dir, tmp_path, monkeypatch):
+def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
+    model_dir, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
-    with pytest.raises(UsageError, match="learning-rate"):
-        train(model_dir, a_config(tmp_path, steps=9))
+    with pytest.raises(UsageError, match="at half the rate too; start again with a lower --learn"):
+        train(model_dir, a_config(tmp_path, steps=30))
+    said = capsys.readouterr().out
+    assert "weights of step 0 again" in said
+    assert said.count("update skipped") == 6  # twice three, not thirty
 
 
 def a_start_adapter(model_dir, tokenizer, path: Path) -> Path:

@@ -111,14 +111,12 @@ class TrainingState:
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
-        start = config.sft_adapter
-        self.origin = run_origin(
-            to_dict(config),
-            self.base_hash,
-            None if start is None else start / ADAPTER_FILES[1],
-            training=_problems_id(problems),
-            validation=_problems_id(eval_problems),
-        )
+        start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
+        data = {
+            split: data_id("problems", [[p.id, p.question, p.answer] for p in listed])
+            for split, listed in (("training", problems), ("validation", eval_problems))
+        }
+        self.origin = run_origin(to_dict(config), self.base_hash, start_weights, **data)
         if not config.resume:
             self.save(run, 0, keep=config.keep_checkpoints)
             step = 0
@@ -187,11 +185,7 @@ class TrainingState:
         )
 
     def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
-        """Add to a step's metrics, and then adapt the weight of the KL term.
-
-        Args:
-            kl: nats per token; None: nothing was learned from.
-        """
+        """Return metrics of the updates so far, and adapt the weight of the KL term after them."""
         metrics = {"optim/skipped": self.skipped_total}
         if config.kl_weight:
             metrics["loss/kl_weight"] = self.kl_weight
@@ -202,7 +196,7 @@ class TrainingState:
         """Raise the weight of the KL term where a step's KL is above its target, else lower it.
 
         weight · (1 + 0.1 · clip(kl / target - 1, -0.2, 0.2)): at most 2 % a step (Ziegler et al.,
-        arXiv 1909.08593). Without a target it stays.
+        arXiv 1909.08593).
 
         Args:
             kl, target: nats per token; None: nothing was learned from, or there is no target.
@@ -256,7 +250,3 @@ class TrainingState:
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         restore_tensors(tensors, self.adapter, self.optimizer)
         self.weights.copy_to_model()
-
-
-def _problems_id(problems: Sequence[Problem]) -> str:
-    return data_id("problems", [[p.id, p.question, p.answer] for p in problems])

@@ -8,9 +8,10 @@ import torch
 
 from rlm.sampling import Completion
 from rlm.training.advantages import Group
+from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.metrics import LearnMetrics, step_metrics
+from rlm.training.metrics import LearnMetrics, announce_run, step_metrics
 
 
 def completion(length, reason="stop"):
@@ -95,3 +96,21 @@ def test_the_metrics_of_learning_by_hand():
     two = SimpleNamespace(gather=lambda shares: [*shares, *(their[id(s)] for s in shares)])
     assert mine.as_dict(two) == pytest.approx(expected)  # of two processes
     assert LearnMetrics().as_dict(Distributed()) == {}
+
+
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys):
+    config = GRPOConfig(model="m", dataset="d", group_size=size, max_minutes=3.0)
+    adapter = {"a": torch.zeros(5, 6), "b": torch.zeros(2)}
+    sampler = SimpleNamespace(description="merged")
+    trainer = SimpleNamespace(config=config, adapter=adapter, model_name="m", sampler=sampler)
+    announce_run(trainer, 9, 4)
+    said = capsys.readouterr().out
+    for text in (
+        "d: 9 problems, 4 to validate on",
+        "32 parameters",
+        "20, or 3 minutes",
+        config.formula,
+    ):
+        assert text in said.replace("\n", " ")
+    assert ("a noisy baseline" in said) == ("group_size 7" in said) == (size < 8)
