@@ -11,7 +11,6 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -30,6 +29,7 @@ from rlm.data.problem import Problem
 from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base
 from rlm.model.export import save_adapter
+from rlm.runs.atomic_files import read_log
 from rlm.runs.resume import differences
 from rlm.sampling import Sampler
 from rlm.training.config import GRPOConfig
@@ -37,7 +37,6 @@ from rlm.training.distributed import Distributed
 from rlm.training.state import MAY_CHANGE
 from tests.test_train_grpo import CPU, PROBLEMS, likes_letters, without_clock
 
-ROOT = Path(__file__).parent.parent
 KILLED = -signal.SIGKILL
 
 
@@ -111,7 +110,7 @@ class Runs:
     def result(self, name) -> tuple:
         """All that must not depend on accidents: adapter, metrics, samples, spreadsheet columns."""
         run, adapter = self.folder / name, self.folder / f"{name}_adapter"
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+        rows = read_log(run / "metrics.jsonl")
         history = json.loads((adapter / "run.json").read_text())
         return (
             (adapter / "adapter_model.safetensors").read_bytes(),
@@ -400,7 +399,7 @@ def poison(updates):
 
 
 def rates(runs, name):
-    rows = [json.loads(line) for line in (runs.folder / name / "metrics.jsonl").open()]
+    rows = read_log(runs.folder / name / "metrics.jsonl")
     return [row["optim/lr"] for row in rows], [row["optim/skipped"] for row in rows]
 
 
@@ -566,7 +565,7 @@ def test_another_rank_can_not_be_accepted_and_another_weight_of_the_kl_term_is_t
     assert "trained on another model or adapter" in ended.text
     ended = runs.run("run", "--resume", "--accept-changes", **options)
     assert ended.code == 0, ended.text
-    rows = [json.loads(line) for line in (runs.folder / "run" / "metrics.jsonl").open()]
+    rows = read_log(runs.folder / "run" / "metrics.jsonl")
     assert [row.get("loss/kl_weight") for row in rows] == [None, 0.5, 0.5]
 
 
@@ -666,37 +665,3 @@ def test_what_cannot_go_well_is_refused_before_training(
     assert ended.code == 2, ended.text
     assert said in ended.text
     assert "step 1/3" not in ended.text
-
-
-# --- the script itself --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_script_is_stopped_and_goes_on_by_its_own_command(model_dir, tmp_path):
-    """`python train_grpo.py`, SIGTERM from outside, then the command that it printed."""
-    python = Path(sys.executable)
-    arguments = [
-        "train_grpo.py", "--model", model_dir, "--dataset", "word-problems:1", "--sft-adapter",
-        "none", "--steps", 40, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 16,
-        "--eval-samples", 2, "--run-dir", tmp_path / "a run's", "--output", tmp_path / "adapter",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        [python, *map(str, arguments)], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            break
-    process.send_signal(signal.SIGTERM)
-    out, said = process.communicate(timeout=120)
-    assert process.returncode == 143, (out, said)
-    command = said.partition("go on with: ")[2].strip()
-    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "resumed " in done.stdout
-    rows = (tmp_path / "a run's" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in rows] == list(range(40))
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()

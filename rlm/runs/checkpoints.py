@@ -66,8 +66,7 @@ class Checkpoints:
                 save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
                 sync(scratch / TENSORS)
                 replace_json(scratch / STATE, {**state, "step": step})
-                manifest = {name: file_hash(scratch / name) for name in (TENSORS, STATE)}
-                replace_json(scratch / MANIFEST, manifest)
+                replace_json(scratch / MANIFEST, _hashes(scratch))
                 if target.exists():
                     self._delete(target)
                 scratch.rename(target)
@@ -94,7 +93,8 @@ class Checkpoints:
                 continue
             folder = self._path(step)
             try:
-                check_manifest(folder)
+                if json.loads((folder / MANIFEST).read_text(encoding="utf-8")) != _hashes(folder):
+                    raise ValueError("its files are not those of the manifest")
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
                     raise ValueError(f"it is of step {state['step']}")
@@ -122,29 +122,8 @@ class Checkpoints:
         shutil.rmtree(doomed)
 
 
-def check_manifest(folder: Path) -> None:
-    """Check that the files are those that the manifest names, hash by hash.
-
-    Raises:
-        OSError, ValueError: a file is missing, or is not what the manifest says.
-    """
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or set(manifest) != {TENSORS, STATE}:
-        raise ValueError("the manifest names other files")
-    for name, digest in manifest.items():
-        if file_hash(folder / name) != digest:
-            raise ValueError(f"{name} has changed")
-
-
 def check_space(option: str, path: Path, needed: int) -> None:
-    """Check that the disk that holds `path` has so many bytes left.
-
-    Args:
-        needed: bytes.
-
-    Raises:
-        UsageError: it has less.
-    """
+    """Raise UsageError if the disk that holds `path` has less than `needed` bytes left."""
     free = shutil.disk_usage(path).free
     if free < needed:
         raise UsageError(
@@ -154,11 +133,7 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what keeps a file from being written into one line.
-
-    Raises:
-        UsageError: instead of the system's own error.
-    """
+    """Raise UsageError, one line, instead of what the system says of a file it cannot write."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -167,6 +142,10 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written: {reason}; what was saved before is untouched: make room "
             "and run it again (with --resume, if it was under way)"
         ) from error
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {name: file_hash(folder / name) for name in (TENSORS, STATE)}
 
 
 def file_hash(file: Path) -> str:
