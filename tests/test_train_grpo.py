@@ -602,6 +602,8 @@ def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
     assert trainer.memory_plan.train_batch_tokens == 512
+    # Completions, and the tokens of the prompts beyond what all of them begin with.
+    assert trainer.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
     assert "memory: about" in capsys.readouterr().out
     needed, beside = (
         trainer.memory_plan.learning,

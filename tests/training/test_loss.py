@@ -44,6 +44,9 @@ def test_what_the_loss_counts():
     batch = micro_batch(LENGTHS, OLD, ADVANTAGES, weights, ref=REF)
     _, gradient, sums = loss_and_gradient(NEW, batch, kl_weight=0.04)
     assert (sums.clipped_low, sums.clipped_high, sums.tokens) == (1, 1, 9)
+    for advantages, clipped in ((-ADVANTAGES.abs(), (2, 0)), (ADVANTAGES.abs(), (0, 3))):
+        _, _, others = loss_and_gradient(NEW, micro_batch(LENGTHS, OLD, advantages, weights))
+        assert (others.clipped_low, others.clipped_high) == clipped
     assert sums.kl_total / 9 == pytest.approx(0.025389, abs=1e-6)
     assert gradient[~MASK].abs().max() == 0
 
