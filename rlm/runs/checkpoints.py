@@ -123,7 +123,14 @@ class Checkpoints:
 
 
 def check_space(option: str, path: Path, needed: int) -> None:
-    """Raise UsageError if the disk that holds `path` has less than `needed` bytes left."""
+    """Check that the disk that holds `path` has so many bytes left.
+
+    Args:
+        needed: bytes.
+
+    Raises:
+        UsageError: it has less.
+    """
     free = shutil.disk_usage(path).free
     if free < needed:
         raise UsageError(
@@ -133,7 +140,11 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise UsageError, one line, instead of what the system says of a file it cannot write."""
+    """Turn what keeps a file from being written into one line.
+
+    Raises:
+        UsageError: instead of the system's own error.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -34,7 +34,11 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more fo
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise UsageError if the directory cannot be made and written: hours of work depend on it."""
+    """Check that the directory can be made and written, before hours of work depend on it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".write_test_{os.getpid()}"
