@@ -72,7 +72,7 @@ from rlm.training import (
     make_sampler,
     mean_metrics,
     overlong_penalties,
-    plan_trainer_memory,
+    plan_memory,
     policy_loss,
     reference_logprobs,
     resolve_start,
@@ -191,7 +191,7 @@ class GRPOTrainer:
         config, distributed, run = self.config, self.distributed, self.run
         problems = drop_long_prompts(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, distributed)
-        plan = plan_trainer_memory(self, [*problems, *eval_problems], len(eval_problems))
+        plan = plan_memory(self, [*problems, *eval_problems], len(eval_problems))
         self.memory_plan = distributed.broadcast(plan)
         metrics = validate(self, eval_problems, 0) if first_step == 0 else {}
         run.raise_if_interrupted(distributed.any(run.interrupted))
@@ -253,7 +253,7 @@ class GRPOTrainer:
             if not math.isfinite(metrics.grad_norm):
                 break  # the weights are as before, another pass would give the same
         release_memory()  # the sampler's turn
-        learned = LearnMetrics.joined(self.distributed.gather([metrics])).as_dict()
+        learned = metrics.as_dict(self.distributed)
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
 
     def _optimizer_step(self) -> float:

@@ -29,7 +29,6 @@ from transformers import set_seed
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems
 from rlm.model import (
-    ADAPTER_FILES,
     Device,
     base_model_hash,
     check_base,
@@ -44,8 +43,8 @@ from rlm.model import (
     save_adapter,
     write_run,
 )
-from rlm.runs import RunDirectory, data_id, run_origin, writing
-from rlm.training import Example, show_example, to_examples, use_fused_layers
+from rlm.runs import RunDirectory, writing
+from rlm.training import show_example, to_examples, use_fused_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -92,19 +91,13 @@ def train(
     device, base_hash = pick_device(), base_model_hash(config.model)
     set_seed(config.seed)  # of a new adapter, and of the order of the examples
     policy = start_policy(config, device, base_hash)
-    steps = config.steps(len(examples))
     announce(config, device, policy, len(problems), len(examples))
     trainer = make_trainer(config, device, policy, tokenizer, examples)
-    origin = origin_of(config, base_hash, examples)
-    progress = CheckpointCallback(run, policy, steps, origin, config.max_minutes)
+    progress = CheckpointCallback(config, run, policy, base_hash, examples)
     trainer.add_callback(progress)
-    if config.resume:
-        progress.restore()
-    run.write_config(to_dict(config))
-    run.track(config.tracker, to_dict(config))
     with run:
         trainer.train_from(progress.step)
-        run.raise_if_interrupted(run.interrupted and trainer.state.global_step < steps)
+        run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
         history = run_summary(config, base_hash, len(examples)) | {
             "step": trainer.state.global_step,
@@ -125,9 +118,8 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     """Load the base, with the adapter to go on from or a new one."""
     if config.adapter:
         check_base(config.adapter, config.model, base_hash)
-    base = load_base(
-        config.model, device, quantize=config.quantize, attn=config.attn_implementation
-    )
+    packing = {"quantize": config.quantize, "attn": config.attn_implementation}
+    base = load_base(config.model, device, **packing)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:
@@ -136,13 +128,6 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
         use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     return policy
-
-
-def origin_of(config: SFTConfig, base_hash: str, examples: Sequence[Example]) -> dict[str, object]:
-    rows = [[example["input_ids"], example["labels"]] for example in examples]
-    start_weights = config.adapter / ADAPTER_FILES[1] if config.adapter else None
-    data = {"training": data_id("examples", rows)}
-    return run_origin(to_dict(config), base_hash, start_weights, **data)
 
 
 def run_summary(config: SFTConfig, base_hash: str, examples: int) -> dict[str, object]:

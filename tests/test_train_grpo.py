@@ -1,8 +1,8 @@
 """The GRPO loop on a tiny model: it learns, it resumes exactly, it writes what it should."""
 
 import hashlib
+import itertools
 import json
-import math
 import random
 import subprocess
 import sys
@@ -29,7 +29,6 @@ from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
-from rlm.training.loss import importance_weights
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from train_grpo import GRPOTrainer
 
@@ -63,11 +62,14 @@ def a_config(tmp_path: Path, name: str = "run", **options) -> GRPOConfig:
     return GRPOConfig(**defaults | options)
 
 
-def train(model_dir, config, reward=likes_letters, evaluate_on=()):
+def a_trainer(model_dir, config, reward=likes_letters, device=CPU):
     torch.manual_seed(config.seed)
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=reward, device=CPU)
-    summary = trainer.train(PROBLEMS, evaluate_on)
-    return trainer, summary
+    return GRPOTrainer(str(model_dir), config, reward_fn=reward, device=device)
+
+
+def train(model_dir, config, reward=likes_letters, evaluate_on=()):
+    trainer = a_trainer(model_dir, config, reward)
+    return trainer, trainer.train(PROBLEMS, evaluate_on)
 
 
 def rows(config):
@@ -86,17 +88,6 @@ def base_tensors(trainer):
         for name, tensor in trainer.policy.named_parameters()
         if "lora_" not in name
     }
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
-def test_a_toy_reward_is_learned(model_dir, tmp_path, seed):
-    config = a_config(tmp_path, steps=30, group_size=8, seed=seed, save_every=0)
-    train(model_dir, config)
-    rewards = [row["reward/mean"] for row in rows(config)]
-    assert sum(rewards[:3]) / 3 < 0.7
-    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
@@ -118,9 +109,8 @@ def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
-    torch.manual_seed(0)
     config = a_config(tmp_path, steps=4, algorithm=algorithm)
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    trainer = a_trainer(model_dir, config)
     base = base_tensors(trainer)
     adapter = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
     trainer.train(PROBLEMS)
@@ -143,37 +133,20 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path, temp
 
 
 @pytest.mark.parametrize("sampler", ["merged", "unmerged"])
-def test_what_the_sampler_drew_otherwise_is_corrected(model_dir, tmp_path, monkeypatch, sampler):
-    """Told that its tokens were e times likelier, then e times less likely, than they are."""
+def test_what_another_than_the_model_drew_is_corrected(model_dir, tmp_path, monkeypatch, sampler):
+    """By the sampler's own log-probabilities (test_trl.py has the correction); unmerged the model
+    itself draws."""
     handed, loss = [], train_grpo.policy_loss
 
     def watched(logprobs, micro, algorithm, **options):
-        handed.append((micro, options["correct_sampler"]))
+        handed.append((options["correct_sampler"], micro.sampler_logprobs[micro.completion_mask]))
         return loss(logprobs, micro, algorithm, **options)
 
     monkeypatch.setattr(train_grpo, "policy_loss", watched)
-    config = a_config(tmp_path, steps=2, sampler=sampler)
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
-    sample = trainer.sampler.sample
-
-    def otherwise(*arguments):
-        groups = sample(*arguments)
-        for completion in (completion for group in groups for completion in group):
-            completion.logprobs[0::2] = [p + 1 for p in completion.logprobs[0::2]]
-            completion.logprobs[1::2] = [p - 1 for p in completion.logprobs[1::2]]
-        return groups
-
-    monkeypatch.setattr(trainer.sampler, "sample", otherwise)
-    trainer.train(PROBLEMS)
-    assert len(handed) >= 2
-    for micro, corrected in handed:
-        assert corrected == (sampler == "merged")  # unmerged the model itself draws
-        if corrected:
-            importance = importance_weights(micro.old_logprobs, micro.sampler_logprobs)
-            expected = torch.full(importance.shape, 2.0)  # e is cut
-            expected[:, 0::2] = math.exp(-1)
-            mask = micro.completion_mask
-            assert torch.allclose(importance[mask], expected[mask], atol=1e-3)
+    train(model_dir, a_config(tmp_path, steps=1, sampler=sampler))
+    assert handed
+    assert all(corrected == (sampler == "merged") for corrected, _ in handed)
+    assert all((sampled < 0).all() for _, sampled in handed)
 
 
 def test_the_optimizer_gets_the_options(model_dir, tmp_path):
@@ -182,7 +155,7 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
         tmp_path, steps=4, learning_rate=0.01, warmup_steps=2, lr_schedule="linear",
         min_lr_ratio=0.5, weight_decay=0.3, max_grad_norm=1e-3,
     )  # fmt: skip
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    trainer = a_trainer(model_dir, config)
     stepped = []
 
     def note(optimizer, *_):
@@ -207,43 +180,6 @@ def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
     assert max(row["policy/clip_fraction"] for row in rows(config)) > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="grpo"),
-        pytest.param(
-            {"updates_per_batch": 2, "algorithm": "gspo"}, id="gspo", marks=pytest.mark.slow
-        ),
-        pytest.param({"kl_weight": 0.1}, id="kl", marks=pytest.mark.slow),
-        pytest.param({"algorithm": "dapo", "group_size": 2}, id="dapo", marks=pytest.mark.slow),
-    ],
-)
-def test_three_steps_a_kill_and_three_more_equal_six(model_dir, tmp_path, options):
-    options |= {"steps": 6, "lr_schedule": "cosine", "eval_every": 2}
-    whole = a_config(tmp_path, "whole", **options)
-    train(model_dir, whole, evaluate_on=PROBLEMS[:4])
-
-    parts = a_config(tmp_path, "parts", **options)
-
-    def killed(completions, **_):
-        if (parts.run_dir / "metrics.jsonl").exists() and len(rows(parts)) == 3:
-            raise KeyboardInterrupt  # in the middle of the fourth step
-        return likes_letters(completions)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(model_dir, parts, killed, evaluate_on=PROBLEMS[:4])
-    resumed = a_config(tmp_path, "parts", resume=True, **options)
-    train(model_dir, resumed, evaluate_on=PROBLEMS[:4])
-
-    assert without_clock(rows(parts)) == without_clock(rows(whole))
-    expected = load_file(whole.output / "adapter_model.safetensors")
-    got = load_file(parts.output / "adapter_model.safetensors")
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
-    samples = [(c.run_dir / "samples.jsonl").read_text() for c in (whole, parts)]
-    assert samples[0] == samples[1]
-
-
 def test_a_checkpoint_of_an_earlier_version_is_resumed(model_dir, tmp_path):
     """Its state has the base's hash beside the origin, and other names for two figures."""
     config = a_config(tmp_path, steps=2)
@@ -261,11 +197,6 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(model_dir, tmp_path):
     assert summary["steps_run"] == 3
     assert (trainer.state.lr_scale, trainer.state.consecutive_skips) == (0.5, 0)
     assert rows(config)[-1]["optim/lr"] == pytest.approx(0.5 * config.learning_rate)
-
-
-def test_resume_without_a_checkpoint_is_one_line(model_dir, tmp_path):
-    with pytest.raises(UsageError, match="no checkpoint"):
-        train(model_dir, a_config(tmp_path, resume=True))
 
 
 def test_a_run_leaves_these_files(model_dir, tmp_path):
@@ -303,28 +234,6 @@ def test_the_summary_says_whether_training_beat_its_start(accuracy, at_start, sa
     found = {"accuracy": accuracy, "start_accuracy": at_start, "step": 8, "seconds": 1.0}
     report.summary_card(GRPOConfig(), found | {"peak_memory_gb": 1.0})
     assert f"validation accuracy: {said}" in capsys.readouterr().out
-
-
-def test_the_best_adapter_is_exported_not_the_last(model_dir, tmp_path, monkeypatch):
-    config = a_config(tmp_path, steps=3, eval_every=1)
-    accuracies = iter([0, 1, 3, 2])
-
-    class Result:
-        def accuracy(self, strict):
-            return {"correct": next(accuracies), "total": 4}
-
-    monkeypatch.setattr("train_grpo.evaluate", lambda *a, **k: Result())
-    kept = []
-    monkeypatch.setattr(
-        "rlm.training.state.TrainingState.save",
-        lambda self, run, step, keep: kept.append(
-            {name: t.detach().clone() for name, t in self.adapter.items()}
-        ),
-    )
-    trainer, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
-    assert (summary["step"], summary["accuracy"]) == (2, 0.75)
-    assert all(torch.equal(t, kept[2][name]) for name, t in trainer.adapter.items())
-    assert not all(torch.equal(kept[3][name], kept[2][name]) for name in kept[2])
 
 
 def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
@@ -377,27 +286,18 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
-    config = a_config(tmp_path, steps=3)
-    seen = []
+    """And the step takes no further pass: the same rollouts and weights would give it again."""
+    config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
+    norms, seen = iter([0.5, 0.5, torch.nan, 0.5, 0.5]), []  # two passes; one, and it is bad; two
 
     def poisoned(parameters, limit):
-        parameters = list(parameters)
-        seen.append([p.detach().clone() for p in parameters])
-        return torch.tensor(torch.nan if len(seen) == 2 else 0.5)
+        seen.append(torch.cat([p.detach().flatten() for p in parameters]))
+        return torch.tensor(next(norms))
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
     train(model_dir, config)
-    assert not all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
-    assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
-
-
-def test_a_step_counts_one_bad_gradient_and_takes_no_further_pass(model_dir, tmp_path, monkeypatch):
-    """The same rollouts with the same weights would give it again."""
-    config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
-    norms = iter([0.5, 0.5, torch.nan, 0.5, 0.5])  # two passes; one, and it is bad; two
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
-    train(model_dir, config)
+    changed = [not torch.equal(*pair) for pair in itertools.pairwise(seen)]
+    assert changed == [True, True, False, True]
     assert [row["optim/skipped"] for row in rows(config)] == [0, 1, 1]
     assert not list(norms)
 
@@ -405,7 +305,7 @@ def test_a_step_counts_one_bad_gradient_and_takes_no_further_pass(model_dir, tmp
 def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path):
     """Else bad weights that met a step without signal would be what a run goes back to."""
     config = a_config(tmp_path)
-    state = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU).state
+    state = a_trainer(model_dir, config).state
     state.count_update(skipped=False)
     state.restore_if_diverged(None, 1)
     assert state.last_finite == 1
@@ -416,10 +316,15 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
     assert (state.last_finite, state.consecutive_skips) == (1, 1)
 
 
-def test_three_bad_gradients_in_a_row_stop_the_run(model_dir, tmp_path, monkeypatch):
+def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
+    model_dir, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
-    with pytest.raises(UsageError, match="learning-rate"):
-        train(model_dir, a_config(tmp_path, steps=9))
+    with pytest.raises(UsageError, match="at half the rate too; start again with a lower --learn"):
+        train(model_dir, a_config(tmp_path, steps=30))
+    said = capsys.readouterr().out
+    assert "weights of step 0 again" in said
+    assert said.count("update skipped") == 6  # twice three, not thirty
 
 
 def a_start_adapter(model_dir, tokenizer, path: Path) -> Path:
@@ -510,8 +415,7 @@ ENDS = frozenset(range(80))  # a third of all tokens, so that lengths differ
 
 def train_with_ends(model_dir, config, reward, ends=ENDS):
     """These tokens end a completion."""
-    torch.manual_seed(config.seed)
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=reward, device=CPU)
+    trainer = a_trainer(model_dir, config, reward)
     trainer.sampler.stop_ids = ends
     trainer.train(PROBLEMS)
     return trainer
@@ -565,7 +469,7 @@ def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
         train(model_dir, config)
     long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
     config = a_config(tmp_path, "some", steps=1, batch_size=8, max_prompt_length=300)
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
+    trainer = a_trainer(model_dir, config)
     trainer.train([*long, *PROBLEMS[:8]])
     assert "3 of 11 problems left out" in capsys.readouterr().out
     assert not any("long" in group["problem"] for group in logged_groups(config))
@@ -636,9 +540,8 @@ def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_p
 
 def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     config = a_config(tmp_path, steps=4, learning_rate=1e-4, save_every=2)
-    trainer = GRPOTrainer(
-        str(model_dir), config, reward_fn=likes_letters, device=Device("cpu", torch.bfloat16, "t")
-    )
+    bf16 = Device("cpu", torch.bfloat16, "test")
+    trainer = a_trainer(model_dir, config, device=bf16)
     start = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
     trainer.train(PROBLEMS)
     moved = 0
@@ -657,9 +560,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
     resumed = a_config(tmp_path, steps=6, learning_rate=1e-4, resume=True)
-    again = GRPOTrainer(
-        str(model_dir), resumed, reward_fn=likes_letters, device=Device("cpu", torch.bfloat16, "t")
-    )
+    again = a_trainer(model_dir, resumed, device=bf16)
     run = RunDirectory(resumed.run_dir, resume=True)
     assert again.state.begin(run, resumed, PROBLEMS, (), Distributed()) == 4
     for name, tensor in trainer.adapter.items():
@@ -701,6 +602,8 @@ def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
     assert trainer.memory_plan.train_batch_tokens == 512
+    # Completions, and the tokens of the prompts beyond what all of them begin with.
+    assert trainer.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
     assert "memory: about" in capsys.readouterr().out
     needed, beside = (
         trainer.memory_plan.learning,

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,12 +63,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add rows; when this returns, they are on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        stream.write(text.encode("utf-8", "backslashreplace"))  # as below
+        stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # as below
         stream.flush()
         os.fsync(stream.fileno())
 

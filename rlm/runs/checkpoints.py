@@ -10,6 +10,7 @@ can execute: tensors are safetensors.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -65,8 +66,7 @@ class Checkpoints:
                 save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
                 sync(scratch / TENSORS)
                 replace_json(scratch / STATE, {**state, "step": step})
-                manifest = {name: file_hash(scratch / name) for name in (TENSORS, STATE)}
-                replace_json(scratch / MANIFEST, manifest)
+                replace_json(scratch / MANIFEST, _hashes(scratch))
                 if target.exists():
                     self._delete(target)
                 scratch.rename(target)
@@ -93,7 +93,8 @@ class Checkpoints:
                 continue
             folder = self._path(step)
             try:
-                check_manifest(folder)
+                if json.loads((folder / MANIFEST).read_text(encoding="utf-8")) != _hashes(folder):
+                    raise ValueError("its files are not those of the manifest")
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
                     raise ValueError(f"it is of step {state['step']}")
@@ -119,20 +120,6 @@ class Checkpoints:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def check_manifest(folder: Path) -> None:
-    """Check that the files are those that the manifest names, hash by hash.
-
-    Raises:
-        OSError, ValueError: a file is missing, or is not what the manifest says.
-    """
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or set(manifest) != {TENSORS, STATE}:
-        raise ValueError("the manifest names other files")
-    for name, digest in manifest.items():
-        if file_hash(folder / name) != digest:
-            raise ValueError(f"{name} has changed")
 
 
 def check_space(option: str, path: Path, needed: int) -> None:
@@ -168,14 +155,15 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _hashes(folder: Path) -> dict[str, str]:
+    return {name: file_hash(folder / name) for name in (TENSORS, STATE)}
+
+
 def file_hash(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _unused(path: Path) -> Path:
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{path.name.rpartition('.damaged')[0]}.damaged{number}")
-    return path
+    others = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not name.exists())

@@ -7,7 +7,6 @@ runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import shutil
@@ -18,7 +17,14 @@ from pathlib import Path
 from typing import IO
 
 from rlm.cli import Interrupted, UsageError, terminal
-from rlm.runs.atomic_files import lock_file, read_log, replace_file, replace_json, sync
+from rlm.runs.atomic_files import (
+    append_lines,
+    json_lines,
+    lock_file,
+    read_log,
+    replace_file,
+    replace_json,
+)
 from rlm.runs.checkpoints import Checkpoints, writing
 from rlm.runs.signals import Interrupts
 from rlm.runs.trackers import Tracker, open_tracker
@@ -137,37 +143,30 @@ class RunDirectory:
             number = self._interrupts.received or signal.SIGTERM
             raise Interrupted(number, note if self.writes else "")
 
-    def write_config(self, config: Mapping[str, object]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
+        """Write config.json and open the tracker that it names."""
         if self.writes:
             with writing(self.path / "config.json"):
                 replace_json(self.path / "config.json", config)
-
-    def track(self, name: str, config: Mapping[str, object]) -> None:
-        """Show what is logged from here on in a tracker, too."""
-        if self.writes:
-            self.tracker = open_tracker(name, self.path, config)
+            self.tracker = open_tracker(config["tracker"], self.path, config)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics; what is not finite is written as null."""
-        if not self.writes:
-            return
-        self.append(
-            self.metrics_file, [{k: v if math.isfinite(v) else None for k, v in metrics.items()}]
-        )
+        row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self.append(self.metrics_file, [row])
         if self.tracker:
             self.tracker.log(metrics)
 
     def log_samples(self, rows: list[dict[str, object]]) -> None:
-        if not self.writes:
-            return
         self.append(self.samples_file, rows)
         if self.tracker:
             self.tracker.log_samples(rows)
 
     def append(self, file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add lines to a log; a checkpoint has them on the disk."""
-        with writing(file), file.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        """Add lines to a log, and sync them to the disk: a checkpoint says that they are there."""
+        if self.writes:
+            with writing(file):
+                append_lines(file, rows)
 
     def metrics(self) -> list[dict[str, float]]:
         """All steps logged so far; a torn last line (a kill while writing) is left out."""
@@ -189,20 +188,10 @@ class RunDirectory:
         """Cut the logs at `step`: a resumed run will log it again."""
         if not self.writes:
             return
-        for file in self._logs():
+        for file in [self.path / name for name in LOGS if (self.path / name).exists()]:
             kept = [row for row in read_log(file) if row["step"] < step]
             with writing(file):
-                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-                replace_file(file, "".join(lines))
-
-    def sync_logs(self) -> None:
-        """Sync the logs to the disk: a checkpoint says that they are there."""
-        if self.writes:
-            for file in self._logs():
-                sync(file)
-
-    def _logs(self) -> list[Path]:
-        return [file for name in LOGS if (file := self.path / name).exists()]
+                replace_file(file, json_lines(kept))
 
 
 def _is_run(path: Path) -> bool:

@@ -118,14 +118,12 @@ def differences(
     return found
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors: "optimizer/<entry>/<parameter>".
-
-    Args:
-        names: of its parameters, in its order.
-    """
-    state = optimizer.state_dict()["state"]
-    return {
+def checkpoint_tensors(
+    adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Name what is trained "adapter/<name>", its optimizer's state "optimizer/<entry>/<name>"."""
+    names, state = _parameter_names(adapter, optimizer), optimizer.state_dict()["state"]
+    return {f"adapter/{name}": tensor.detach() for name, tensor in adapter.items()} | {
         f"optimizer/{entry}/{names[index]}": torch.as_tensor(value)
         for index, entries in state.items()
         for entry, value in entries.items()
@@ -134,16 +132,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
 
 @torch.no_grad()
 def restore_tensors(
-    tensors: Mapping[str, Tensor],
-    adapter: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    names: Sequence[str],
+    tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Copy a checkpoint's tensors into the adapter and the optimizer.
-
-    Args:
-        names: of the optimizer's parameters, in its order.
-    """
+    """Copy `checkpoint_tensors` back into the adapter and the optimizer."""
+    names = _parameter_names(adapter, optimizer)
     for name, tensor in adapter.items():
         tensor.copy_(tensors[f"adapter/{name}"])
     state: dict[int, dict[str, Tensor]] = {}
@@ -152,3 +144,9 @@ def restore_tensors(
             _, entry, name = key.split("/", 2)
             state.setdefault(names.index(name), {})[entry] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _parameter_names(adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Name the optimizer's parameters, in its order."""
+    name_of = {id(tensor): name for name, tensor in adapter.items()}
+    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -13,21 +13,18 @@ EXPORTS = {
     "config": "GRPOConfig PRESETS algorithms_help",
     "distributed": "Distributed",
     "doctor": "run_doctor",
-    "finish": "export_run",
+    "finish": "export_run validate",
     "fused_layers": "use_fused_layers",
     "logprobs": "reference_logprobs token_logprobs",
     "loss": "policy_loss",
-    "memory_plan": "micro_batch_tokens",
+    "memory_plan": "micro_batch_tokens plan_memory",
     "metrics": "LearnMetrics announce_run log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
-    "setup": (
-        "drop_long_prompts load_data load_policy make_sampler plan_trainer_memory resolve_start"
-    ),
+    "setup": "drop_long_prompts load_data load_policy make_sampler resolve_start",
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_example to_examples",
     "state": "TrainingState",
-    "validation": "validate",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

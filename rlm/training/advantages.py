@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlm.data import Problem
 from rlm.sampling import Completion
-from rlm.training.algorithms import soft_overlong
 from rlm.training.config import GRPOConfig
 
 ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
@@ -69,14 +68,17 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
     """Compute what is added to each reward for length: (P, G), all 0 without a buffer."""
-    limits = {
-        "max_new_tokens": config.max_new_tokens,
-        "buffer": config.overlong_buffer,
-        "penalty": config.overlong_penalty,
-    }
-    return torch.tensor(
-        [
-            [soft_overlong(len(c.token_ids), c.truncated, **limits) for c in group.completions]
-            for group in groups
-        ]
-    )
+    return torch.tensor([[_soft_overlong(c, config) for c in g.completions] for g in groups])
+
+
+def _soft_overlong(completion: Completion, config: GRPOConfig) -> float:
+    """Return what is added to the reward of a long completion (DAPO, equation 13).
+
+    0 up to max_new_tokens - overlong_buffer, then a straight line down to the penalty at
+    max_new_tokens. A completion without an end token gets all of it, whatever its length.
+    """
+    buffer, penalty = config.overlong_buffer, config.overlong_penalty
+    excess = len(completion.token_ids) - (config.max_new_tokens - buffer)
+    if not buffer or (excess <= 0 and not completion.truncated):
+        return 0.0
+    return penalty if completion.truncated else penalty * min(1.0, excess / buffer)

@@ -72,20 +72,3 @@ ALGORITHMS = {
         "CISPO in MiniMax-M1, arXiv 2506.13585", True, "token", 1.0, 4.0, objective="weighted"
     ),
 }
-
-
-def soft_overlong(
-    length: int, truncated: bool, *, max_new_tokens: int, buffer: int, penalty: float = -1.0
-) -> float:
-    """Return what is added to the reward of a long completion (DAPO, equation 13).
-
-    0 up to max_new_tokens - buffer, then a straight line down to `penalty` at max_new_tokens. A
-    completion without an end token gets the whole penalty, whatever its length. buffer 0: off.
-
-    >>> [soft_overlong(n, False, max_new_tokens=20, buffer=5) for n in (15, 16, 20)]
-    [0.0, -0.2, -1.0]
-    """
-    excess = length - (max_new_tokens - buffer)
-    if not buffer or (excess <= 0 and not truncated):
-        return 0.0
-    return penalty if truncated else penalty * min(1.0, excess / buffer)

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -30,7 +31,8 @@ def draw_problems(
 ) -> list[Problem]:
     """Draw the problems that a step samples next: `count`, then one for each group without signal.
 
-    Empty when every place is filled, or no other problem is left.
+    A pure function, like `problems_for_step`. Empty when every place is filled, or no other
+    problem is left.
 
     Args:
         groups: what the step has sampled already.
@@ -38,7 +40,9 @@ def draw_problems(
     if not groups:
         return problems_for_step(problems, step, count, seed)
     missing = count - int(has_signal(reward_tensor(groups)).sum())
-    return refill_problems(problems, step, missing, seed, [group.problem for group in groups])
+    drawn = [group.problem for group in groups]
+    fresh = [problem for problem in problems if problem not in drawn]
+    return random.Random(f"{seed} {step} {len(drawn)}").sample(fresh, min(missing, len(fresh)))
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
@@ -55,21 +59,6 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
             orders[epoch] = shuffle.sample(range(len(problems)), len(problems))
         chosen.append(problems[orders[epoch][index]])
     return chosen
-
-
-def refill_problems(
-    problems: Sequence[T], step: int, count: int, seed: int, drawn: Sequence[T]
-) -> list[T]:
-    """Draw other problems in place of those without signal (dynamic sampling).
-
-    A pure function, like `problems_for_step`; fewer than `count` where the data run out.
-
-    Args:
-        drawn: what the step has drawn already.
-    """
-    fresh = [problem for problem in problems if problem not in drawn]
-    rng = random.Random(f"{seed} {step} {len(drawn)}")
-    return rng.sample(fresh, min(count, len(fresh)))
 
 
 def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
@@ -200,71 +189,69 @@ def make_micro_batches(
         max_rows: completions in a micro-batch.
         max_tokens: padded tokens in a micro-batch (a single completion may exceed it).
     """
-
-    def length(rows: list[int]) -> int:
-        # An end token predicts nothing: it is a target and never an input.
-        return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
-
     # One packed sequence per problem, cut where it would hold too many rows or tokens.
     sequences: list[list[int]] = []
     open_sequence: dict[int, list[int]] = {}  # of a problem
     for row, rollout in enumerate(rollouts):
         rows = open_sequence.get(rollout.problem)
-        if rows and len(rows) < max_rows and length([*rows, row]) <= max_tokens:
+        if rows and len(rows) < max_rows and _packed_length(rollouts, [*rows, row]) <= max_tokens:
             rows.append(row)
         else:
             open_sequence[rollout.problem] = [row]
             sequences.append(open_sequence[rollout.problem])
-    sequences.sort(key=length, reverse=True)
+    sequences.sort(key=partial(_packed_length, rollouts), reverse=True)
     micro_batches = []
     while sequences:
         taken = [sequences.pop(0)]
-        longest = length(taken[0])
+        longest = _packed_length(rollouts, taken[0])
         while (
             sequences
             and sum(map(len, taken)) + len(sequences[0]) <= max_rows
             and longest * (len(taken) + 1) <= max_tokens
         ):
             taken.append(sequences.pop(0))
-        packed = [[(i, rollouts[i]) for i in rows] for rows in taken]
-        micro_batches.append(_pack(packed, device))
+        micro_batches.append(_pack(rollouts, taken, device))
     return micro_batches
 
 
-def _pack(sequences: list[list[tuple[int, Rollout]]], device: str) -> MicroBatch:
-    ids, positions, segments = [], [], []
-    sources, targets = [], []
-    flat = [pair for sequence in sequences for pair in sequence]
-    width = max(len(s[0][1].prompt) + sum(len(r.completion) - 1 for _, r in s) for s in sequences)
-    for b, sequence in enumerate(sequences):
-        prompt = sequence[0][1].prompt
+def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
+    # An end token predicts nothing: it is a target and never an input.
+    return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
+
+
+def _pack(rollouts: Sequence[Rollout], sequences: list[list[int]], device: str) -> MicroBatch:
+    ids, positions, segments, sources, targets = [], [], [], [], []
+    width = max(_packed_length(rollouts, rows) for rows in sequences)
+    for b, rows in enumerate(sequences):
+        prompt = rollouts[rows[0]].prompt
         row_ids, row_positions = list(prompt), list(range(len(prompt)))
         row_segments = [0] * len(prompt)
-        for number, (_, rollout) in enumerate(sequence, start=1):
-            inputs = list(rollout.completion[:-1])
-            first = len(row_ids)
+        for number, row in enumerate(rows, start=1):
+            completion = rollouts[row].completion
+            first, count = b * width + len(row_ids), len(completion) - 1
             # The prompt's last token predicts the first one, each token the one after it.
-            sources += [b * width + len(prompt) - 1]
-            sources += range(b * width + first, b * width + first + len(inputs))
-            targets += rollout.completion
-            row_ids += inputs
-            row_positions += range(len(prompt), len(prompt) + len(inputs))
-            row_segments += [number] * len(inputs)
+            sources += [b * width + len(prompt) - 1, *range(first, first + count)]
+            targets += completion
+            row_ids += completion[:-1]
+            row_positions += range(len(prompt), len(prompt) + count)
+            row_segments += [number] * count
         padding = width - len(row_ids)
         ids.append(row_ids + [0] * padding)
         positions.append(row_positions + [0] * padding)
         segments.append(row_segments + [-1] * padding)
+    order = [row for rows in sequences for row in rows]
+    packed = [rollouts[row] for row in order]
+    sampled = [torch.tensor(list(rollout.sampler_logprobs)) for rollout in packed]
+    tensor = partial(torch.tensor, device=device)
     return MicroBatch(
-        input_ids=torch.tensor(ids, device=device),
-        position_ids=torch.tensor(positions, device=device),
-        segments=torch.tensor(segments, device=device),
-        sources=torch.tensor(sources, device=device),
-        targets=torch.tensor(targets, device=device),
-        lengths=[len(rollout.completion) for _, rollout in flat],
-        advantages=torch.tensor([rollout.advantage for _, rollout in flat], device=device),
-        weights=torch.tensor([rollout.weight for _, rollout in flat], device=device),
-        sampler_logprobs=pad_sequence(
-            [torch.tensor(list(rollout.sampler_logprobs)) for _, rollout in flat], batch_first=True
-        ).to(device),
-        rows=[row for row, _ in flat],
+        input_ids=tensor(ids),
+        position_ids=tensor(positions),
+        segments=tensor(segments),
+        sources=tensor(sources),
+        targets=tensor(targets),
+        lengths=[len(rollout.completion) for rollout in packed],
+        advantages=tensor([rollout.advantage for rollout in packed]),
+        weights=tensor([rollout.weight for rollout in packed]),
+        sampler_logprobs=pad_sequence(sampled, batch_first=True).to(device),
+        rows=order,
     )

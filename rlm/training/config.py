@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from rlm.data import FORMATS
 from rlm.model import QUANTIZATIONS
 from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import ALGORITHMS, Algorithm
-
-logger = logging.getLogger(__name__)
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -47,8 +43,6 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
-
-
 # What changes when a GPU picks the 7B model on GSM8K.
 GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
 
@@ -170,11 +164,6 @@ class GRPOConfig:
         check_values(self)
         self._follow_algorithm()
         self._check_contradictions()
-        if self.group_size < min(8, type(self).group_size):  # a recipe may have its own default
-            _warn_once(
-                f"warning: --group-size {self.group_size}: fewer than 8 completions make a noisy "
-                "baseline, and groups without a difference likely"
-            )
 
     @classmethod
     def from_preset(cls, name: str, **options: object) -> GRPOConfig:
@@ -305,8 +294,3 @@ def algorithms_help() -> str:
     """Return the table of ALGORITHMS for --help."""
     lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
     return "\n".join(["algorithms:", *lines])
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)

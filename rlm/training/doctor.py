@@ -6,18 +6,21 @@ with the run's own reward, and names what stands in the way, with what to change
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import terminal
 from rlm.data import FORMATS, Format, Problem, end_of_turn_id, render_prompt
 from rlm.evaluation import Evaluation, evaluate
+from rlm.training.advantages import has_signal
 from rlm.training.config import GRPOConfig
-from rlm.training.setup import plan_trainer_memory
+from rlm.training.memory_plan import plan_memory
 
 PROBLEMS = 32
 MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault
@@ -35,30 +38,24 @@ class Finding:
     fault: bool = True
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    metrics: dict[str, float]
-    findings: list[Finding]
-
-
 def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
-    plan_trainer_memory(trainer, problems, 0)
-    diagnosis = diagnose(trainer, problems)
-    shown = {name: f"{value:.1%}" for name, value in diagnosis.metrics.items()}
+    plan_memory(trainer, problems, 0)
+    metrics, findings = diagnose(trainer, problems)
+    shown = {name: f"{value:.1%}" for name, value in metrics.items()}
     terminal.facts(
         f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
         {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
     )
-    for finding in diagnosis.findings:
+    for finding in findings:
         terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
         terminal.line(f"       -> {finding.advice}")
-    if not diagnosis.findings:
+    if not findings:
         terminal.line("nothing stands in the way of training")
-    return int(any(finding.fault for finding in diagnosis.findings))
+    return int(any(finding.fault for finding in findings))
 
 
-def diagnose(trainer: Any, problems: Sequence[Problem]) -> Diagnosis:
+def diagnose(trainer: Any, problems: Sequence[Problem]) -> tuple[dict[str, float], list[Finding]]:
     """Sample, score, and look for what is known to go wrong."""
     config, problems = trainer.config, list(problems[:PROBLEMS])
     with terminal.progress("sampling", len(problems) * config.group_size) as advance:
@@ -84,21 +81,20 @@ def diagnose(trainer: Any, problems: Sequence[Problem]) -> Diagnosis:
         *_signal(metrics, config),
         *_options(metrics, config),
     ]
-    return Diagnosis(metrics, findings)
+    return metrics, findings
 
 
 def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
-    given = [[r for r in row if r is not None] for row in rewards]
-    flat = [row for row in given if len(row) < 2 or max(row) - min(row) <= 1e-8]
+    values = torch.tensor([[math.nan if r is None else r for r in row] for row in rewards])
     lenient = [g.lenient.is_answer for g in drawn.completions]
     k = drawn.k
     return {
-        "reward, mean": sum(map(sum, given)) / max(1, sum(map(len, given))),
+        "reward, mean": values.nanmean().nan_to_num().item(),
         "pass@1, strict": drawn.pass_at(1, True)["mean"],
         "pass@1, lenient": drawn.pass_at(1, False)["mean"],
         f"pass@{k}, strict": drawn.pass_at(k, True)["mean"],
         f"pass@{k}, lenient": drawn.pass_at(k, False)["mean"],
-        "groups without signal": len(flat) / len(given),
+        "groups without signal": (~has_signal(values)).float().mean().item(),
         "one answer found, strict": drawn.format_rate,
         "one answer found, lenient": sum(lenient) / len(lenient),
         "truncated": drawn.truncated_rate,
@@ -137,20 +133,19 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
 def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> Iterator[Finding]:
     """Find answers that are there and that the strict reading does not see."""
     strict, lenient = (metrics[f"one answer found, {name}"] for name in ("strict", "lenient"))
-    ended = [g for g in drawn.completions if not g.truncated]
+    texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
-        opened = sum(f"<{other.reasoning_tag}>" in g.text for g in drawn.completions)
-        if other != format and opened > MANY * len(drawn.completions) and strict < MANY:
+        opened = sum(f"<{other.reasoning_tag}>" in text for text in texts) / len(texts)
+        if other != format and opened > MANY and strict < MANY:
             yield Finding(
                 "parser mismatch",
-                f"{opened / len(drawn.completions):.0%} of the completions think inside "
+                f"{opened:.0%} of the completions think inside "
                 f"<{other.reasoning_tag}>, the reward looks for <{format.reasoning_tag}>",
                 f"--reasoning-format {name}",
             )
             return
     if lenient - strict > MANY:
-        reasons = drawn.reasons(True)
-        why = next((r for r in reasons if r not in ("correct", "wrong")), "")
+        why = next((r for r in drawn.reasons(True) if r not in ("correct", "wrong")), "")
         yield Finding(
             "parser mismatch",
             f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
@@ -158,7 +153,7 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
             "teach the format first: python train_sft.py; or reward what it writes: --reward",
             fault=strict < 1 - MOST,
         )
-    elif ended and strict < MANY:
+    elif drawn.truncated_rate < 1 and strict < MANY:
         yield Finding(
             "no answers",
             f"{strict:.0%} of the completions hold an answer that can be read",
@@ -206,19 +201,17 @@ def _reward(
 def _signal(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
     """Find that most groups are all right or all wrong: they teach nothing."""
     share = metrics["groups without signal"]
-    if share <= MOST:
-        return
+    advice = "easier problems, a larger --group-size, or more SFT first"
     if metrics["pass@1, strict"] > 0.5:
         advice = "harder problems, or a higher --temperature"
-    else:
-        advice = "easier problems, a larger --group-size, or more SFT first"
-    yield Finding(
-        "no signal",
-        f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
-        f"problems a step about {config.batch_size * (1 - share):.0f} teach something",
-        advice,
-        fault=share > 0.97,
-    )
+    if share > MOST:
+        yield Finding(
+            "no signal",
+            f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
+            f"problems a step about {config.batch_size * (1 - share):.0f} teach something",
+            advice,
+            fault=share > 0.97,
+        )
 
 
 def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:

@@ -1,48 +1,49 @@
-"""Ends a GRPO run: exports the best adapter with its history and draws the learning curves."""
+"""Validates a GRPO run between its steps, and exports its best adapter with history and curves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rlm.cli import to_dict
+from rlm.cli import terminal, to_dict
+from rlm.data import Problem
 from rlm.model import peak_memory_gb, save_adapter
 from rlm.runs import git_commit, learning_curves
-from rlm.training.config import GRPOConfig
-from rlm.training.state import TrainingState
+
+
+def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:
+    """Measure the accuracy of a `train_grpo.GRPOTrainer` after `step` steps; {} without problems.
+
+    The processes of a run share the problems. After step 0 the best adapter so far is kept.
+    """
+    if not problems:
+        return {}
+    distributed = trainer.distributed
+    mine = distributed.shard(problems)
+    with terminal.progress("evaluating", len(mine)) as advance:
+        correct = trainer.count_correct(mine, advance) if mine else 0
+    trainer.sampler.release()
+    correct, total = sum(distributed.gather([correct])), len(problems)
+    accuracy = correct / total
+    if step == 0:
+        terminal.line(f"start: validation accuracy {accuracy:.1%} ({correct} of {total})")
+        return {"eval/start_accuracy": accuracy}
+    trainer.state.keep_if_best(accuracy, step)
+    return {"eval/accuracy": accuracy}
 
 
 def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
-    """Export the best adapter of a `train_grpo.GRPOTrainer` and return the run's summary.
+    """Export the best adapter of a `train_grpo.GRPOTrainer`, and return what its run.json says.
 
     Args:
         validated_on: how many validation problems chose it.
     """
     trainer.state.load_best()
-    rows, config = trainer.distributed.broadcast(trainer.run.metrics()), trainer.config
-    summary = run_summary(config, trainer.model_name, trainer.state, rows, validated_on)
-    if trainer.distributed.is_main:
-        save_adapter(trainer.policy, trainer.tokenizer, config.output, summary)
-        trainer.run.write_csv(rows)
-        learning_curves(rows, trainer.run.path / "curves.png")
-    return summary
-
-
-def run_summary(
-    config: GRPOConfig,
-    model: str,
-    state: TrainingState,
-    rows: Sequence[Mapping[str, float]],
-    validated_on: int,
-) -> dict[str, object]:
-    """The run.json beside the adapter: where it comes from and how it did.
-
-    Args:
-        rows: the metrics of all steps.
-    """
-    return {
+    rows = trainer.distributed.broadcast(trainer.run.metrics())  # of all steps
+    config, state = trainer.config, trainer.state
+    summary = {
         "stage": "grpo",
-        "base_model": model,
+        "base_model": trainer.model_name,
         "base_hash": state.base_hash,
         "quantize": config.quantize,
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
@@ -57,3 +58,8 @@ def run_summary(
         "peak_memory_gb": peak_memory_gb(),
         "config": to_dict(config),
     }
+    if trainer.distributed.is_main:
+        save_adapter(trainer.policy, trainer.tokenizer, config.output, summary)
+        trainer.run.write_csv(rows)
+        learning_curves(rows, trainer.run.path / "curves.png")
+    return summary

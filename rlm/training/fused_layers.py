@@ -3,12 +3,12 @@ activations than transformers and PEFT make, and less kept for the backward pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from rlm.kernels import Kernels
@@ -20,7 +20,7 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
     """Let the policy compute with fused adapters and, where they can be compiled, fused norms,
     gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
     for module in lora_layers(policy):
-        module.forward = MethodType(_lora, module)
+        module.forward = partial(_lora, module)
     kernels, _ = kernels_for(policy)
     if kernels is None:
         return
@@ -29,11 +29,11 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
         return
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
-            module.forward = MethodType(_norm(kernels), module)
+            module.forward = partial(_norm, module, kernels)
         elif hasattr(module, "q_proj"):
-            module.forward = MethodType(_attention(kernels), module)
+            module.forward = partial(_attention, module, kernels)
         elif hasattr(module, "gate_proj") and decoder.config.hidden_act == "silu":
-            module.forward = MethodType(_gated(kernels), module)
+            module.forward = partial(_gated, module, kernels)
 
 
 def _lora(self: nn.Module, x: Tensor) -> Tensor:
@@ -57,52 +57,43 @@ def _lora(self: nn.Module, x: Tensor) -> Tensor:
     return rows.view_as(result)
 
 
-def _norm(kernels: Kernels) -> Callable[[nn.Module, Tensor], Tensor]:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.variance_epsilon, kernels)
-
-    return forward
+def _norm(self: nn.Module, kernels: Kernels, x: Tensor) -> Tensor:
+    return _Norm.apply(x, self.weight, self.variance_epsilon, kernels)
 
 
-def _gated(kernels: Kernels) -> Callable[[nn.Module, Tensor], Tensor]:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), kernels))
-
-    return forward
+def _gated(self: nn.Module, kernels: Kernels, x: Tensor) -> Tensor:
+    return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), kernels))
 
 
-def _attention(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def forward(
-        self: nn.Module,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: object = None,
-        **options: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        if (
-            self.config._attn_implementation
-            != attention.ATTN_IMPLEMENTATION  # such as the sampler's
-            or attention_mask is None
-            or past_key_values is not None
-            or (self.training and self.attention_dropout)
-        ):
-            return type(self).forward(
-                self, hidden_states, position_embeddings, attention_mask, past_key_values, **options
-            )
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            projection(hidden_states).view(shape)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+def _attention(
+    self: nn.Module,
+    kernels: Kernels,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: object = None,
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
+    if (
+        self.config._attn_implementation != attention.ATTN_IMPLEMENTATION  # such as the sampler's
+        or attention_mask is None
+        or past_key_values is not None
+        or (self.training and self.attention_dropout)
+    ):
+        return type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **options
         )
-        if hasattr(self, "q_norm"):  # Qwen3 normalises each head's
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention.block_attention(q, k, v, attention_mask, self.scaling, kernels)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), None
-
-    return forward
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (
+        projection(hidden_states).view(shape)
+        for projection in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if hasattr(self, "q_norm"):  # Qwen3 normalises each head's
+        q, k = self.q_norm(q), self.k_norm(k)
+    q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = attention.block_attention(q, k, v, attention_mask, self.scaling, kernels)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
 class _Rotation(torch.autograd.Function):
@@ -110,7 +101,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: FunctionCtx,
         x: Tensor,  # (B, S, heads, D)
         cos: Tensor,  # (B or 1, S, D)
         sin: Tensor,
@@ -122,16 +113,10 @@ class _Rotation(torch.autograd.Function):
         return kernels.rotary_embedding(_rows(x), cos, sin).view_as(x)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return (
-            ctx.kernels.rotary_embedding(_rows(by_out), cos, -sin).view_as(by_out),
-            None,
-            None,
-            None,
-        )
+        by_x = ctx.kernels.rotary_embedding(_rows(by_out), cos, -sin).view_as(by_out)
+        return by_x, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -147,7 +132,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: FunctionCtx,
         x: Tensor,
         weight: Tensor,  # frozen
         epsilon: float,
@@ -159,9 +144,7 @@ class _Norm(torch.autograd.Function):
         return kernels.rms_norm(x.flatten(0, -2), weight, epsilon).view_as(x)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
         by_x = ctx.kernels.rms_norm_backward(rows, weight, ctx.epsilon, by_rows)
@@ -172,15 +155,11 @@ class _Gating(torch.autograd.Function):
     """silu(gate) · up. Keeps both, where transformers keeps silu(gate) as well."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, gate: Tensor, up: Tensor, kernels: Kernels
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return kernels.silu_and_mul(gate, up)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor, Tensor, None]:
         return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, by_out.contiguous()), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -104,7 +105,7 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: FunctionCtx,
         hidden: Tensor,  # (M, hidden)
         weight: Tensor,  # (V, hidden), frozen
         bias: Tensor | None,  # (V,), frozen
@@ -124,9 +125,7 @@ class _ScoreTokens(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, by_logprob: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, by_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope,) = ctx.saved_tensors
         return by_logprob[:, None].to(slope.dtype) * slope, *[None] * 5
 

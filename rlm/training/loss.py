@@ -108,13 +108,7 @@ def policy_loss(
         estimate = kl_estimate(logprobs, batch.ref_logprobs, kl_estimator)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
-    low = (rho < lowest) & (advantage < 0)
-    high = (rho > highest) & (advantage > 0)
-    return loss, LossSums(
-        policy=policy.item(),
-        kl=kl.item(),
-        kl_total=kl_total.item(),
-        clipped_low=(low * mask).sum().item(),
-        clipped_high=(high * mask).sum().item(),
-        tokens=int(mask.sum()),
-    )
+    low = ((rho < lowest) & (advantage < 0)) * mask
+    high = ((rho > highest) & (advantage > 0)) * mask
+    sums = (policy, kl, kl_total, low.sum(), high.sum())
+    return loss, LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))

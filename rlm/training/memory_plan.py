@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
+from rlm.data import Problem, longest_prompts
 from rlm.model import attention, available_memory, set_gradient_checkpointing
-from rlm.sampling import Sampler, VLLMSampler, common_prefix_length
+from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
-from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
 
 PROBE_TOKENS = 64
@@ -69,38 +70,34 @@ class MemoryPlan:
         )
 
 
-def plan_memory(
-    policy: PreTrainedModel,
-    master_weights: Sequence[Tensor],
-    sampler: Sampler | VLLMSampler,
-    config: GRPOConfig,
-    longest_prompts: Sequence[Sequence[int]],
-    eval_problems: int,
-) -> MemoryPlan:
-    """Measure, count, and choose the micro-batch if the config leaves it open.
+def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
+    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, and say it in a line.
+
+    Measures, counts, and chooses the micro-batch if the config leaves it open.
 
     Args:
-        master_weights: the fp32 tensors that are trained.
-        longest_prompts: the few longest that will come, as token ids.
+        evaluated: how many problems are validated on.
 
     Raises:
-        UsageError: the model cannot take a completion of the longest.
+        UsageError: the model cannot take a completion of the longest prompt.
     """
-    prefix = common_prefix_length(longest_prompts)
-    longest = max(map(len, longest_prompts))
+    policy, config = trainer.policy, trainer.config
+    prompts = longest_prompts(trainer.render, problems)
+    longest = max(map(len, prompts))
+    _check_context(policy, longest, config.max_new_tokens)
+    beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
-        sampler.bytes_for([n] * count, longest - prefix, config.max_new_tokens)
-        for count, n in ((config.batch_size, config.group_size), (eval_problems, 1))
+        trainer.sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
+        for count, n in ((config.batch_size, config.group_size), (evaluated, 1))
         if count
     )
-    longest_sequence = longest + config.max_new_tokens
-    _check_context(policy, longest, config.max_new_tokens)
     device = policy.device.type
     available = available_memory(device)
-    optimizer = 4 * sum(tensor.numel() * tensor.element_size() for tensor in master_weights)
+    optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
     set_gradient_checkpointing(policy, False)
     per_token = activation_bytes(policy)
     set_gradient_checkpointing(policy, config.checkpointing)
+    longest_sequence = longest + config.max_new_tokens
     learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
     tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
     if tokens is None:
@@ -109,7 +106,7 @@ def plan_memory(
         while tokens > SMALLEST_MICRO_BATCH and (1 + holes) * learning(tokens) > room:
             tokens = max(tokens // 2, SMALLEST_MICRO_BATCH)
     plan = MemoryPlan(
-        loaded=_loaded(device),
+        loaded=_allocated(device),
         sampling=sampling,
         optimizer=optimizer,
         learning=learning(tokens),
@@ -117,6 +114,7 @@ def plan_memory(
         available=available,
         train_batch_tokens=tokens,
     )
+    terminal.line(f"memory: {plan}")
     if plan.peak - plan.loaded > available:
         terminal.line(
             "warning: this may not fit into memory; --checkpointing, --max-num-seqs, "
@@ -187,7 +185,7 @@ def activation_bytes(policy: PreTrainedModel) -> int:
     return sum(seen.values()) // PROBE_TOKENS
 
 
-def _loaded(device_type: str) -> int:
+def _allocated(device_type: str) -> int:
     if device_type == "cuda":
         return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss

@@ -16,6 +16,7 @@ from rlm.runs import RunDirectory, new_alerts
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 
 
@@ -24,6 +25,11 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
     config = trainer.config
     trainable = sum(tensor.numel() for tensor in trainer.adapter.values())
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
+    few = ""
+    if config.group_size < 8:
+        few = " (fewer than 8: a noisy baseline, and groups without a difference likely)"
+    values = {option: getattr(config, option.name) for option in fields(config)}
+    changed = {option.name: v for option, v in values.items() if v != option.default}
     terminal.facts(
         "Stage 2: GRPO",
         {
@@ -33,21 +39,12 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "trainable": f"{trainable:,} parameters",
             "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
-            "a step": f"{config.batch_size} problems × {config.group_size} completions",
+            "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
-            "options": ", ".join(f"{k} {v}" for k, v in changed_options(config).items()),
+            "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
             "run": f"{config.run_dir} (all options: config.json)",
         },
     )
-
-
-def changed_options(config: GRPOConfig) -> dict[str, object]:
-    """Options that are not the dataclass's defaults, with what the algorithm filled in."""
-    return {
-        option.name: getattr(config, option.name)
-        for option in fields(config)
-        if getattr(config, option.name) != option.default
-    }
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
@@ -140,12 +137,10 @@ class LearnMetrics:
     """Sums over the micro-batches of a step, of which its metrics of learning are made."""
 
     grad_norm: float = 0.0
-    sums: list[LossSums] = field(default_factory=list)  # of the last update
     update: int = 0
-    tokens: int = 0  # this and all below: of the first update
-    entropy: float = 0.0
-    gap: float = 0.0
-    gap_max: float = 0.0
+    sums: list[LossSums] = field(default_factory=list)  # of the last update
+    # Of the first update: entropy, distance from the sampler's log-probabilities, the largest.
+    first: list[tuple[float, float, float]] = field(default_factory=list)
 
     def add(
         self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
@@ -160,37 +155,25 @@ class LearnMetrics:
         self.sums.append(sums)
         if update == 0:
             gap = (logprobs - micro.sampler_logprobs).abs()[micro.completion_mask]
-            self.tokens += sums.tokens
-            self.entropy += entropy.sum().item()
-            self.gap += gap.sum().item()
-            self.gap_max = max(self.gap_max, gap.max().item())
+            self.first.append((entropy.sum().item(), gap.sum().item(), gap.max().item()))
 
-    @classmethod
-    def joined(cls, parts: Sequence[LearnMetrics]) -> LearnMetrics:
-        """Join those of several processes; they agree on the gradient norm."""
-        return cls(
-            grad_norm=parts[0].grad_norm,
-            sums=[sums for part in parts for sums in part.sums],
-            tokens=sum(part.tokens for part in parts),
-            entropy=sum(part.entropy for part in parts),
-            gap=sum(part.gap for part in parts),
-            gap_max=max(part.gap_max for part in parts),
-        )
-
-    def as_dict(self) -> dict[str, float]:
-        """Means over tokens; {} where nothing was learned from."""
-        if not self.tokens:
+    def as_dict(self, distributed: Distributed) -> dict[str, float]:
+        """Means over the tokens of all processes; {} where nothing was learned from."""
+        sums = [s for part in distributed.gather([self.sums]) for s in part]
+        first = [f for part in distributed.gather([self.first]) for f in part]
+        if not sums:
             return {}
-        clipped = sum(part.clipped_low + part.clipped_high for part in self.sums)
+        tokens = sum(s.tokens for s in sums)
+        entropy, gap, gap_max = zip(*first, strict=True)
         return {
-            "loss/policy": sum(part.policy for part in self.sums),
-            "loss/kl": sum(part.kl_total for part in self.sums) / self.tokens,
-            "loss/kl_weighted": sum(part.kl for part in self.sums),  # as the loss adds it up
-            "policy/entropy": self.entropy / self.tokens,
-            "policy/clip_fraction": clipped / self.tokens,
-            "optim/grad_norm": self.grad_norm,
-            "sampler/logprob_gap_mean": self.gap / self.tokens,
-            "sampler/logprob_gap_max": self.gap_max,
+            "loss/policy": sum(s.policy for s in sums),
+            "loss/kl": sum(s.kl_total for s in sums) / tokens,
+            "loss/kl_weighted": sum(s.kl for s in sums),  # as the loss adds it up
+            "policy/entropy": sum(entropy) / tokens,
+            "policy/clip_fraction": sum(s.clipped_low + s.clipped_high for s in sums) / tokens,
+            "optim/grad_norm": self.grad_norm,  # the processes agree on it
+            "sampler/logprob_gap_mean": sum(gap) / tokens,
+            "sampler/logprob_gap_max": max(gap_max),
         }
 
 

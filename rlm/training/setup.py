@@ -1,4 +1,4 @@
-"""Loads what a GRPO run starts from: problems, base and adapter, sampler, memory plan."""
+"""Loads what a GRPO run starts from: problems, base and adapter, sampler."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, load_problems, longest_prompts, stop_token_ids
+from rlm.data import Problem, load_problems, stop_token_ids
 from rlm.model import (
     TEACH,
     AdapterInfo,
@@ -30,7 +30,6 @@ from rlm.model import (
 )
 from rlm.sampling import Sampler, VLLMSampler
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
-from rlm.training.memory_plan import MemoryPlan, plan_memory
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -108,17 +107,6 @@ def make_sampler(
     key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
     client = APIClient(config.sampler_url, concurrency=config.max_num_seqs, api_key_env=key)
     return VLLMSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
-
-
-def plan_trainer_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
-    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, and say it in a line."""
-    prompts = longest_prompts(trainer.render, problems)
-    master_weights = list(trainer.adapter.values())
-    found = plan_memory(
-        trainer.policy, master_weights, trainer.sampler, trainer.config, prompts, evaluated
-    )
-    terminal.line(f"memory: {found}")
-    return found
 
 
 def drop_long_prompts(

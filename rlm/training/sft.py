@@ -25,13 +25,21 @@ import trl
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
-from rlm.cli import terminal
+from rlm.cli import terminal, to_dict
 from rlm.data import IGNORED
-from rlm.model import Device, adapter_tensors, decoder_and_head, kernels_for
-from rlm.runs import RunDirectory, check_space, optimizer_tensors, restore_tensors, resume_run
+from rlm.model import ADAPTER_FILES, Device, adapter_tensors, decoder_and_head, kernels_for
+from rlm.runs import (
+    RunDirectory,
+    check_space,
+    checkpoint_tensors,
+    data_id,
+    restore_tensors,
+    resume_run,
+    run_origin,
+)
 from rlm.training.logprobs import score_tokens
 from rlm.training.sft_config import SFTConfig
-from rlm.training.sft_examples import Example, check_loss_mask
+from rlm.training.sft_examples import Example
 from rlm.training.state import LOG_BYTES
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
@@ -101,7 +109,7 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     examples: list[Example],
 ) -> SFTTrainer:
-    """Make the trainer of a run, and check that its batches learn what the examples say."""
+    """Make the trainer of a run."""
     trainer = SFTTrainer(
         model=policy,
         processing_class=tokenizer,
@@ -113,8 +121,6 @@ def make_trainer(
     for tensor in policy.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
-    first = examples[: config.micro_batch]
-    check_loss_mask(trainer.data_collator(first), first)
     return trainer
 
 
@@ -154,48 +160,41 @@ class CheckpointCallback(TrainerCallback):
 
     def __init__(
         self,
+        config: SFTConfig,
         run: RunDirectory,
-        policy: torch.nn.Module,
-        steps: int,
-        origin: Mapping[str, Any],
-        max_minutes: float | None = None,
+        policy: PeftModel,
+        base_hash: str,
+        examples: Sequence[Example],
     ) -> None:
-        """
-        Args:
-            steps: of the whole run.
-            origin: `run_origin`: what goes on must have the same.
-            max_minutes: stop at the step after so many, counted from here.
+        """Begin the run, or load its newest checkpoint: the trainer gets it when training begins.
 
         Raises:
-            UsageError: too little room on the disk.
+            UsageError: too little room on the disk; no checkpoint, or it is of another run.
         """
-        self.run, self.steps, self.origin = run, steps, origin
-        self.adapter = adapter_tensors(policy)
-        self.step = 0  # what was done before
-        self._seconds_before, self._max_minutes = 0.0, max_minutes
+        self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
+        self.steps, self.step = config.steps(len(examples)), 0  # of the run; done before
+        self._seconds_before = 0.0
         self._loaded: dict[str, Tensor] = {}
-        self._schedule: dict[str, Any] = {}
         self._epoch_began = torch.get_rng_state()
         self._started = self._saved = time.monotonic()
         size = 3 * sum(t.numel() * t.element_size() for t in self.adapter.values())
         check_space("--run-dir", run.path, (KEEP + 1) * size + LOG_BYTES)
+        rows = [[example["input_ids"], example["labels"]] for example in examples]
+        start_weights = config.adapter / ADAPTER_FILES[1] if config.adapter else None
+        data = {"training": data_id("examples", rows)}
+        self.origin = run_origin(to_dict(config), base_hash, start_weights, **data)
+        if config.resume:
+            self._loaded, state = resume_run(
+                run, self.origin, self.adapter, may_change=MAY_CHANGE, expected_keys=["schedule"]
+            )
+            self.step, self._schedule = state["step"], state["schedule"]
+            self._seconds_before = state["seconds"]
+        run.begin(to_dict(config))
 
     @property
     def seconds(self) -> float:
         """Seconds spent on the run, by the processes before this one too."""
         return self._seconds_before + time.monotonic() - self._started
-
-    def restore(self) -> None:
-        """Load the newest checkpoint; the trainer gets it when training begins.
-
-        Raises:
-            UsageError: there is none, or it is of another run.
-        """
-        self._loaded, state = resume_run(
-            self.run, self.origin, self.adapter, may_change=MAY_CHANGE, expected_keys=["schedule"]
-        )
-        self.step, self._schedule = state["step"], state["schedule"]
-        self._seconds_before = state["seconds"]
 
     def mean_loss(self) -> float:
         """Mean loss of all steps, from the log: a row has the mean since the row before."""
@@ -205,22 +204,16 @@ class CheckpointCallback(TrainerCallback):
             done = row["step"] + 1
         return total / done
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_train_begin(self, *arguments: Any, **parts: Any) -> None:
         self._optimizer, self._scheduler = parts["optimizer"], parts["lr_scheduler"]
         optimizer, scheduler = self._optimizer, self._scheduler
-        name_of = {id(tensor): name for name, tensor in self.adapter.items()}
-        self._names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         if self._loaded:
-            restore_tensors(self._loaded, self.adapter, optimizer, self._names)
+            restore_tensors(self._loaded, self.adapter, optimizer)
             scheduler.load_state_dict(self._schedule)
             for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
-    def on_epoch_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, *control: Any, **parts: Any) -> None:
         # The order of the epoch is drawn next. A resumed epoch draws it again, skips what was done,
         # and goes on with the generator as it was there.
         if self._loaded:
@@ -230,9 +223,7 @@ class CheckpointCallback(TrainerCallback):
                 self._loaded = {}
         self._epoch_began = torch.get_rng_state()
 
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_step_begin(self, *arguments: Any, **parts: Any) -> None:
         if self._loaded:
             torch.set_rng_state(self._loaded["random/now"])
             self._loaded = {}
@@ -240,9 +231,9 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        minutes = (time.monotonic() - self._started) / 60
-        if self._max_minutes is not None and minutes >= self._max_minutes:
-            terminal.line(f"--max-minutes {self._max_minutes:g} reached")
+        minutes, limit = (time.monotonic() - self._started) / 60, self.config.max_minutes
+        if limit is not None and minutes >= limit:
+            terminal.line(f"--max-minutes {limit:g} reached")
             control.should_training_stop = True
         control.should_training_stop |= self.run.interrupted
         control.should_log |= control.should_training_stop or state.global_step == self.steps
@@ -264,11 +255,9 @@ class CheckpointCallback(TrainerCallback):
         return time.monotonic() - self._saved >= SAVE_SECONDS
 
     def _save(self, step: int) -> None:
-        tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
-        tensors |= optimizer_tensors(self._optimizer, self._names)
+        tensors = checkpoint_tensors(self.adapter, self._optimizer)
         tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
-        state = {"origin": self.origin, "seconds": self.seconds}
-        state["schedule"] = self._scheduler.state_dict()
-        self.run.sync_logs()
+        schedule = self._scheduler.state_dict()
+        state = {"origin": self.origin, "seconds": self.seconds, "schedule": schedule}
         self.run.checkpoints.save(step, tensors, state, keep=KEEP)
         self._saved = time.monotonic()

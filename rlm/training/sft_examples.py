@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, terminal
 from rlm.data import IGNORED, Format, Problem, render_completion, render_problem
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Example = dict[str, list[int]]  # input_ids and labels
@@ -42,21 +41,6 @@ def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: For
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
-
-
-def check_loss_mask(batch: Mapping[str, Tensor], examples: Sequence[Example]) -> None:
-    """Check that a collated batch learns exactly what the examples say, padding apart.
-
-    Raises:
-        RuntimeError: the collator changed ids or labels.
-    """
-    for row, example in enumerate(examples):
-        length = len(example["input_ids"])
-        ids, labels = batch["input_ids"][row].tolist(), batch["labels"][row].tolist()
-        if ids[:length] != example["input_ids"] or labels[:length] != example["labels"]:
-            raise RuntimeError("the collator does not keep input_ids and labels as they are")
-        if any(label != IGNORED for label in labels[length:]):
-            raise RuntimeError("the collator puts padding into the loss")
 
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:

@@ -16,8 +16,8 @@ from rlm.model import ADAPTER_FILES
 from rlm.runs import (
     RunDirectory,
     check_space,
+    checkpoint_tensors,
     data_id,
-    optimizer_tensors,
     restore_tensors,
     resume_run,
     run_origin,
@@ -111,14 +111,12 @@ class TrainingState:
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
-        start = config.sft_adapter
-        self.origin = run_origin(
-            to_dict(config),
-            self.base_hash,
-            None if start is None else start / ADAPTER_FILES[1],
-            training=_problems_id(problems),
-            validation=_problems_id(eval_problems),
-        )
+        start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
+        data = {
+            split: data_id("problems", [[p.id, p.question, p.answer] for p in listed])
+            for split, listed in (("training", problems), ("validation", eval_problems))
+        }
+        self.origin = run_origin(to_dict(config), self.base_hash, start_weights, **data)
         if not config.resume:
             self.save(run, 0, keep=config.keep_checkpoints)
             step = 0
@@ -127,8 +125,7 @@ class TrainingState:
         else:
             distributed.broadcast(0)
             step = self.restore(run)
-        run.write_config(to_dict(config))
-        run.track(config.tracker, to_dict(config))  # only now: what is refused is shown nowhere
+        run.begin(to_dict(config))  # only now: what is refused is shown nowhere
         return step
 
     def control_after(
@@ -188,11 +185,7 @@ class TrainingState:
         )
 
     def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
-        """Add to a step's metrics, and then adapt the weight of the KL term.
-
-        Args:
-            kl: nats per token; None: nothing was learned from.
-        """
+        """Return metrics of the updates so far, and adapt the weight of the KL term after them."""
         metrics = {"optim/skipped": self.skipped_total}
         if config.kl_weight:
             metrics["loss/kl_weight"] = self.kl_weight
@@ -203,7 +196,7 @@ class TrainingState:
         """Raise the weight of the KL term where a step's KL is above its target, else lower it.
 
         weight · (1 + 0.1 · clip(kl / target - 1, -0.2, 0.2)): at most 2 % a step (Ziegler et al.,
-        arXiv 1909.08593). Without a target it stays.
+        arXiv 1909.08593).
 
         Args:
             kl, target: nats per token; None: nothing was learned from, or there is no target.
@@ -228,11 +221,9 @@ class TrainingState:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
         if not run.writes:
             return
-        tensors = {f"adapter/{name}": tensor.detach() for name, tensor in self.adapter.items()}
+        tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        tensors |= optimizer_tensors(self.optimizer, list(self.adapter))
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
-        run.sync_logs()
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory) -> int:
@@ -257,9 +248,5 @@ class TrainingState:
         return state["step"]
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        restore_tensors(tensors, self.adapter, self.optimizer, list(self.adapter))
+        restore_tensors(tensors, self.adapter, self.optimizer)
         self.weights.copy_to_model()
-
-
-def _problems_id(problems: Sequence[Problem]) -> str:
-    return data_id("problems", [[p.id, p.question, p.answer] for p in problems])

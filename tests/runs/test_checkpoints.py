@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlm.cli.options import UsageError
-from rlm.runs.atomic_files import replace_file
 from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
 from rlm.runs.directory import RunDirectory
 
@@ -191,21 +190,14 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path):
     }
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    file = tmp_path / "config.json"
-    replace_file(file, "old")
-
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        replace_file(file, "new")
-    assert file.read_text() == "old"
-    assert os.listdir(tmp_path) == ["config.json"]
     with pytest.raises(UsageError, match=r"No space left.*untouched"):
-        saved(tmp_path / "c", 1)
-    assert os.listdir(tmp_path / "c") == []
+        saved(tmp_path, 1)
+    assert os.listdir(tmp_path) == []
 
 
 def test_too_little_room_is_said_before(tmp_path, monkeypatch):

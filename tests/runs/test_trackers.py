@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import rlm.runs.trackers as tracking
-from rlm.cli.options import UsageError, parse
+from rlm.cli.options import UsageError
 from rlm.runs.trackers import ALIASES, TABLE_ROWS, TRACKER_NAMES, Tracker, open_tracker
-from rlm.training.config import GRPOConfig
-from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
-from train_grpo import GRPOTrainer
+from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
 OTHER_NAMES = {
     "rollouts/returns_mean", "training/loss", "training/kl", "training/grad_norm", "val/accuracy",
@@ -49,8 +47,7 @@ def recorder(monkeypatch):
 
 
 def train(model_dir, config):
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
-    return trainer.train(PROBLEMS, PROBLEMS[:2])
+    return a_trainer(model_dir, config).train(PROBLEMS, PROBLEMS[:2])
 
 
 def test_a_run_is_shown_under_our_names_and_the_others(model_dir, tmp_path, recorder, capsys):
@@ -117,15 +114,7 @@ def test_figures_that_are_not_finite_are_left_out():
     back_end = Recorder()
     Tracker("wandb", back_end, 1).log({"step": 4, "loss/kl": float("nan"), "reward/mean": 0.5})
     assert back_end.logged == [(4, {"reward/mean": 0.5, "rollouts/returns_mean": 0.5})]
-
-
-def test_the_option_and_its_older_spelling():
-    assert parse(GRPOConfig, ["--use_wandb"]).tracker == "wandb"
-    assert parse(GRPOConfig, ["--tracker", "trackio"]).tracker == "trackio"
-    assert GRPOConfig().tracker == "none"
     assert set(tracking.BACK_ENDS) == set(TRACKER_NAMES) - {"none"}
-    with pytest.raises(UsageError, match="contradict"):
-        parse(GRPOConfig, ["--use_wandb", "--tracker=tensorboard"])
 
 
 # --- the tools themselves, offline --------------------------------------------------------------
@@ -134,9 +123,8 @@ def test_the_option_and_its_older_spelling():
 def test_a_run_that_is_refused_is_shown_nowhere(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("rlm.runs.directory.open_tracker", pytest.fail)
     config = a_config(tmp_path, resume=True, tracker="tensorboard")
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
     with pytest.raises(UsageError, match="no checkpoint"):
-        trainer.train(PROBLEMS)
+        train(model_dir, config)
 
 
 @pytest.fixture

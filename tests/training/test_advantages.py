@@ -7,7 +7,6 @@ import torch
 
 from rlm.sampling import Completion
 from rlm.training.advantages import Group, group_advantages, has_signal, overlong_penalties
-from rlm.training.algorithms import soft_overlong
 from rlm.training.config import GRPOConfig
 
 NAN = math.nan
@@ -46,13 +45,16 @@ def test_groups_do_not_mix_and_rewards_are_not_written():
 
 
 def test_soft_overlong_penalty_is_dapos():
+    def penalties(*completions, **options):
+        config = GRPOConfig(max_new_tokens=20, **options)
+        return overlong_penalties([Group(None, [], completions, [], [])], config)[0].tolist()
+
     lengths = {15: 0, 16: -0.2, 17: -0.4, 18: -0.6, 19: -0.8, 20: -1, 21: -1}
-    options = {"max_new_tokens": 20, "buffer": 5}
-    got = {n: soft_overlong(n, False, **options) for n in lengths}
-    assert got == pytest.approx(lengths)
-    assert soft_overlong(3, True, **options) == -1  # no end token, whatever its length
-    assert soft_overlong(20, True, max_new_tokens=20, buffer=0) == 0
-    ended, cut = Completion([1] * 18, [], "stop"), Completion([1] * 20, [], "length")
-    config = GRPOConfig(max_new_tokens=20, overlong_buffer=5, overlong_penalty=-2.0)
-    penalties = overlong_penalties([Group(None, [], [ended, cut], [], [])], config)
-    assert penalties.tolist() == [pytest.approx([-1.2, -2.0])]
+    ended = [Completion([1] * length, [], "stop") for length in lengths]
+    cut = Completion([1] * 3, [], "length")  # no end token, whatever its length
+    assert penalties(*ended, cut, overlong_buffer=5) == pytest.approx([*lengths.values(), -1])
+    doubled = [2 * penalty for penalty in [*lengths.values(), -1]]
+    assert penalties(*ended, cut, overlong_buffer=5, overlong_penalty=-2.0) == pytest.approx(
+        doubled
+    )
+    assert penalties(*ended, cut, overlong_buffer=0) == [0] * 8

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from rlm.cli.options import UsageError, parse, to_dict
 from rlm.training.algorithms import ALGORITHMS
-from rlm.training.config import PRESETS, GRPOConfig, _warn_once, algorithms_help
+from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
 
 EVERY_PRESET = {"top_p": 1.0, "top_k": 0, "lora_dropout": 0.0, "use_lora": True, "kl_weight": 0.0}
 GRPO = {
@@ -168,17 +167,6 @@ def test_what_cannot_be_is_refused_with_the_reason(options, why):
 )  # fmt: skip
 def test_names_of_trl_and_of_earlier_versions(name, field):
     assert getattr(parse(GRPOConfig, [f"--{name}", "7"]), field) == 7
-
-
-def test_a_small_group_warns_once(caplog):
-    _warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        GRPOConfig(group_size=8)
-        assert not caplog.records
-        GRPOConfig(group_size=4)
-        GRPOConfig(group_size=4)
-    (record,) = caplog.records
-    assert "--group-size 4" in record.message
 
 
 def test_dashes_underscores_and_the_seeds_flags():

@@ -3,22 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
 from rlm.cli.main import run_main
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.model.hardware import Device
 from rlm.rewards import FormatReward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 from rlm.training.doctor import _reward, diagnose, run_doctor
+from tests.test_train_grpo import CPU, PROBLEMS
 
-CPU = Device("cpu", torch.float32, "test")
-PROBLEMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(40)]
 LLAMA3 = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] }}<|eot_id|>{% endfor %}"
@@ -67,17 +64,13 @@ def look(model_dir, tmp_path, text=half_right, reward=None, truncated=False, **o
     )  # fmt: skip
     trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, CPU)
     trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
-    return trainer, diagnose(trainer, PROBLEMS)
-
-
-def names(diagnosis):
-    return [finding.name for finding in diagnosis.findings]
+    return trainer, *diagnose(trainer, PROBLEMS)
 
 
 def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
-    trainer, diagnosis = look(model_dir, tmp_path)
-    assert diagnosis.findings == []
-    assert diagnosis.metrics == {
+    trainer, metrics, findings = look(model_dir, tmp_path)
+    assert findings == []
+    assert metrics == {
         "reward, mean": 0.5,
         "pass@1, strict": 0.5,
         "pass@1, lenient": 0.5,
@@ -100,63 +93,65 @@ def test_a_wrong_template_is_named(tmp_path, template):
     path = tmp_path / "base"
     tiny_model().save_pretrained(path)
     byte_tokenizer(template=template).save_pretrained(path)
-    _, diagnosis = look(path, tmp_path)
-    assert names(diagnosis) == ["wrong chat template"]
-    (finding,) = diagnosis.findings
-    assert finding.fault
+    (finding,) = look(path, tmp_path)[-1]
+    assert (finding.name, finding.fault) == ("wrong chat template", True)
     assert ("<|eot_id|>" in finding.text) == (template == LLAMA3)
 
 
-def test_a_parser_mismatch_is_named(model_dir, tmp_path):
-    """Right answers between other tags than those that are looked for."""
-    _, diagnosis = look(model_dir, tmp_path, lambda i, j: half_right(i, j, FORMATS["simple"]))
-    assert names(diagnosis) == ["parser mismatch", "no signal"]
-    assert diagnosis.findings[0].advice == "--reasoning-format simple"
-    _, diagnosis = look(model_dir, tmp_path, lambda i, j: rf"so \boxed{{{2 * i + j % 2}}}")
-    assert names(diagnosis)[0] == "parser mismatch"
-    assert diagnosis.metrics["pass@1, lenient"] == 0.5
-    assert diagnosis.metrics["pass@1, strict"] == 0.0
-    assert "no_reasoning" in diagnosis.findings[0].text
+def blind(completions, answer):
+    """Reads an answer that nobody writes like that."""
+    return [float(text == answer[0]) for text in completions]
 
 
-def test_a_learning_rate_that_moves_nothing_is_named(model_dir, tmp_path):
-    _, diagnosis = look(model_dir, tmp_path, learning_rate=1e-8)
-    assert names(diagnosis) == ["learning rate too low"]
-    assert diagnosis.findings[0].fault
-    _, diagnosis = look(model_dir, tmp_path, learning_rate=0.1)
-    assert names(diagnosis) == ["learning rate too high"]
-    _, diagnosis = look(model_dir, tmp_path, learning_rate=5e-6)  # reasoning_small's
-    assert [(f.name, f.fault) for f in diagnosis.findings] == [("learning rate too low", False)]
+TOO_LOW, NO_SIGNAL = "learning rate too low", "no signal"
+BROKEN = {  # what was broken → findings, whether each is a fault, and what stands in the first
+    "other tags": (
+        {"text": lambda i, j: half_right(i, j, FORMATS["simple"])},
+        {"parser mismatch": True, NO_SIGNAL: True},
+        "--reasoning-format simple",
+    ),
+    "no tags": (
+        {"text": lambda i, j: rf"so \boxed{{{2 * i + j % 2}}}"},
+        {"parser mismatch": True, NO_SIGNAL: True},
+        "no_reasoning",
+    ),
+    "a rate that moves nothing": ({"learning_rate": 1e-8}, {TOO_LOW: True}, "1e-08"),
+    "reasoning_small's rate": ({"learning_rate": 5e-6}, {TOO_LOW: False}, "5e-06"),
+    "a rate that breaks": ({"learning_rate": 0.1}, {"learning rate too high": True}, "0.1"),
+    "nothing ends": (
+        {"text": lambda i, j: "<think>and then", "truncated": True},
+        {NO_SIGNAL: True, "truncation": True},
+        "no difference",
+    ),
+    "nothing to read": (
+        {"text": lambda i, j: "I do not know"},
+        {"no answers": True, NO_SIGNAL: True},
+        "0% of the completions",
+    ),
+    "too easy": (
+        {"text": lambda i, j: FORMATS["deepseek"].completion("so", str(2 * i))},
+        {NO_SIGNAL: True},
+        "harder problems",
+    ),
+    "a reward of the format": (
+        {"reward": FormatReward()},
+        {"reward can be had without being right": False, NO_SIGNAL: True},
+        "every number up to 200, a wrong answer",
+    ),
+    "a blind reward": (
+        {"reward": blind},
+        {"reward can be had without being right": False, NO_SIGNAL: True},
+        "an empty completion",
+    ),
+}
 
 
-def test_all_truncated_and_nothing_to_read(model_dir, tmp_path):
-    _, diagnosis = look(model_dir, tmp_path, lambda i, j: "<think>and then", truncated=True)
-    assert names(diagnosis) == ["no signal", "truncation"]
-    assert all(finding.fault for finding in diagnosis.findings)
-    _, diagnosis = look(model_dir, tmp_path, lambda i, j: "I do not know")
-    assert names(diagnosis) == ["no answers", "no signal"]
-
-
-def test_a_task_that_is_too_easy(model_dir, tmp_path):
-    _, diagnosis = look(
-        model_dir, tmp_path, lambda i, j: FORMATS["deepseek"].completion("so", str(2 * i))
-    )
-    (finding,) = diagnosis.findings
-    assert finding.name == "no signal"
-    assert "harder problems" in finding.advice
-
-
-def test_rewards_that_cannot_teach_are_named(model_dir, tmp_path):
-    _, diagnosis = look(model_dir, tmp_path, reward=FormatReward())
-    assert "reward can be had without being right" in names(diagnosis)
-    text = next(f.text for f in diagnosis.findings if "without being right" in f.name)
-    assert text.startswith("every number up to 200, a wrong answer")
-
-    def blind(completions, answer):  # reads an answer that nobody writes like that
-        return [float(text == answer[0]) for text in completions]
-
-    _, diagnosis = look(model_dir, tmp_path, reward=blind)
-    assert "no signal" in names(diagnosis)
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_was_broken_is_named(model_dir, tmp_path, what):
+    options, expected, said = BROKEN[what]
+    _, _, findings = look(model_dir, tmp_path, **options)
+    assert {finding.name: finding.fault for finding in findings} == expected
+    assert said in findings[0].text + findings[0].advice
 
 
 def test_a_reward_may_be_below_zero_but_not_the_same_for_all():

@@ -15,50 +15,12 @@ from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.model.base import kernels_for
 from rlm.training.advantages import group_advantages
 from rlm.training.algorithms import ALGORITHMS
-from rlm.training.batches import Rollout, make_micro_batches, row_weights
+from rlm.training.batches import make_micro_batches, row_weights
 from rlm.training.fused_layers import use_fused_layers
 from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
 from rlm.training.loss import policy_loss
 from rlm.training.mixed_precision import MixedPrecisionAdapter
 from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
-
-
-def plain_logprobs(model, prompt, completion, temperature):
-    """One row, no padding, no packing: what the packed computation must equal."""
-    ids = torch.tensor([list(prompt) + list(completion)])
-    scores = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
-    return [scores[len(prompt) + t - 1, token] for t, token in enumerate(completion)]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 1), (4, 1), (3, 10_000), (99, 10_000)])
-def test_packed_logprobs_equal_plain_ones(family, max_rows, max_tokens):
-    model, rollouts = tiny_model(family), some_rollouts()
-    seen = []
-    with torch.no_grad():
-        for micro in make_micro_batches(rollouts, max_rows, max_tokens, "cpu"):
-            assert len(micro.rows) <= max_rows
-            logprobs, entropy = token_logprobs(model, micro, temperature=0.7)
-            assert (entropy[micro.completion_mask] > 0).all()
-            for i, row in enumerate(micro.rows):
-                expected = plain_logprobs(
-                    model, rollouts[row].prompt, rollouts[row].completion, 0.7
-                )
-                assert logprobs[i, : len(expected)].tolist() == pytest.approx(
-                    [float(e) for e in expected], abs=1e-5
-                )
-                assert logprobs[i, len(expected) :].abs().sum() == 0
-            seen += micro.rows
-    assert sorted(seen) == list(range(len(rollouts)))
-
-
-def test_entropy_by_hand():
-    model = tiny_model()
-    rollout = Rollout(0, [1, 2], [3], 1.0, 1.0, [-1.0])
-    (micro,) = make_micro_batches([rollout], 1, 1, "cpu")
-    _, entropy = token_logprobs(model, micro, temperature=1.0)
-    p = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1].softmax(-1)
-    assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
 
 
 def gradients(policy, rollouts, max_rows, algorithm="grpo", drift=0.0):
@@ -72,14 +34,18 @@ def gradients(policy, rollouts, max_rows, algorithm="grpo", drift=0.0):
     return torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
 
 
-@pytest.fixture
-def policy():
-    policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
+def a_policy(family="llama"):
+    policy = new_adapter(tiny_model(family), r=4, alpha=8).eval()
     with torch.no_grad():
         for name, tensor in adapter_tensors(policy).items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.1)
     return policy
+
+
+@pytest.fixture
+def policy():
+    return a_policy()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -256,11 +222,22 @@ def test_gradients_too_small_for_fp16_are_not_lost():
     assert (got - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(
+    ("family", "temperature", "max_rows", "max_tokens"),
+    [
+        ("llama", 1.0, 1, 1),
+        ("qwen2", 0.7, 4, 1),
+        ("llama", 0.7, 3, 9999),
+        ("qwen2", 1.0, 3, 9999),
+        ("llama", 1.0, 99, 9999),
+    ],
+)
 @pytest.mark.parametrize("with_kernels", [False, True])
-def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
-    policy, temperature, with_kernels, monkeypatch
+def test_log_probabilities_and_gradients_equal_those_of_plain_rows(
+    family, temperature, max_rows, max_tokens, with_kernels, monkeypatch
 ):
+    """One row a completion, no padding, no packing, all logits; entropy too."""
+    policy = a_policy(family)
     if with_kernels:
         kernels(policy.dtype)
         assert kernels_for(policy)[0]
@@ -278,7 +255,10 @@ def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
         expected.append((drawn.detach(), -(every.exp() * every).sum(-1).detach()))
     gradient = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
     policy.zero_grad()
-    for micro in make_micro_batches(rollouts, 3, 9999, "cpu"):
+    seen = []
+    for micro in make_micro_batches(rollouts, max_rows, max_tokens, "cpu"):
+        assert len(micro.rows) <= max_rows
+        seen += micro.rows
         logprobs, entropy = token_logprobs(policy, micro, temperature)
         for row, values, spread in zip(micro.rows, logprobs, entropy, strict=True):
             length = len(rollouts[row].completion)
@@ -286,6 +266,7 @@ def test_log_probabilities_and_gradients_equal_those_of_the_full_logits(
             assert torch.allclose(spread[:length], expected[row][1], atol=1e-5)
             assert not values[length:].any()
         (logprobs * factors[: logprobs.shape[1]]).sum().backward()
+    assert sorted(seen) == list(range(len(rollouts)))
     got = torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
     assert gradient.abs().max() > 0.1
     assert torch.allclose(got, gradient, atol=1e-5, rtol=1e-4)

@@ -8,8 +8,10 @@ import torch
 
 from rlm.sampling import Completion
 from rlm.training.advantages import Group
+from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.metrics import LearnMetrics, step_metrics
+from rlm.training.metrics import LearnMetrics, announce_run, step_metrics
 
 
 def completion(length, reason="stop"):
@@ -71,14 +73,14 @@ def test_the_metrics_of_learning_by_hand():
     first = LossSums(9.0, 9.0, 9.0, 9, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, 9, tokens=1)
     last = LossSums(0.5, 0.25, 2.0, 1, 0, tokens=3), LossSums(-0.25, 0.5, 1.0, 0, 1, tokens=1)
     learned = LearnMetrics(grad_norm=0.7)
-    others = [LearnMetrics(grad_norm=0.7) for _ in range(2)]  # a micro-batch each
+    mine, other = LearnMetrics(grad_norm=0.7), LearnMetrics(grad_norm=0.7)  # a micro-batch each
     for update, sums in enumerate((first, last)):
         for i, micro in enumerate((long, short)):
             # Of the second update, log-probabilities and entropy are not what was sampled.
             drift = float(update)
             arguments = (update, micro, logprobs[i] + drift, entropy[i] + drift, sums[i])
             learned.add(*arguments)
-            others[i].add(*arguments)
+            (mine, other)[i].add(*arguments)
     expected = {
         "loss/policy": 0.25,
         "loss/kl": 3 / 4,
@@ -89,6 +91,26 @@ def test_the_metrics_of_learning_by_hand():
         "sampler/logprob_gap_mean": (0.5 + 2) / 4,
         "sampler/logprob_gap_max": 2.0,
     }
-    assert learned.as_dict() == pytest.approx(expected)
-    assert LearnMetrics.joined(others).as_dict() == pytest.approx(expected)  # of two processes
-    assert LearnMetrics.joined([LearnMetrics()]).as_dict() == {}
+    assert learned.as_dict(Distributed()) == pytest.approx(expected)
+    their = {id(mine.sums): other.sums, id(mine.first): other.first}
+    two = SimpleNamespace(gather=lambda shares: [*shares, *(their[id(s)] for s in shares)])
+    assert mine.as_dict(two) == pytest.approx(expected)  # of two processes
+    assert LearnMetrics().as_dict(Distributed()) == {}
+
+
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys):
+    config = GRPOConfig(model="m", dataset="d", group_size=size, max_minutes=3.0)
+    adapter = {"a": torch.zeros(5, 6), "b": torch.zeros(2)}
+    sampler = SimpleNamespace(description="merged")
+    trainer = SimpleNamespace(config=config, adapter=adapter, model_name="m", sampler=sampler)
+    announce_run(trainer, 9, 4)
+    said = capsys.readouterr().out
+    for text in (
+        "d: 9 problems, 4 to validate on",
+        "32 parameters",
+        "20, or 3 minutes",
+        config.formula,
+    ):
+        assert text in said.replace("\n", " ")
+    assert ("a noisy baseline" in said) == ("group_size 7" in said) == (size < 8)

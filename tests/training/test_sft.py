@@ -25,8 +25,7 @@ from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
 from rlm.training.sft_examples import to_example
 from tests.test_scripts import DATA, run
-from tests.test_train_grpo import a_start_adapter
-from train_grpo import GRPOTrainer
+from tests.test_train_grpo import CPU, a_start_adapter, a_trainer
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
 
@@ -323,16 +322,14 @@ def test_a_run_of_the_other_stage_is_not_resumed(sft, model_dir, tmp_path, at_ba
         eval_every=0, run_dir=folder, output=tmp_path / "g",
     )  # fmt: skip
     problems = load_problems(DATA[1], "train", max_samples=2)
-    GRPOTrainer(str(model_dir), grpo, device=Device("cpu", torch.float32, "")).train(problems)
+    a_trainer(model_dir, grpo).train(problems)
     assert sft("--resume") == 2
     assert f"{folder} is a run of another script" in capsys.readouterr().err
 
     at_batch(1, interrupt())
     assert sft(*THREE_EPOCHS) == 143  # the other one is moved away
-    again = replace(grpo, resume=True)
-    trainer = GRPOTrainer(str(model_dir), again, device=Device("cpu", torch.float32, ""))
     with pytest.raises(UsageError, match="is a run of another script"):
-        trainer.train(problems)
+        a_trainer(model_dir, replace(grpo, resume=True)).train(problems)
 
 
 def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkeypatch, signals):
@@ -348,12 +345,12 @@ def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkey
 
 
 def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
-    policy = new_adapter(load_base(str(model_dir), Device("cpu", torch.float32, "")), r=4, alpha=8,
+    policy = new_adapter(load_base(str(model_dir), CPU), r=4, alpha=8,
                          dropout=0.5)  # fmt: skip
     save_adapter(policy, byte_tokenizer(), tmp_path / "start", {})
     assert sft("--adapter", tmp_path / "start", "--seed", 0) == 0
     config = train_sft.SFTConfig(model=str(model_dir), adapter=tmp_path / "start")
-    wet = train_sft.start_policy(config, Device("cpu", torch.float32, ""), "").train()
+    wet = train_sft.start_policy(config, CPU, "").train()
     ids = torch.arange(5, 20)[None]
     torch.nn.init.normal_(next(t for n, t in wet.named_parameters() if "lora_B" in n))
     assert not torch.equal(wet(ids).logits, wet(ids).logits)  # each pass drops other units
