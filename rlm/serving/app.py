@@ -11,18 +11,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rlm.serving.errors import Problem, invalid
-from rlm.serving.openapi import REFUSED, complete_schema
+from rlm.serving.errors import REFUSED, Problem, invalid
 from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
 
+# For /openapi.json alone: SecurityMiddleware has checked the key.
+SEND_KEY = [
+    Security(HTTPBearer(auto_error=False)),
+    Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
+]
 WATCH_SECONDS = 0.5  # between looks at the engine
 PAGE = files("rlm.serving").joinpath("page")
 PAGE_POLICY = (  # the page's own files and this server, nothing else; no markup made by a script
@@ -53,12 +58,13 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
         redoc_url=None,
         responses={"default": REFUSED},
     )
+    key = SEND_KEY if needs_key else []
     app.include_router(_state_routes(service))
-    app.include_router(phase1_routes(service, needs_key))
-    app.include_router(openai_routes(service))
+    app.include_router(_metrics_route(service), dependencies=key)
+    app.include_router(phase1_routes(service, needs_key), dependencies=key)
+    app.include_router(openai_routes(service), dependencies=key)
     app.include_router(_page_routes())
     _handle_errors(app)
-    complete_schema(app, service, needs_key)
     return app
 
 
@@ -85,6 +91,12 @@ def _state_routes(service: Service) -> APIRouter:
         if problem := service.not_ready():
             raise problem
         return {"status": "ready"}
+
+    return router
+
+
+def _metrics_route(service: Service) -> APIRouter:
+    router = APIRouter(tags=["state"])
 
     @router.get(
         "/metrics",

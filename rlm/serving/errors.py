@@ -14,6 +14,22 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+PROBLEM_TYPE = "application/problem+json"
+_FIELDS = ("type", "title", "detail", "code", "request_id")
+REFUSED = {  # for OpenAPI
+    "description": "Refused: `code` says why",
+    "content": {
+        PROBLEM_TYPE: {
+            "schema": {
+                "type": "object",
+                "required": [*_FIELDS, "status", "error"],
+                "properties": {name: {"type": "string"} for name in _FIELDS}
+                | {"status": {"type": "integer"}, "error": {"type": "object"}}
+                | {"errors": {"type": "array", "items": {"type": "object"}}},
+            }
+        }
+    },
+}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MOST_ERRORS = 20  # a body of 64 KB can hold 40,000
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -75,9 +91,7 @@ class Problem(Exception):
             headers["Connection"] = "close"
         if self.status in (500, 504):  # the openai client would pay for the same failure again
             headers["X-Should-Retry"] = "false"
-        return JSONResponse(
-            self.body(request_id), self.status, headers, media_type="application/problem+json"
-        )
+        return JSONResponse(self.body(request_id), self.status, headers, PROBLEM_TYPE)
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:

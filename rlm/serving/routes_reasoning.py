@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_samples, trace, verify
 from rlm.serving.errors import Problem
-from rlm.serving.openapi import event_stream
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
     MOST_SAMPLES,
@@ -25,8 +24,8 @@ from rlm.serving.schema import (
     Step,
     Timings,
 )
-from rlm.serving.service import GenerationRequest, Service
-from rlm.serving.streaming import COMMENT, EventStream, until_done
+from rlm.serving.service import Service
+from rlm.serving.streaming import COMMENT, EventStream, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
 EVENTS = ("start", "reasoning", "answer", "sample", "done", "error")
@@ -43,7 +42,7 @@ def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
     )
     async def reasoning(body: ReasoningRequest, request: Request) -> Response:
         request_id = request.state.request_id
-        running = await service.accept(generation_request(body), "phase1")
+        running = await service.accept(body, "phase1")
         if body.stream:
             return EventStream(service, running, _events(service, running, body, request_id))
         await until_done(service, running, request)
@@ -60,11 +59,6 @@ def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
         return _info(service, needs_key)
 
     return router
-
-
-def generation_request(request: ReasoningRequest) -> GenerationRequest:
-    of_the_report = {"prompt", "stream", "return_samples", "expected_answer"}
-    return GenerationRequest(request.prompt, **request.model_dump(exclude=of_the_report))
 
 
 def _report(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from rlm.serving.errors import Problem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
 from rlm.serving.request import RunningRequest
+from rlm.serving.schema import ReasoningRequest
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,6 @@ class Limits:
     requests: int  # accepted and not finished
     tokens: int  # which these may take up at most
     seconds: float  # from acceptance to the last token
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """What both protocols boil down to. None: the server decides."""
-
-    question: str
-    n: int = 1
-    max_new_tokens: int | None = None
-    thinking_budget: int | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    adapter: str | None = None
-    examples: Sequence[tuple[str, str]] = ()  # earlier turns
-    system: str | None = None  # said after the format's own system prompt
 
 
 class Service:
@@ -65,22 +48,33 @@ class Service:
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, metrics
         self.public_url: str | None = None
+        self.draining = False  # what was accepted goes on, nothing new is
         self._running: dict[str, RunningRequest] = {}
         # One: the tokenizer encodes one text at a time, and every thread keeps memory of its own.
         self._renderer = ThreadPoolExecutor(1, "render")
 
     def not_ready(self) -> Problem | None:
         """What keeps new requests out now."""
+        if self.draining:
+            return Problem(503, "draining", "the server is shutting down", retry_after=10)
         if self.engine.state == "loading":
             return Problem(503, "loading", "the model is still being loaded", retry_after=5)
-        if self.engine.state == "draining":
-            return Problem(503, "draining", "the server is shutting down", retry_after=10)
         if not self.engine.alive:
             return Problem(503, "engine_down", "the engine does not answer", retry_after=10)
         return None
 
-    async def accept(self, asked: GenerationRequest, api: str) -> RunningRequest:
+    async def accept(
+        self,
+        asked: ReasoningRequest,
+        api: str,
+        examples: Sequence[tuple[str, str]] = (),
+        system: str = "",
+    ) -> RunningRequest:
         """Check a request against the limits and hand it to the engine.
+
+        Args:
+            examples: earlier turns of the conversation.
+            system: said after the format's own system prompt.
 
         Raises:
             Problem: it asks for too much, or there is no room, or the engine is not ready.
@@ -93,7 +87,17 @@ class Service:
             raise Problem(422, "validation", detail, param="stop")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
-        render = partial(self._render, asked, adapter)
+        format, system_prompt = adapter.format, None
+        if system:
+            system_prompt = f"{format.system_prompt}\n{system}"
+        render = partial(
+            render_prompt,
+            self.tokenizer,
+            asked.prompt,
+            format,
+            examples=examples,
+            system_prompt=system_prompt,
+        )
         prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
         if len(prompt) > self.limits.prompt_tokens:
             raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
@@ -145,7 +149,7 @@ class Service:
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what runs finish, and end what has not by then."""
-        self.engine.drain()
+        self.draining = True
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -167,12 +171,7 @@ class Service:
         full = self.requests >= self.limits.requests
         if full or self.tokens + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
-            raise Problem(503, "queue_full", "the queue is full", retry_after=self._wait_estimate())
-
-    def _wait_estimate(self) -> int:
-        """Seconds until about a quarter of what is queued is done, from the rate so far."""
-        rate = self.engine.tokens_per_second
-        return min(60, max(1, math.ceil(self.tokens / 4 / rate))) if rate else 5
+            raise Problem(503, "queue_full", "the queue is full", retry_after=5)
 
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
@@ -180,12 +179,6 @@ class Service:
             detail = "no adapter of this name; /phase1/info lists them"
             raise Problem(404, "adapter_not_found", detail, param="adapter")
         return adapter
-
-    def _render(self, asked: GenerationRequest, adapter: ServedAdapter) -> list[int]:
-        format = adapter.format
-        system = f"{format.system_prompt}\n{asked.system}" if asked.system else None
-        shown = {"examples": asked.examples, "system_prompt": system}
-        return render_prompt(self.tokenizer, asked.question, format, **shown)
 
 
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> Problem:

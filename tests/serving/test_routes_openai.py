@@ -6,8 +6,8 @@ import pytest
 from live_server import ADD, live, make_service
 
 from rlm.data.prompts import FORMATS
-from rlm.serving.routes_openai import ChatRequest, generation_request
-from rlm.serving.service import GenerationRequest
+from rlm.serving.routes_openai import ChatRequest, reasoning_request
+from rlm.serving.schema import ReasoningRequest
 
 openai = pytest.importorskip("openai")
 
@@ -74,23 +74,11 @@ TURNS = [
 def test_every_field_is_asked_for():
     options = {"temperature": 0.3, "top_p": 0.8, "n": 2, "seed": 7, "thinking_budget": 4}
     request = ChatRequest(model="base", messages=TURNS, max_tokens=9, stop="x", **options)
-    assert generation_request(request) == GenerationRequest(
-        question="two and three",
-        n=2,
-        max_new_tokens=9,
-        thinking_budget=4,
-        temperature=0.3,
-        top_p=0.8,
-        seed=7,
-        stop=["x"],
-        adapter="base",
-        examples=[("one and one", "two"), ("one and two", "three")],
-        system="Be brief.\nUse words.",
-    )
+    asked = {"prompt": "two and three", "max_new_tokens": 9, "stop": ["x"], "adapter": "base"}
+    assert reasoning_request(request) == ReasoningRequest(**asked, **options)
     alone = ChatRequest(model="base", messages=TURNS[-1:], max_completion_tokens=8, seed=0)
-    assert generation_request(alone) == GenerationRequest(
-        "two and three", max_new_tokens=8, adapter="base", stop=[], examples=[], system=""
-    )
+    asked = {"prompt": "two and three", "max_new_tokens": 8, "adapter": "base"}
+    assert reasoning_request(alone) == ReasoningRequest(**asked)
 
 
 def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
@@ -135,8 +123,8 @@ def test_several_choices(client):
 def test_without_a_seed_each_call_draws_anew():
     """Or whoever asks k times would hold one answer k times for a vote."""
     body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
-    assert len({generation_request(ChatRequest(**body)).seed for _ in range(5)}) == 5
-    assert generation_request(ChatRequest(**body, seed=0)).seed == 0
+    assert len({reasoning_request(ChatRequest(**body)).seed for _ in range(5)}) == 5
+    assert reasoning_request(ChatRequest(**body, seed=0)).seed == 0
 
 
 def test_a_stop_text_is_not_returned(client):
@@ -182,7 +170,6 @@ def test_neutral_values_are_taken(client):
         {"logprobs": True},
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"logit_bias": {"5": 1}},
         {"max_tokens": 5, "max_completion_tokens": 5},
         {"stream_options": {"include_usage": True}},
         {"extra_body": {"top_k": 5}},

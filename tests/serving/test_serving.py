@@ -351,7 +351,7 @@ def test_not_ready_while_loading(tokenizer):
     assert service.not_ready().code == "loading"
     service.engine.start()
     assert service.not_ready().code == "loading"
-    service.engine.drain()  # a signal while it loads
+    service.draining = True  # a signal while it loads
     go.set()
     wait_until(lambda: service.engine.state != "loading")
     assert service.not_ready().code == "draining"
@@ -550,7 +550,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(tokenizer):
         running = [pool.submit(server.post, {"prompt": "long", "seed": i}) for i in range(5)]
         wait_until(lambda: service.requests == 5)
         server.server.handle_exit(signal.SIGTERM, None)
-        wait_until(lambda: service.engine.state == "draining")
+        wait_until(lambda: service.draining)
         assert server.get("/ready").json()["code"] == "draining"
         assert server.post({"prompt": "x"}).json()["code"] == "draining"
         assert [r.result().json()["response"] for r in running] == [LONG] * 5
@@ -574,7 +574,7 @@ def test_a_second_signal_does_not_wait(tokenizer):
         connection = send(server.port, {"prompt": "loop"})
         wait_until(lambda: service.requests == 1)
         server.server.handle_exit(signal.SIGTERM, None)
-        wait_until(lambda: service.engine.state == "draining")
+        wait_until(lambda: service.draining)
         assert not server.server.force_exit
         server.server.handle_exit(signal.SIGINT, None)
         server.thread.join(10)
