@@ -91,6 +91,7 @@ def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
     assert (code, out.count("\n")) == (0, 1)
     reply = json.loads(out)
     assert reply.pop("seconds") > 0
+    assert reply.pop("mean_logprob") <= 0
     assert reply == {
         "question": "vote",
         "response": ADD,
@@ -98,6 +99,7 @@ def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
         "answer": "5",
         "final_answer": "5",
         "finish_reason": "stop",
+        "format": "strict",
         "thinking": {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None},
         "vote": {
             "n": 4,

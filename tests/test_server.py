@@ -38,9 +38,8 @@ from rlm.serving.engine import Engine
 from rlm.serving.http_guard import SlowGuard
 from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
-from rlm.serving.models import find_models
-from rlm.serving.replicas import load_replicas
-from rlm.serving.service import Limits
+from rlm.serving.models import find_models, load_replicas
+from rlm.serving.request import Limits
 from rlm.serving.tunnel import ENDPOINT, write_endpoint
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
@@ -268,7 +267,7 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     assert service.limits == Limits(
         prompt_tokens=22, new_tokens=11, requests=3, tokens=3 * (22 + 11), seconds=4.5
     )
-    assert service.engine._lengths == (22, 11)
+    assert service.engine._limits is service.limits
     service.engine._load()
     assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"))

@@ -9,11 +9,10 @@ EXPORTS = {
     "engine": "Engine",
     "http_guard": "UVICORN",
     "http_server": "GracefulServer listen local_url",
-    "metrics": "Metrics",
     "middleware": "SecurityMiddleware SecuritySettings",
-    "models": "find_models",
-    "replicas": "load_replicas",
-    "service": "Limits Service",
+    "models": "find_models load_replicas",
+    "request": "Limits",
+    "service": "Service",
     "tunnel": "Tunnel TunnelError write_endpoint",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

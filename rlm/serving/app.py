@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rlm.serving.errors import REFUSED, Problem, invalid
+from rlm.serving.errors import REFUSED, Problem, as_problem
 from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
@@ -64,7 +64,8 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
     app.include_router(phase1_routes(service, needs_key), dependencies=key)
     app.include_router(openai_routes(service), dependencies=key)
     app.include_router(_page_routes())
-    _handle_errors(app)
+    for kind in (Problem, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _refuse)
     return app
 
 
@@ -128,31 +129,11 @@ def _page_routes() -> APIRouter:
     return router
 
 
-def _handle_errors(app: FastAPI) -> None:
-    """Answer every error in the shape of Problem."""
-
-    @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> Response:
-        return error.response(request.state.request_id)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation(request: Request, error: RequestValidationError) -> Response:
-        return invalid(error.errors()).response(request.state.request_id)
-
-    @app.exception_handler(HTTPException)
-    async def http_exception(request: Request, error: HTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
-        refusal = Problem(error.status_code, code, str(error.detail))
-        response = refusal.response(request.state.request_id)
-        response.headers.update(error.headers or {})  # Allow, of a 405
-        return response
-
-    @app.exception_handler(ClientDisconnect)
-    async def disconnect(request: Request, error: ClientDisconnect) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer every error in the shape of Problem. A bug is raised again, for the log."""
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        """The traceback goes to the log (the server raises it again), not to the client."""
-        refusal = Problem(500, "internal", "a fault of the server")
-        return refusal.response(request.state.request_id)
+    response = as_problem(error).response(request.state.request_id)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})  # Allow, of a 405
+    return response

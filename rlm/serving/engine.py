@@ -10,23 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from rlm.sampling import CacheConfig, Request, Sampler, Token
+from rlm.sampling import CacheConfig, Request, Token
 from rlm.serving.errors import Problem
 from rlm.serving.logging import log_error
-from rlm.serving.request import RunningRequest
-
-
-@dataclass
-class Replica:
-    """One adapter (or the base without one), and the sampler that draws with it."""
-
-    sampler: Sampler
-    activate: Callable[[], None]  # make it the active adapter of the shared model
-    prefix: Sequence[int]  # the beginning that the prompts share
+from rlm.serving.models import Replica
+from rlm.serving.request import Limits, RunningRequest
 
 
 class Engine:
@@ -38,18 +29,14 @@ class Engine:
     def __init__(
         self,
         load: Callable[[], dict[str, Replica]],
-        *,
-        prompt_tokens: int,
-        new_tokens: int,
+        limits: Limits,
         hang_seconds: float = 60.0,
     ) -> None:
         """
         Args:
-            prompt_tokens, new_tokens: the longest prompt and completion there will be.
             hang_seconds: a step that takes longer counts as dead until it comes back.
         """
-        self._load = load
-        self._lengths = (prompt_tokens, new_tokens)
+        self._load, self._limits = load, limits
         self._hang_seconds = hang_seconds
         self._replicas: dict[str, Replica] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
@@ -116,8 +103,9 @@ class Engine:
         replica = self._replicas[name]
         replica.activate()
         replica.sampler.reset()
-        rows = replica.sampler.max_num_seqs
-        replica.sampler.allocate_cache(CacheConfig(rows, rows, *self._lengths), replica.prefix)
+        rows, limits = replica.sampler.max_num_seqs, self._limits
+        config = CacheConfig(rows, rows, limits.prompt_tokens, limits.new_tokens)
+        replica.sampler.allocate_cache(config, replica.prefix)
         self._running[name] = {}
 
     def _loop(self) -> None:

@@ -12,6 +12,8 @@ from http import HTTPStatus
 from itertools import islice
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 PROBLEM_TYPE = "application/problem+json"
@@ -92,6 +94,18 @@ class Problem(Exception):
         if self.status in (500, 504):  # the openai client would pay for the same failure again
             headers["X-Should-Retry"] = "false"
         return JSONResponse(self.body(request_id), self.status, headers, PROBLEM_TYPE)
+
+
+def as_problem(error: Exception) -> Problem:
+    """What an exception is answered with; of a bug the client is told no more than that."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, RequestValidationError):
+        return invalid(error.errors())
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
+        return Problem(error.status_code, code, str(error.detail))
+    return Problem(500, "internal", "a fault of the server; the log has the request id")
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:

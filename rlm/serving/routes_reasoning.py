@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_samples, trace, verify
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_sample, trace, verify
 from rlm.serving.errors import Problem
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
@@ -133,31 +133,28 @@ async def _events(
                 if row == 0 and answer:
                     yield _event("answer", {"sample": 0, "delta": answer})
             for sample in _just_finished(running, told):
-                yield _event("sample", sample)
+                yield sample
         for sample in _just_finished(running, told):
-            yield _event("sample", sample)
+            yield sample
         yield _event("done", _report(service, running, request, request_id).model_dump())
     except Problem as problem:
         yield _event("error", problem.body(request_id))
 
 
-def _just_finished(running: RunningRequest, told: set[int]) -> list[dict[str, Any]]:
+def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
     """Of several samples those that have ended and are not in `told`; adds them to it."""
-    states = running.stream.completions
-    new = [i for i, state in enumerate(states) if state.finish_reason and i not in told]
-    if len(states) == 1 or not new:
-        return []
-    told.update(new)
-    return [
-        {
-            "sample": i,
-            "final_answer": sample.final_answer,
-            "format": sample.format,
-            "finish_reason": sample.finish_reason,
-            "thinking": asdict(sample.thinking),
-        }
-        for i, sample in zip(new, read_samples(running.stream, new), strict=True)
-    ]
+    for i, state in enumerate(running.stream.completions):
+        if running.n > 1 and state.finish_reason and i not in told:
+            told.add(i)
+            sample = read_sample(running.stream, i)
+            summary = {
+                "sample": i,
+                "final_answer": sample.final_answer,
+                "format": sample.format,
+                "finish_reason": sample.finish_reason,
+                "thinking": asdict(sample.thinking),
+            }
+            yield _event("sample", summary)
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

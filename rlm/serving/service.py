@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -19,19 +18,8 @@ from rlm.serving.engine import Engine
 from rlm.serving.errors import Problem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
-from rlm.serving.request import RunningRequest
+from rlm.serving.request import Limits, RunningRequest
 from rlm.serving.schema import ReasoningRequest
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request and all together may ask for."""
-
-    prompt_tokens: int
-    new_tokens: int
-    requests: int  # accepted and not finished
-    tokens: int  # which these may take up at most
-    seconds: float  # from acceptance to the last token
 
 
 class Service:
@@ -43,10 +31,9 @@ class Service:
         tokenizer: PreTrainedTokenizerBase,
         models: ServedModels,
         limits: Limits,
-        metrics: Metrics,
     ) -> None:
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
-        self.limits, self.metrics = limits, metrics
+        self.limits, self.metrics = limits, Metrics(engine)
         self.public_url: str | None = None
         self.draining = False  # what was accepted goes on, nothing new is
         self._running: dict[str, RunningRequest] = {}

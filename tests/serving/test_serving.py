@@ -21,9 +21,8 @@ from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams, prompt_seed
 from rlm.serving.access import Keys
 from rlm.serving.app import create_app
-from rlm.serving.engine import Engine, Replica
-from rlm.serving.metrics import Metrics
-from rlm.serving.replicas import prompt_prefix
+from rlm.serving.engine import Engine
+from rlm.serving.models import Replica, prompt_prefix
 from rlm.serving.service import Service
 
 LONG = "<think>\n" + "word " * 30 + "\n</think>\n<answer>9</answer>"
@@ -366,12 +365,10 @@ def true_service(tokenizer, max_num_seqs: int) -> Service:
     prefix = prompt_prefix(tokenizer, FORMAT)
     _, made = make_service(tokenizer, {})
     sampler = Sampler(made.model, tokenizer, max_num_seqs=max_num_seqs)
-    engine = Engine(
-        lambda: {"tuned": Replica(sampler, lambda: None, prefix)}, prompt_tokens=500, new_tokens=60
-    )
-    service, _ = make_service(tokenizer, {})
     limits = replace(LIMITS, new_tokens=60, requests=100, tokens=10**6)
-    return Service(engine, tokenizer, service.models, limits, Metrics(engine))
+    engine = Engine(lambda: {"tuned": Replica(sampler, lambda: None, prefix)}, limits)
+    service, _ = make_service(tokenizer, {})
+    return Service(engine, tokenizer, service.models, limits)
 
 
 def test_a_text_is_the_same_alone_and_under_load(tokenizer):
