@@ -15,7 +15,6 @@ import json
 import select
 import socket
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -335,11 +334,3 @@ def _handler(server: ReasoningServer) -> type[BaseHTTPRequestHandler]:
 def crumbs(data: bytes, size: int = 1) -> tuple[bytes, ...]:
     """The same bytes, cut without regard to characters, lines or events."""
     return tuple(data[i : i + size] for i in range(0, len(data), size))
-
-
-def wait_until(true: Any, seconds: float = 60.0) -> bool:
-    """Whether `true()` came to hold in time."""
-    end = time.monotonic() + seconds
-    while not (held := true()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(held)

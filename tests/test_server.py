@@ -9,18 +9,17 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
-from live_server import make_service
+from live_server import make_service, wait_until
 from safetensors.torch import load_file, save_file
 
 import server
@@ -235,20 +234,13 @@ def test_an_empty_key_does_not_open_the_server(capsys, monkeypatch):
     assert (code, "RLM_API_KEY is empty" in error) == (2, True)
 
 
-def test_two_servers_that_start_at_once_do_not_share_a_port():
-    with listen("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            listen("127.0.0.1", port)
-
-
 def test_a_port_in_use(capsys, monkeypatch):
+    """Also one that another server has only just taken."""
     monkeypatch.delenv("RLM_API_KEY", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         code, error = start(capsys, "--port", port)
-    assert code == 2
-    assert f"port {port}" in error
+    assert (code, f"cannot listen on 127.0.0.1 port {port}" in error) == (2, True)
 
 
 # --- what the options set -------------------------------------------------------------------------
@@ -324,13 +316,6 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
 # --- to the end -----------------------------------------------------------------------------------
 
 
-def until(holds, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
     def die(self, name):
         raise MemoryError
@@ -340,7 +325,7 @@ def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsy
     listening = listen("127.0.0.1", 0)
 
     def ask() -> str:
-        until(lambda: service.engine.state == "ready")
+        wait_until(lambda: service.engine.state == "ready")
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/phase1/reasoning"
         return httpx2.post(url, json={"prompt": "x"}, timeout=30).json()["code"]
 
@@ -359,7 +344,7 @@ def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path,
     key = {"X-API-Key": "a-key-of-some-length"}
 
     def use_it() -> None:
-        until(lambda: ENDPOINT.exists() and ENDPOINT.read_text().endswith("\n"))
+        wait_until(lambda: ENDPOINT.exists() and ENDPOINT.read_text().endswith("\n"))
         public = json.loads(ENDPOINT.read_text())
         assert public == {"url": service.public_url, "path": "/phase1/reasoning"}
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -367,7 +352,7 @@ def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path,
             info = client.get(public["url"] + "/phase1/info").json()  # from outside
             assert (info["public_url"], info["needs_key"]) == (public["url"], True)
             os.kill(agent.facts()["pid"], signal.SIGKILL)
-            until(lambda: not ENDPOINT.exists())
+            wait_until(lambda: not ENDPOINT.exists())
             assert client.get(url + "/phase1/info").json()["public_url"] is None
             assert client.get(url + "/ready").status_code == 200
 
@@ -422,28 +407,35 @@ def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
         asyncio.run(server._serve(server.ServerConfig(), service, Keys([]), listening))
 
 
-def test_a_process_from_start_to_signal(weights, tmp_path):
+@contextmanager
+def server_process(folder: Path, *options: object):
+    """server.py, started in a folder: the process, its URL, and what it said until it was ready."""
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
-    command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
-    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "400", "--ngrok"]
-    options += ["--max-num-seqs", "1", "--requests-per-minute", "1000"]
+    command = [sys.executable, str(ROOT / "server.py"), "--port", "0", *map(str, options)]
+    with (folder / "log").open("w") as log:  # not a pipe: a full one that nobody reads stops it
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=log
+        )
+    said = ""
+    try:
+        while not (ready := re.search(r"ready: (\S+)", said)):
+            line = process.stdout.readline()
+            assert line, (folder / "log").read_text()
+            said += line
+        yield process, ready[1], said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_from_start_to_signal(weights, tmp_path):
+    options = ["--adapter", weights / "final_rlm_lora", "--adapters", weights, "--ngrok"]
+    options += ["--max-new-tokens", "400", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
     endpoint = tmp_path / ENDPOINT
     endpoint.parent.mkdir(parents=True)
     endpoint.write_text("of a server that was killed")
-    log_file = tmp_path / "log"  # not a pipe: nobody would read it, and a full one stops the server
-    with log_file.open("w") as stderr:
-        process = subprocess.Popen(
-            [*map(str, command), *map(str, options)],
-            cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr,
-        )  # fmt: skip
-    try:
-        said = ""
-        while "ready:" not in said:
-            line = process.stdout.readline()
-            assert line, log_file.read_text()
-            said += line
+    with server_process(tmp_path, *options) as (process, url, said):
         key = re.search(r"shown once: (\S+)", said)[1]
-        url = re.search(r"ready: (\S+)", said)[1]
         assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on
         assert not endpoint.exists()
         with httpx2.Client(base_url=url, timeout=60) as client:
@@ -462,22 +454,19 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
                 # all five end in the time that a server drains, also on a slow machine.
                 first = {"prompt": "x", "n": 16, "temperature": 0.01, "adapter": "base"}
                 asked = [post(json=first)]
-                until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
+                wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
                 behind = {"prompt": "x", "adapter": "base"}  # each adapter has rows of its own
                 asked += [post(json=behind | {"seed": i, "stream": i > 2}) for i in range(1, 5)]
-                until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
+                wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
                 process.send_signal(signal.SIGTERM)
                 ends = [one.result() for one in asked]
             assert [end.status_code for end in ends] == [200] * 5
             assert all("event: done" in end.text for end in ends[3:])
         assert process.wait(30) == 0
-        log = log_file.read_text()
+        log = (tmp_path / "log").read_text()
         assert key not in log + said.replace(f"shown once: {key}", "")
         assert "What is" not in log
         assert all(json.loads(line) for line in log.splitlines())
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_the_image_has_what_the_server_imports(tmp_path):

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from rlm.serving.errors import REFUSED, Problem, as_problem
 from rlm.serving.routes_openai import openai_routes
@@ -102,8 +102,7 @@ def _metrics_route(service: Service) -> APIRouter:
     @router.get(
         "/metrics",
         summary="Counters in Prometheus' text format",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        response_class=PlainTextResponse,
     )
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

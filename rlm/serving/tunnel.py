@@ -10,9 +10,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -132,30 +132,23 @@ def find_agent(env: Mapping[str, str]) -> Path:
 
     It is not downloaded: nothing here could vouch for the file.
     """
-    if named := env.get("PYNGROK_NGROK_PATH"):
-        places = [Path(named)]
-    else:
-        folders = env.get("PATH", "").split(os.pathsep)
-        places = [Path(conf.DEFAULT_NGROK_PATH), *(Path(folder, "ngrok") for folder in folders)]
-    for place in places:
-        if place.is_file() and os.access(place, os.X_OK) and (named or not _is_script(place)):
-            return place
-    missing = f"no program at {named}" if named else "no agent found"
+    named = env.get("PYNGROK_NGROK_PATH")
+    folders = [] if named else env.get("PATH", "").split(os.pathsep)
+    for place in [named or conf.DEFAULT_NGROK_PATH, *(f"{folder}/ngrok" for folder in folders)]:
+        program = shutil.which(place)
+        # pyngrok installs a script of this name, which downloads the agent when it is run.
+        if program and (named or not Path(program).read_bytes().startswith(b"#!")):
+            return Path(program)
     raise TunnelError(
-        f"ngrok: {missing}; install it (https://ngrok.com/download), or set PYNGROK_NGROK_PATH"
+        f"ngrok: no agent at {named or 'any usual place'}; install it "
+        "(https://ngrok.com/download), or set PYNGROK_NGROK_PATH"
     )
-
-
-def _is_script(path: Path) -> bool:
-    """pyngrok installs a script called `ngrok`, which downloads the agent when it is run."""
-    with path.open("rb") as file:
-        return file.read(2) == b"#!"
 
 
 async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
     """The public URL. pyngrok has no time limit for an agent that says nothing."""
-    connect = partial(ngrok.connect, pyngrok_config=config, **options)
-    opening = asyncio.create_task(asyncio.to_thread(connect))
+    connecting = asyncio.to_thread(ngrok.connect, pyngrok_config=config, **options)
+    opening = asyncio.create_task(connecting)
     try:
         await asyncio.wait({opening}, timeout=seconds)
         if not opening.done():
@@ -171,15 +164,14 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 
 async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
     """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + 10
-    while not opening.done() and loop.time() < end:  # it may be about to start the agent
+    for _ in range(100):  # it may be about to start the agent
         if record := agents._current_processes.get(config.ngrok_path):
             record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
         await asyncio.wait({opening}, timeout=0.1)
-    if opening.done():
-        opening.exception()  # asked, so that asyncio does not report it
-        ngrok.kill(config)
+        if opening.done():
+            opening.exception()  # asked, so that asyncio does not report it
+            ngrok.kill(config)
+            return
 
 
 def _one_line(error: Exception) -> str:

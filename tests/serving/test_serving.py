@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from conftest import tiny_model
@@ -22,9 +23,11 @@ from rlm.sampling.params import Request, SamplingParams, prompt_seed
 from rlm.serving.access import Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine
+from rlm.serving.middleware import PUBLIC
 from rlm.serving.models import Replica, prompt_prefix
 from rlm.serving.service import Service
 
+KEY = "correct-horse-battery-staple"
 LONG = "<think>\n" + "word " * 30 + "\n</think>\n<answer>9</answer>"
 SIX = ADD.replace("5", "6")
 SCRIPT = {
@@ -319,26 +322,17 @@ def test_info_and_metrics(server):
     assert "unsafe" not in policy
 
 
-def test_every_route_needs_the_key_but_five(tokenizer):
-    key = "correct horse battery staple".replace(" ", "-")
+def test_every_route_and_method_needs_the_key_but_five(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT)
-    app = create_app(service)
-    routes = {
-        (method, path.replace("{id}", "rsn_1"))
-        for path, operations in app.openapi()["paths"].items()
-        for method in operations
-    } | {("get", path) for path in ("/", "/page.css", "/page.js", "/openapi.json")}
-    service, _ = make_service(tokenizer, SCRIPT)
-    with live(service, Keys([key])) as server, server.client() as client:
-        statuses = {}
-        for method, path in routes:
-            statuses[path] = client.request(method.upper(), path, json={}).status_code
-        # Too many wrong keys are throttled; neither gets in.
-        refused = {path for path, status in statuses.items() if status in (401, 429)}
-        public = {"/", "/page.css", "/page.js", "/health", "/ready"}
-        assert set(statuses) - refused == public
-        assert {client.head(path).status_code for path in public} == {200}
-        good = client.get("/phase1/info", headers={"Authorization": f"Bearer {key}"})
+    paths = {path.replace("{id}", "rsn_1") for path in create_app(service).openapi()["paths"]}
+    paths |= PUBLIC | {"/openapi.json", "/nothing"}
+    methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
+    with live(service, Keys([KEY])) as server, server.client() as client:
+        for method, path in product(methods, paths):
+            is_public = path in PUBLIC and method in ("GET", "HEAD")
+            status = client.request(method, path, json={}).status_code
+            assert status == (200 if is_public else 401), (method, path)
+        good = client.get("/phase1/info", headers={"Authorization": f"Bearer {KEY}"})
         assert good.json()["needs_key"] is True
 
 
