@@ -146,7 +146,7 @@ async def _watch(
     config: ServerConfig, service: Service, hosts: AllowedHosts, listening: socket.socket
 ) -> None:
     """Say when the model is ready, and keep the tunnel, until the engine is dead."""
-    from rlm.serving import Tunnel, TunnelError, local_url, write_endpoint
+    from rlm.serving import Tunnel, TunnelError, local_url
 
     tunnel = None
     try:
@@ -162,21 +162,21 @@ async def _watch(
         port = listening.getsockname()[1]
         terminal.line(f"ready: http://{shown}:{port}  ({service.models.default})")
         if config.ngrok:
-            write_endpoint(None)  # that of a server which was killed
             try:
                 tunnel = await Tunnel.open(local_url(listening), hosts, url=config.ngrok_url)
+                service.public_url = tunnel.public_url
+                terminal.line(f"public: {tunnel.public_url}")
             except TunnelError as error:
                 terminal.line(f"{error}\nno public URL; the local server goes on")
         while service.engine.state != "dead":
-            if tunnel is not None and tunnel.public_url != service.public_url:
-                service.public_url = tunnel.public_url
-                terminal.line(f"public: {tunnel.public_url or 'the tunnel is closed'}")
-                write_endpoint(tunnel.public_url)
+            if service.public_url and not tunnel.is_up:
+                await tunnel.close()
+                service.public_url = None
+                terminal.line("public: the tunnel is closed")
             await asyncio.sleep(0.2)
     finally:
         if tunnel is not None:
             await tunnel.close()
-            write_endpoint(None)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.models import find_models, load_replicas
 from rlm.serving.request import Limits
-from rlm.serving.tunnel import ENDPOINT, write_endpoint
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -337,22 +336,20 @@ def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsy
     assert "the engine has died" in capsys.readouterr().out
 
 
-def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
+def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent):  # noqa: F811
     service, _ = make_service(tokenizer, {})
     listening = listen("127.0.0.1", 0)
     key = {"X-API-Key": "a-key-of-some-length"}
 
     def use_it() -> None:
-        wait_until(lambda: ENDPOINT.exists() and ENDPOINT.read_text().endswith("\n"))
-        public = json.loads(ENDPOINT.read_text())
-        assert public == {"url": service.public_url, "path": "/phase1/reasoning"}
+        wait_until(lambda: service.public_url)
+        public = service.public_url
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with httpx2.Client(headers=key, timeout=30) as client:
-            info = client.get(public["url"] + "/phase1/info").json()  # from outside
-            assert (info["public_url"], info["needs_key"]) == (public["url"], True)
+            info = client.get(public + "/phase1/info").json()  # from outside
+            assert (info["public_url"], info["needs_key"]) == (public, True)
             os.kill(agent.facts()["pid"], signal.SIGKILL)
-            wait_until(lambda: not ENDPOINT.exists())
+            wait_until(lambda: service.public_url is None)
             assert client.get(url + "/phase1/info").json()["public_url"] is None
             assert client.get(url + "/ready").status_code == 200
 
@@ -385,14 +382,6 @@ def test_the_tunnel_leads_to_the_address_that_is_bound():
             continue
         with listening:
             assert local_url(listening) == url + str(listening.getsockname()[1])
-
-
-def test_an_endpoint_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "runs").write_text("a file where the directory should be")
-    monkeypatch.chdir(tmp_path)
-    for url in ("https://a.ngrok.app", None):
-        write_endpoint(url)
-    assert capsys.readouterr().out.count("cannot write runs/server/endpoint.json: ") == 2
 
 
 def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
@@ -431,13 +420,9 @@ def server_process(folder: Path, *options: object):
 def test_a_process_from_start_to_signal(weights, tmp_path):
     options = ["--adapter", weights / "final_rlm_lora", "--adapters", weights, "--ngrok"]
     options += ["--max-new-tokens", "400", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
-    endpoint = tmp_path / ENDPOINT
-    endpoint.parent.mkdir(parents=True)
-    endpoint.write_text("of a server that was killed")
     with server_process(tmp_path, *options) as (process, url, said):
         key = re.search(r"shown once: (\S+)", said)[1]
         assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on
-        assert not endpoint.exists()
         with httpx2.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "What is 2 + 3?"}
             assert client.post("/phase1/reasoning", json=body).status_code == 401

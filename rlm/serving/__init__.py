@@ -13,7 +13,7 @@ EXPORTS = {
     "models": "find_models load_replicas",
     "request": "Limits",
     "service": "Service",
-    "tunnel": "Tunnel TunnelError write_endpoint",
+    "tunnel": "Tunnel TunnelError",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

@@ -1,4 +1,4 @@
-"""Opens a public URL through ngrok (pyngrok) within a time limit, watches it and closes it.
+"""Opens a public URL through ngrok (pyngrok) within a time limit, and closes it.
 
 The server goes on without it, so everything that can fail here fails as one TunnelError line.
 """
@@ -6,7 +6,6 @@ The server goes on without it, so everything that can fail here fails as one Tun
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -22,13 +21,8 @@ from pyngrok import conf, ngrok
 from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
 
-from rlm.cli import terminal
-from rlm.runs import replace_file
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
-
-ENDPOINT = Path("runs/server/endpoint.json")
-POLL_SECONDS = 0.5
 
 # The agent's own web page would keep requests, keys and prompts included, for every local user.
 _AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: false\n"
@@ -39,7 +33,7 @@ class TunnelError(Exception):
 
 
 class Tunnel:
-    """An open tunnel. `public_url` becomes None when the agent dies or the tunnel is closed."""
+    """An open tunnel; `public_url` is None once it is closed."""
 
     def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
         self.public_url: str | None = public_url
@@ -50,7 +44,6 @@ class Tunnel:
         host = urlsplit(public_url).hostname or ""
         self._hosts, self._added = hosts, {host} - hosts  # only what was added is taken away again
         hosts.add(host)
-        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def open(
@@ -96,23 +89,22 @@ class Tunnel:
         logs.log("tunnel_opened", url=tunnel.public_url)
         return tunnel
 
-    async def close(self) -> None:
-        """End the agent, and the URL with it. A second call does nothing."""
-        self._watcher.cancel()
-        if self.public_url is not None:
-            self._forget()
-            await asyncio.to_thread(ngrok.kill, self._config)
-            logs.log("tunnel_closed")
+    @property
+    def is_up(self) -> bool:
+        return self._agent.proc.poll() is None
 
-    def _forget(self) -> None:
+    async def close(self) -> None:
+        """End the agent, if it is not dead, and the URL with it. A second call does nothing."""
+        if self.public_url is None:
+            return
         self.public_url = None
         self._hosts -= self._added
-
-    async def _watch(self) -> None:
-        while self._agent.proc.poll() is None:
-            await asyncio.sleep(POLL_SECONDS)
-        self._forget()
-        logs.log("tunnel_died", exit_code=self._agent.proc.returncode)
+        exit_code = self._agent.proc.poll()
+        await asyncio.to_thread(ngrok.kill, self._config)
+        if exit_code is None:
+            logs.log("tunnel_closed")
+        else:
+            logs.log("tunnel_died", exit_code=exit_code)
 
 
 def policy(requests_per_minute: int) -> dict[str, Any]:
@@ -179,14 +171,3 @@ def _one_line(error: Exception) -> str:
     said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
     text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
     return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]
-
-
-def write_endpoint(url: str | None) -> None:
-    """Tell other programs where the server can be reached from outside, while it can."""
-    try:
-        if url is None:
-            ENDPOINT.unlink(missing_ok=True)
-        else:
-            replace_file(ENDPOINT, json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
-    except OSError as error:  # a read-only disk, another's folder: the URL works all the same
-        terminal.line(f"cannot write {ENDPOINT}: {error.strerror}")

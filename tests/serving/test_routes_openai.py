@@ -127,16 +127,6 @@ def test_without_a_seed_each_call_draws_anew():
     assert reasoning_request(ChatRequest(**body, seed=0)).seed == 0
 
 
-def test_a_stop_text_is_not_returned(client):
-    assert ask(client, "vote", n=2, stop="thing").choices[1].message.content == "no"
-
-
-def test_a_stop_text_that_could_end_nothing_is_refused(client):
-    for stop in ("</answer>", "5<answer>"):
-        with pytest.raises(openai.UnprocessableEntityError, match="end nothing"):
-            ask(client, stop=["x", stop])
-
-
 @pytest.mark.parametrize("content", [[{}] * 20_000, [1] * 20_000])
 def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
     with pytest.raises(openai.UnprocessableEntityError) as info:
@@ -144,23 +134,30 @@ def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
     assert len(info.value.response.content) < 3000
 
 
-def test_a_thinking_budget_by_extra_body(client):
-    answer = ask(client, extra_body={"thinking_budget": 3})
-    assert answer.choices[0].message.content == "7"
+NEUTRAL = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logprobs": False,
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+    "user": "someone",
+    "top_p": 1,
+    "temperature": 0,
+}
 
 
-def test_neutral_values_are_taken(client):
-    neutral = {
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "logprobs": False,
-        "response_format": {"type": "text"},
-        "tool_choice": "none",
-        "user": "someone",
-        "top_p": 1,
-        "temperature": 0,
-    }
-    assert ask(client, **neutral).choices[0].message.content == "5"
+@pytest.mark.parametrize(
+    ("asked", "content"),
+    [
+        (NEUTRAL, "5"),
+        ({"extra_body": {"thinking_budget": 3}}, "7"),
+        ({"n": 2, "stop": "thing"}, "5"),
+    ],
+)
+def test_what_is_taken(client, asked, content):
+    answer = ask(client, "vote" if "n" in asked else "two and three", **asked)
+    assert answer.choices[0].message.content == content
+    assert [choice.message.content for choice in answer.choices[1:]] == ["no"] * ("n" in asked)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +168,8 @@ def test_neutral_values_are_taken(client):
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"max_tokens": 5, "max_completion_tokens": 5},
+        {"stop": ["x", "</answer>"]},  # could end nothing
+        {"stop": "5<answer>"},
         {"stream_options": {"include_usage": True}},
         {"extra_body": {"top_k": 5}},
         {"extra_body": {"messages": [{"role": "assistant", "content": "x"}]}},

@@ -36,6 +36,7 @@ SCRIPT = {
     "vote": [ADD, ADD, SIX, "no idea"],
     "overruled": [SIX, ADD, ADD],
     "loop": "<think>" + "again " * 100,
+    "one line": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>",
 }
 ASKED = [{"role": "user", "content": "two and three"}]
 
@@ -69,11 +70,8 @@ def test_a_prompt_alone_is_answered(server):
     assert response.headers["X-Request-ID"] == body["request_id"]
 
 
-def test_the_reasoning_in_one_line_is_cut_into_sentences(tokenizer):
-    script = {"": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>"}
-    service, _ = make_service(tokenizer, script)
-    with live(service) as server:
-        trace = server.post({"prompt": "x"}).json()["trace"]
+def test_the_reasoning_in_one_line_is_cut_into_sentences(server):
+    trace = server.post({"prompt": "one line"}).json()["trace"]
     assert [s["content"] for s in trace] == ["First 1.5 + 2.", "Then 3!", "Done?", "4"]
     assert [s["step"] for s in trace] == [0, 1, 2, 3]
 
@@ -134,11 +132,9 @@ def test_a_budget_is_kept_and_reported(server):
 
 
 @pytest.mark.parametrize("said", ["9**9**9**9", "9" * 250, "__import__('os').abort()"])
-def test_an_answer_is_read_and_never_computed(tokenizer, said):
-    text = f"<think>\nx\n</think>\n<answer>{said}</answer>"
-    service, _ = make_service(tokenizer, {"": text}, limits=replace(LIMITS, new_tokens=400))
-    with live(service) as server:
-        body = server.post({"prompt": "x", "n": 2, "expected_answer": "9**9**9**9"}).json()
+def test_an_answer_is_read_and_never_computed(server, said):
+    server.sampler.script["computed"] = f"<think>\nx\n</think>\n<answer>{said}</answer>"
+    body = server.post({"prompt": "computed", "n": 2, "expected_answer": "9**9**9**9"}).json()
     assert (body["answer"], body["final_answer"], body["vote"]["valid"]) == (said, None, 0)
     assert not body["verifier"]["correct"]
 
