@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from rlm.serving.access import Keys
 from rlm.serving.engine import Engine
 from rlm.serving.http_guard import SlowGuard
 from rlm.serving.http_server import GracefulServer, listen, local_url
-from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
+from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import find_models, load_replicas
 from rlm.serving.request import Limits
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
@@ -191,12 +190,8 @@ def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def root_logger_restored():
+def logging_is_restored(server_log):
     """server.main sends all logging to this test's stderr, which is closed after it."""
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before
 
 
 def start(capsys, *arguments) -> tuple[int, str]:
@@ -269,11 +264,6 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     """What stands around the app when the server runs with these options; it leaves at once."""
     made = []
 
-    class Middleware(SecurityMiddleware):
-        def __init__(self, app, settings):
-            super().__init__(app, settings)
-            made.append(settings)
-
     class Watched(GracefulServer):
         def __init__(self, *given):
             super().__init__(*given)
@@ -282,16 +272,15 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     async def leave(*_):
         pass
 
-    monkeypatch.setattr("rlm.serving.SecurityMiddleware", Middleware)
     monkeypatch.setattr("rlm.serving.GracefulServer", Watched)
     monkeypatch.setattr(server, "_watch", leave)
     config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
     with listen(config.host, 0) as listening:
         keys = Keys(["a-key-of-some-length"])
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
-    settings, made_server = made
+    settings = made[0].config.app._settings
     assert settings.keys is keys
-    return made_server, settings
+    return made[0], settings
 
 
 def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatch):

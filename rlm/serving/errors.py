@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
@@ -37,31 +38,16 @@ _MOST_ERRORS = 20  # a body of 64 KB can hold 40,000
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
+@dataclass(eq=False)
 class Problem(Exception):
-    """A request that gets no answer, and the response that says so.
+    """A request that gets no answer, and the response that says so."""
 
-    `status` is the HTTP status, `code` a word (for programs), `detail` a sentence (for
-    people), `param` the field at fault, `errors` a list of {"loc": [...], "msg": "..."},
-    `retry_after` whole seconds.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        detail: str,
-        *,
-        param: str | None = None,
-        errors: list[dict[str, Any]] | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.code = code
-        self.detail = detail
-        self.param = param
-        self.errors = errors
-        self.retry_after = retry_after
+    status: int  # HTTP's
+    code: str  # a word, for programs
+    detail: str  # a sentence, for people
+    param: str | None = None  # the field at fault
+    errors: list[dict[str, Any]] | None = None  # each {"loc": [...], "msg": "..."}
+    retry_after: int | None = None  # whole seconds
 
     def body(self, request_id: str) -> dict[str, Any]:
         default = "server_error" if self.status >= 500 else "invalid_request_error"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import io
 import json
 import logging
 import re
@@ -12,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+from live_server import wait_until
 from secured_server import KEY, OTHER_KEY, SecuredServer, request, small_app
 
 from rlm.cli.options import UsageError
@@ -30,23 +30,19 @@ def wall():
 
 
 @pytest.fixture
-def lines():
+def lines(server_log):
     """`lines(n)`: the first n log lines, as objects (every line must be one), and no more come."""
-    stream, root = io.StringIO(), logging.getLogger()
-    before = root.handlers[:], root.level
     time.sleep(0.05)  # a line is written after its answer: let those of the last test pass
-    logs.configure(stream)
+    server_log.truncate(0)
+    server_log.seek(0)
 
     def wait_for(number: int) -> list[dict]:
-        deadline = time.monotonic() + 10
-        while stream.getvalue().count("\n") < number and time.monotonic() < deadline:
-            time.sleep(0.01)
-        written = [json.loads(line) for line in stream.getvalue().split("\n")[:-1]]
+        wait_until(lambda: server_log.getvalue().count("\n") >= number, seconds=10)
+        written = [json.loads(line) for line in server_log.getvalue().split("\n")[:-1]]
         assert len(written) == number
         return written
 
-    yield wait_for
-    root.handlers[:], root.level = before
+    return wait_for
 
 
 # Errors
