@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
@@ -59,8 +60,7 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
         responses={"default": REFUSED},
     )
     key = SEND_KEY if needs_key else []
-    app.include_router(_state_routes(service))
-    app.include_router(_metrics_route(service), dependencies=key)
+    app.include_router(_state_routes(service, key))
     app.include_router(phase1_routes(service, needs_key), dependencies=key)
     app.include_router(openai_routes(service), dependencies=key)
     app.include_router(_page_routes())
@@ -78,7 +78,7 @@ async def _watch(service: Service) -> None:
             service.fail_all(Problem(503, "engine_down", detail, retry_after=10))
 
 
-def _state_routes(service: Service) -> APIRouter:
+def _state_routes(service: Service, key: list[Any]) -> APIRouter:
     router = APIRouter(tags=["state"])
 
     @router.head("/health", include_in_schema=False)
@@ -93,16 +93,11 @@ def _state_routes(service: Service) -> APIRouter:
             raise problem
         return {"status": "ready"}
 
-    return router
-
-
-def _metrics_route(service: Service) -> APIRouter:
-    router = APIRouter(tags=["state"])
-
     @router.get(
         "/metrics",
         summary="Counters in Prometheus' text format",
         response_class=PlainTextResponse,
+        dependencies=key,
     )
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

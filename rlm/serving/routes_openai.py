@@ -6,7 +6,6 @@ client that asks for more learns that it does not get it.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -21,7 +20,7 @@ from rlm.serving.errors import Problem
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
 from rlm.serving.service import Service
-from rlm.serving.streaming import COMMENT, EventStream, event_stream, until_done
+from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -197,7 +196,7 @@ async def _chunks(
 
     def chunk(row: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return _data(head | {"choices": [choice]} | no_usage)
+        return event(head | {"choices": [choice]} | no_usage)
 
     for row in range(running.n):
         yield chunk(row, {"role": "assistant", "content": ""})
@@ -211,12 +210,12 @@ async def _chunks(
                 if answer:
                     yield chunk(row, {"content": answer})
     except Problem as problem:
-        yield _data(problem.body(request_id))
+        yield event(problem.body(request_id))
         return
     for row, completion in enumerate(running.stream.completions):
         yield chunk(row, {}, completion.finish_reason)
     if with_usage:
-        yield _data(head | {"choices": [], "usage": _usage(running)})
+        yield event(head | {"choices": [], "usage": _usage(running)})
     yield b"data: [DONE]\n\n"
 
 
@@ -239,7 +238,3 @@ def _usage(running: RunningRequest) -> dict[str, Any]:
         "total_tokens": usage.total_tokens,
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-def _data(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()

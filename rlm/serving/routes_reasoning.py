@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from rlm.serving.schema import (
     Timings,
 )
 from rlm.serving.service import Service
-from rlm.serving.streaming import COMMENT, EventStream, event_stream, until_done
+from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
 EVENTS = ("start", "reasoning", "answer", "sample", "done", "error")
@@ -121,7 +120,7 @@ async def _events(
         "model": _model(service, running).model_dump(),
         "thinking": {"budget": request.thinking_budget},
     }
-    yield _event("start", start)
+    yield event(start, "start")
     told: set[int] = set()
     try:
         async for texts in running:
@@ -129,16 +128,16 @@ async def _events(
                 yield COMMENT
             for row, reasoning, answer in texts:
                 if row == 0 and reasoning:
-                    yield _event("reasoning", {"sample": 0, "delta": reasoning})
+                    yield event({"sample": 0, "delta": reasoning}, "reasoning")
                 if row == 0 and answer:
-                    yield _event("answer", {"sample": 0, "delta": answer})
+                    yield event({"sample": 0, "delta": answer}, "answer")
             for sample in _just_finished(running, told):
                 yield sample
         for sample in _just_finished(running, told):
             yield sample
-        yield _event("done", _report(service, running, request, request_id).model_dump())
+        yield event(_report(service, running, request, request_id).model_dump(), "done")
     except Problem as problem:
-        yield _event("error", problem.body(request_id))
+        yield event(problem.body(request_id), "error")
 
 
 def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
@@ -154,12 +153,7 @@ def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
                 "finish_reason": sample.finish_reason,
                 "thinking": asdict(sample.thinking),
             }
-            yield _event("sample", summary)
-
-
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    """One server-sent event. JSON holds no raw line ends, so one data line is enough."""
-    return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+            yield event(summary, "sample")
 
 
 def _info(service: Service, needs_key: bool) -> dict[str, Any]:

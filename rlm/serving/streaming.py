@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +23,12 @@ def event_stream(*names: str) -> dict[str, Any]:
     event = {"event": {"type": "string", "enum": list(names)}} if names else {}
     item = {"type": "object", "properties": event | {"data": data}, "required": [*event, "data"]}
     return {"text/event-stream": {"itemSchema": item}}
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """Write a server-sent event. JSON holds no raw line ends, so one data line is enough."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 async def until_done(service: Service, running: RunningRequest, request: Request) -> None:
