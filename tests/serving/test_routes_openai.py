@@ -1,4 +1,4 @@
-"""The official client, unchanged, against /v1."""
+"""The official client, unchanged, against /v1; whole replies stand in the goldens."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ def client(server):
 def ask(client, text: str = "two and three", **options):
     messages = [{"role": "user", "content": text}]
     return client.chat.completions.create(model="tuned", messages=messages, **options)
-
-
-def test_models(client):
-    assert [model.id for model in client.models.list()] == ["tuned", "base"]
 
 
 def test_a_conversation(client):
@@ -184,25 +180,8 @@ def test_what_we_do_not_have_is_refused(client, asked):
     assert refused.value.type == "invalid_request_error"
 
 
-def test_an_unknown_model(client):
-    with pytest.raises(openai.NotFoundError) as refused:
-        client.chat.completions.create(
-            model="gpt-9", messages=[{"role": "user", "content": "two and three"}]
-        )
-    assert (refused.value.code, refused.value.param) == ("adapter_not_found", "model")
-
-
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_limit_is_told_by_the_name_that_was_sent(client, name):
     with pytest.raises(openai.UnprocessableEntityError, match=f"{name}: 301") as refused:
         ask(client, **{name: 301})
     assert refused.value.param == name
-
-
-def test_a_wrong_key(server):
-    with (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong" * 5, max_retries=0) as client,
-        pytest.raises(openai.AuthenticationError) as refused,
-    ):
-        ask(client)
-    assert refused.value.type == "authentication_error"

@@ -1,4 +1,7 @@
-"""The server end to end: a real uvicorn, a real engine and sampler, scripted tokens."""
+"""The server end to end: a real uvicorn, a real engine and sampler, scripted tokens.
+
+What single requests are answered with, whole, stands in the goldens (tests/test_goldens_texts.py).
+"""
 
 from __future__ import annotations
 
@@ -54,19 +57,12 @@ def server(tokenizer):
 
 def test_a_prompt_alone_is_answered(server):
     response = server.post({"prompt": "What is two and three?"})
-    assert response.status_code == 200
     body = response.json()
-    assert body["response"] == ADD
+    assert (response.status_code, body["response"]) == (200, ADD)
     assert body["trace"] == [{"step": 0, "content": "2 + 3 = 5"}, {"step": 1, "content": "5"}]
-    assert (body["reasoning"], body["answer"], body["final_answer"]) == ("2 + 3 = 5", "5", "5")
-    assert body["details"]["stage"] == "grpo"
-    assert body["details"]["format"] == "strict"
     assert body["thinking"] == {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None}
-    assert body["model"] == {"base": "tiny", "adapter": "tuned", "adapter_sha256": "ab" * 32}
-    assert body["finish_reason"] == "stop"
     assert body["confidence"]["value"] == pytest.approx(1.0)
     assert body["usage"]["completion_tokens"] == len(ADD) + 1
-    assert body["vote"] is body["samples"] is body["verifier"] is None
     assert response.headers["X-Request-ID"] == body["request_id"]
 
 
@@ -137,12 +133,6 @@ def test_an_answer_is_read_and_never_computed(server, said):
     body = server.post({"prompt": "computed", "n": 2, "expected_answer": "9**9**9**9"}).json()
     assert (body["answer"], body["final_answer"], body["vote"]["valid"]) == (said, None, 0)
     assert not body["verifier"]["correct"]
-
-
-def test_another_adapter(server):
-    body = server.post({"prompt": "two and three", "adapter": "base"}).json()
-    assert (body["response"], body["model"]["adapter"]) == ("0", "base")
-    assert body["details"]["stage"] == "base"
 
 
 def test_the_stream_adds_up_to_the_whole(server):
@@ -236,13 +226,7 @@ BODIES = [
     (b'"a question"', JSON, 422),
     (b"null", JSON, 422),
     (b'{"prompt": "x", "temperature": NaN}', JSON, 400),
-    (b'{"prompt": "x", "top_p": 1e999}', JSON, 400),
-    (b'{"prompt": "\\ud800"}', JSON, 400),
-    (b'{"prompt": "x", "stop": ["\\ud800"]}', JSON, 400),
-    (b'{"prompt": "x", "prompt": "y"}', JSON, 400),
-    (b'{"prompt": "\xff"}', JSON, 400),
-    ('{"prompt": "x"}'.encode("utf-16"), JSON, 400),
-    (b"[" * 20_000, JSON, 400),
+    (b'{"prompt": "x", "stop": ["\\ud800"]}', JSON, 400),  # for more see test_strict_json.py
     (b'{"prompt": "x"}', "text/plain", 415),
     (b"prompt=x", "application/x-www-form-urlencoded", 415),
     (b'{"prompt": "x"}', None, 415),
@@ -290,13 +274,6 @@ def test_nothing_goes_out_because_of_a_prompt(server):
             assert any("socket.connect" in line for line in seen)  # the hook sees the client
             for part in ("192.0.2.7", "evil.invalid", "hostname", "Popen"):
                 assert not any(part in line for line in seen), seen
-
-
-def test_unknown_paths_and_methods(server):
-    assert server.get("/phase1/nothing").json()["code"] == "not_found"
-    wrong = server.get("/phase1/reasoning")
-    assert (wrong.status_code, wrong.json()["code"]) == (405, "method_not_allowed")
-    assert wrong.headers["allow"] == "POST"
 
 
 # --- state ----------------------------------------------------------------------------------------
