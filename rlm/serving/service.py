@@ -11,7 +11,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlm.data import render_prompt
+from rlm.data import Format, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, prompt_seed
 from rlm.serving.engine import Engine
@@ -68,44 +68,22 @@ class Service:
         """
         self._admit(0)
         adapter = self._adapter(asked.adapter)
-        new_tokens = asked.max_new_tokens or self.limits.new_tokens
-        if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
-            detail = "stop: the answer's own tags never stand in it, and so end nothing"
-            raise Problem(422, "validation", detail, param="stop")
-        if new_tokens > self.limits.new_tokens:
-            raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
-        format, system_prompt = adapter.format, None
-        if system:
-            system_prompt = f"{format.system_prompt}\n{system}"
-        render = partial(
-            render_prompt,
-            self.tokenizer,
-            asked.prompt,
-            format,
-            examples=examples,
-            system_prompt=system_prompt,
-        )
-        prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
-        if len(prompt) > self.limits.prompt_tokens:
-            raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
-        self._admit(len(prompt) + asked.n * new_tokens)  # again: time has passed
-        default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
-        temperature = default if asked.temperature is None else asked.temperature
-        if asked.n > 1 and temperature == 0:
-            raise Problem(422, "validation", "n above 1 needs a temperature above 0", param="n")
+        params = self._params(asked, adapter)
+        prompt = await self._render(asked.prompt, adapter.format, examples, system)
+        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
             api=api,
             adapter=adapter,
             prompt=prompt,
-            params=SamplingParams(new_tokens, temperature, asked.top_p),
+            params=params,
             seed=prompt_seed(asked.seed),
             stream=ReasoningStream(
                 self.tokenizer,
                 adapter.format,
                 self.engine.stop_ids,
                 n=asked.n,
-                max_new_tokens=new_tokens,
+                max_new_tokens=params.max_new_tokens,
                 budget=asked.thinking_budget,
                 stop=asked.stop,
             ),
@@ -166,6 +144,30 @@ class Service:
             detail = "no adapter of this name; /phase1/info lists them"
             raise Problem(404, "adapter_not_found", detail, param="adapter")
         return adapter
+
+    def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
+        new_tokens = asked.max_new_tokens or self.limits.new_tokens
+        if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
+            detail = "stop: the answer's own tags never stand in it, and so end nothing"
+            raise Problem(422, "validation", detail, param="stop")
+        if new_tokens > self.limits.new_tokens:
+            raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
+        default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
+        temperature = default if asked.temperature is None else asked.temperature
+        if asked.n > 1 and temperature == 0:
+            raise Problem(422, "validation", "n above 1 needs a temperature above 0", param="n")
+        return SamplingParams(new_tokens, temperature, asked.top_p)
+
+    async def _render(
+        self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str
+    ) -> list[int]:
+        system_prompt = f"{format.system_prompt}\n{system}" if system else None
+        options = {"examples": examples, "system_prompt": system_prompt}
+        render = partial(render_prompt, self.tokenizer, question, format, **options)
+        prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+        if len(prompt) > self.limits.prompt_tokens:
+            raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
+        return prompt
 
 
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> Problem:
