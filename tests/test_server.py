@@ -233,6 +233,8 @@ def test_a_port_in_use(capsys, monkeypatch):
     monkeypatch.delenv("RLM_API_KEY", raising=False)
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match="cannot listen"):
+            listen("127.0.0.1", port)
         code, error = start(capsys, "--port", port)
     assert (code, f"cannot listen on 127.0.0.1 port {port}" in error) == (2, True)
 
