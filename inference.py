@@ -114,14 +114,8 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
 
 
 def _as_json(reply: Reply) -> dict[str, object]:
-    shown, votes = reply.answer.shown, reply.answer.vote_counts
-    return {
-        "response": shown.response,
-        "reasoning": shown.reasoning,
-        "answer": shown.answer,
-        "final_answer": shown.final_answer,
-        "finish_reason": shown.finish_reason,
-        "thinking": asdict(shown.thinking),
+    votes = reply.answer.vote_counts
+    return asdict(reply.answer.shown) | {
         "vote": asdict(votes) if votes else None,
         "prompt_tokens": reply.usage.prompt_tokens,
         "completion_tokens": reply.usage.completion_tokens,

@@ -28,7 +28,7 @@ from rlm.model import QUANTIZATIONS
 from rlm.reasoner import ADAPTER
 
 if TYPE_CHECKING:
-    from rlm.serving import AllowedHosts, Keys, Service, Tunnel
+    from rlm.serving import AllowedHosts, Keys, Service
 
 DRAIN_SECONDS = 25.0  # what runs may finish in
 
@@ -86,17 +86,12 @@ def _service(config: ServerConfig) -> Service:
     from functools import partial
 
     from rlm.model import load_tokenizer
-    from rlm.serving import Engine, Limits, Metrics, Service, find_models, load_replicas
+    from rlm.serving import Engine, Limits, Service, find_models, load_replicas
 
     models = find_models(
         config.adapter, config.adapters, config.model, config.quantize, base=config.base
     )
     tokenizer = load_tokenizer(models.base_model)
-    engine = Engine(
-        partial(load_replicas, models, tokenizer, config.max_num_seqs),
-        prompt_tokens=config.max_prompt_tokens,
-        new_tokens=config.max_new_tokens,
-    )
     limits = Limits(
         prompt_tokens=config.max_prompt_tokens,
         new_tokens=config.max_new_tokens,
@@ -104,7 +99,8 @@ def _service(config: ServerConfig) -> Service:
         tokens=config.queue * (config.max_prompt_tokens + config.max_new_tokens),
         seconds=config.deadline,
     )
-    return Service(engine, tokenizer, models, limits, Metrics(engine))
+    engine = Engine(partial(load_replicas, models, tokenizer, config.max_num_seqs), limits)
+    return Service(engine, tokenizer, models, limits)
 
 
 async def _serve(
@@ -150,7 +146,7 @@ async def _watch(
     config: ServerConfig, service: Service, hosts: AllowedHosts, listening: socket.socket
 ) -> None:
     """Say when the model is ready, and keep the tunnel, until the engine is dead."""
-    from rlm.serving import write_endpoint
+    from rlm.serving import Tunnel, TunnelError, local_url
 
     tunnel = None
     try:
@@ -166,31 +162,21 @@ async def _watch(
         port = listening.getsockname()[1]
         terminal.line(f"ready: http://{shown}:{port}  ({service.models.default})")
         if config.ngrok:
-            write_endpoint(None)  # that of a server which was killed
-            tunnel = await _open_tunnel(config, hosts, listening)
-        while service.engine.state != "dead":
-            if tunnel is not None and tunnel.public_url != service.public_url:
+            try:
+                tunnel = await Tunnel.open(local_url(listening), hosts, url=config.ngrok_url)
                 service.public_url = tunnel.public_url
-                terminal.line(f"public: {tunnel.public_url or 'the tunnel is closed'}")
-                write_endpoint(tunnel.public_url)
+                terminal.line(f"public: {tunnel.public_url}")
+            except TunnelError as error:
+                terminal.line(f"{error}\nno public URL; the local server goes on")
+        while service.engine.state != "dead":
+            if service.public_url and not tunnel.is_up:
+                await tunnel.close()
+                service.public_url = None
+                terminal.line("public: the tunnel is closed")
             await asyncio.sleep(0.2)
     finally:
         if tunnel is not None:
             await tunnel.close()
-            write_endpoint(None)
-
-
-async def _open_tunnel(
-    config: ServerConfig, hosts: AllowedHosts, listening: socket.socket
-) -> Tunnel | None:
-    """Open the tunnel, or say in a line why there is none: the local server goes on."""
-    from rlm.serving import Tunnel, TunnelError, local_url
-
-    try:
-        return await Tunnel.open(local_url(listening), hosts, url=config.ngrok_url)
-    except TunnelError as error:
-        terminal.line(f"{error}\nno public URL; the local server goes on")
-        return None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ what it says; the byte-level tokenizer needs no vocabulary file.
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import sys
 
@@ -125,6 +127,18 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list:
     seen, add = [], Engine.add_request
     monkeypatch.setattr(Engine, "add_request", lambda self, r: (seen.append(r), add(self, r)))
     return seen
+
+
+@pytest.fixture
+def server_log() -> Iterator[io.StringIO]:
+    """What is logged, as the server writes it; afterwards logging is as it was."""
+    from rlm.serving import logging as logs
+
+    stream, root = io.StringIO(), logging.getLogger()
+    before = root.handlers[:], root.level
+    logs.configure(stream)
+    yield stream
+    root.handlers[:], root.level = before
 
 
 @pytest.fixture(scope="session")

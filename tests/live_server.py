@@ -17,14 +17,13 @@ from scripted_sampler import Script, ScriptedSampler
 from rlm.data.prompts import FORMATS
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
-from rlm.serving.engine import Engine, Replica
+from rlm.serving.engine import Engine
 from rlm.serving.http_guard import UVICORN
 from rlm.serving.http_server import GracefulServer
-from rlm.serving.metrics import Metrics
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
-from rlm.serving.models import ServedAdapter, ServedModels
-from rlm.serving.replicas import prompt_prefix
-from rlm.serving.service import Limits, Service
+from rlm.serving.models import Replica, ServedAdapter, ServedModels, prompt_prefix
+from rlm.serving.request import Limits
+from rlm.serving.service import Service
 
 FORMAT = FORMATS["deepseek"]
 ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"
@@ -51,18 +50,13 @@ def make_service(
         ),
     }
     replicas = {name: Replica(sampler, lambda: None, prefix) for name, sampler in samplers.items()}
-    engine = Engine(
-        lambda: replicas,
-        prompt_tokens=limits.prompt_tokens,
-        new_tokens=limits.new_tokens,
-        **engine_options,
-    )
+    engine = Engine(lambda: replicas, limits, **engine_options)
     adapters = {
         "base": ServedAdapter("base", None, None, "base", FORMAT),
         "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT),
     }
     models = ServedModels("tiny", "sha256:0", "none", adapters, "tuned")
-    return Service(engine, tokenizer, models, limits, Metrics(engine)), samplers["tuned"]
+    return Service(engine, tokenizer, models, limits), samplers["tuned"]
 
 
 @dataclass

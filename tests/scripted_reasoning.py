@@ -15,7 +15,6 @@ import json
 import select
 import socket
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -142,14 +141,11 @@ def result(
     usage = {"prompt_tokens": 48, "completion_tokens": tokens + 9, "reasoning_tokens": tokens}
     return {
         "id": ID,
-        "object": "phase1.reasoning",
-        "created": 1795228800,
         "request_id": "req-1",
         "response": f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>",
         "reasoning": reasoning,
         "answer": answer,
         "final_answer": final,
-        "trace": [{"step": 0, "content": reasoning}, {"step": 1, "content": answer}],
         "details": {"stage": "grpo", "format": "strict" if final else "none", "reason": "ok"},
         "finish_reason": "stop",
         "thinking": {"status": status, "tokens": tokens, "budget": budget},
@@ -160,10 +156,8 @@ def result(
             "calibrated": False,
         },
         "verifier": None,
-        "samples": None,
         "usage": usage | {"total_tokens": tokens + 57},
         "timings": {
-            "queue_ms": 3.0,
             "first_token_ms": 190.0,
             "total_ms": 5200.0,
             "tokens_per_second": 61.2,
@@ -181,14 +175,8 @@ def described(**more: Any) -> dict[str, Any]:
         "adapters": ["base", "final_rlm_lora", "sft_lora"],
         "default_adapter": "final_rlm_lora",
         "limits": {
-            "prompt_chars": 8000,
-            "prompt_tokens": 1024,
             "max_new_tokens": 1024,
             "n": 16,
-            "requests_in_queue": 32,
-            "tokens_in_queue": 32768,
-            "stop": 4,
-            "deadline_s": 120,
         },
         "defaults": {"max_new_tokens": 512, "temperature_one": 0.0, "temperature_many": 0.7},
         "public_url": None,
@@ -335,11 +323,3 @@ def _handler(server: ReasoningServer) -> type[BaseHTTPRequestHandler]:
 def crumbs(data: bytes, size: int = 1) -> tuple[bytes, ...]:
     """The same bytes, cut without regard to characters, lines or events."""
     return tuple(data[i : i + size] for i in range(0, len(data), size))
-
-
-def wait_until(true: Any, seconds: float = 60.0) -> bool:
-    """Whether `true()` came to hold in time."""
-    end = time.monotonic() + seconds
-    while not (held := true()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(held)

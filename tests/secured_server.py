@@ -20,10 +20,10 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from rlm.serving.access import AllowedHosts, Keys
-from rlm.serving.errors import Problem
+from rlm.serving.errors import Problem, as_problem
 from rlm.serving.http_guard import UVICORN, SlowGuard
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.strict_json import parse, require_json
@@ -77,12 +77,9 @@ def small_app() -> FastAPI:
         raise ValueError("a message with the prompt in it")
 
     @app.exception_handler(Problem)
-    async def refuse(request: Request, problem: Problem) -> Response:
-        return problem.response(request.state.request_id)
-
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> JSONResponse:
-        return Problem(500, "internal", "failed").response(request.state.request_id)
+    async def refuse(request: Request, error: Exception) -> Response:
+        return as_problem(error).response(request.state.request_id)
 
     return app
 

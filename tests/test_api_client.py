@@ -347,24 +347,16 @@ def test_a_key_may_be_given(server):
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "says"),
     [
-        "",
-        "127.0.0.1:8000",
-        "localhost:8000/v1",
-        "ftp://a/v1",
-        "http://",
-        "http://a:1e9",
+        *((url, "is not a URL") for url in ("", "127.0.0.1:8000", "localhost:8000/v1")),
+        *((url, "is not a URL") for url in ("ftp://a/v1", "http://", "http://a:1e9")),
+        ("http://me:sk-secret@127.0.0.1/v1", "environment variable"),
     ],
 )
-def test_what_is_no_url(url):
-    with pytest.raises(UsageError, match="is not a URL"):
+def test_what_is_no_url_and_a_key_in_one_that_is_not_repeated(url, says):
+    with pytest.raises(UsageError, match=says) as caught:
         APIClient(url)
-
-
-def test_a_key_in_the_url_is_refused_and_not_repeated():
-    with pytest.raises(UsageError, match="environment variable") as caught:
-        APIClient("http://me:sk-secret@127.0.0.1/v1")
     assert "sk-secret" not in str(caught.value)
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from live_server import ADD, FORMAT
 from safetensors.torch import load_file
 from scripted_sampler import ScriptedSampler
@@ -15,11 +14,8 @@ import inference
 import server
 from rlm.cli.main import run_main
 from rlm.data.prompts import render_prompt
-from rlm.model.adapters import adapter_tensors, new_adapter
-from rlm.model.base import load_base
-from rlm.model.export import save_adapter
-from rlm.model.hardware import Device
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
+from tests.test_server import weights  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
 SIX = ADD.replace("5", "6")
@@ -30,16 +26,9 @@ SCRIPT = {
 }
 
 
-@pytest.fixture(scope="module")
-def adapter(model_dir, tokenizer, tmp_path_factory) -> Path:
-    """One of the tiny base, far from zero."""
-    path = tmp_path_factory.mktemp("weights") / "adapter"
-    torch.manual_seed(0)
-    policy = new_adapter(load_base(str(model_dir), Device("cpu", torch.float32, "")), r=4, alpha=8)
-    for tensor in adapter_tensors(policy).values():
-        torch.nn.init.normal_(tensor, std=0.3)
-    save_adapter(policy, tokenizer, path, {"stage": "grpo", "base_model": str(model_dir)})
-    return path
+@pytest.fixture
+def adapter(weights) -> Path:  # noqa: F811
+    return weights / "final_rlm_lora"
 
 
 @pytest.fixture
@@ -91,6 +80,7 @@ def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
     assert (code, out.count("\n")) == (0, 1)
     reply = json.loads(out)
     assert reply.pop("seconds") > 0
+    assert reply.pop("mean_logprob") <= 0
     assert reply == {
         "question": "vote",
         "response": ADD,
@@ -98,6 +88,7 @@ def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
         "answer": "5",
         "final_answer": "5",
         "finish_reason": "stop",
+        "format": "strict",
         "thinking": {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None},
         "vote": {
             "n": 4,

@@ -429,7 +429,7 @@ def test_who_imports_what():
     assert importers("peft") <= {
         "rlm/model/base.py",
         "rlm/model/adapters.py",
-        "rlm/serving/replicas.py",
+        "rlm/serving/models.py",
     }
 
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
-from live_server import make_service
+from live_server import make_service, wait_until
 from safetensors.torch import load_file, save_file
 
 import server
@@ -37,11 +35,9 @@ from rlm.serving.access import Keys
 from rlm.serving.engine import Engine
 from rlm.serving.http_guard import SlowGuard
 from rlm.serving.http_server import GracefulServer, listen, local_url
-from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
-from rlm.serving.models import find_models
-from rlm.serving.replicas import load_replicas
-from rlm.serving.service import Limits
-from rlm.serving.tunnel import ENDPOINT, write_endpoint
+from rlm.serving.middleware import SecuritySettings
+from rlm.serving.models import find_models, load_replicas
+from rlm.serving.request import Limits
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -194,12 +190,8 @@ def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def root_logger_restored():
+def logging_is_restored(server_log):
     """server.main sends all logging to this test's stderr, which is closed after it."""
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before
 
 
 def start(capsys, *arguments) -> tuple[int, str]:
@@ -236,20 +228,15 @@ def test_an_empty_key_does_not_open_the_server(capsys, monkeypatch):
     assert (code, "RLM_API_KEY is empty" in error) == (2, True)
 
 
-def test_two_servers_that_start_at_once_do_not_share_a_port():
-    with listen("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            listen("127.0.0.1", port)
-
-
 def test_a_port_in_use(capsys, monkeypatch):
+    """Also one that another server has only just taken."""
     monkeypatch.delenv("RLM_API_KEY", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match="cannot listen"):
+            listen("127.0.0.1", port)
         code, error = start(capsys, "--port", port)
-    assert code == 2
-    assert f"port {port}" in error
+    assert (code, f"cannot listen on 127.0.0.1 port {port}" in error) == (2, True)
 
 
 # --- what the options set -------------------------------------------------------------------------
@@ -268,7 +255,7 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     assert service.limits == Limits(
         prompt_tokens=22, new_tokens=11, requests=3, tokens=3 * (22 + 11), seconds=4.5
     )
-    assert service.engine._lengths == (22, 11)
+    assert service.engine._limits is service.limits
     service.engine._load()
     assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"))
@@ -279,11 +266,6 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     """What stands around the app when the server runs with these options; it leaves at once."""
     made = []
 
-    class Middleware(SecurityMiddleware):
-        def __init__(self, app, settings):
-            super().__init__(app, settings)
-            made.append(settings)
-
     class Watched(GracefulServer):
         def __init__(self, *given):
             super().__init__(*given)
@@ -292,16 +274,15 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     async def leave(*_):
         pass
 
-    monkeypatch.setattr("rlm.serving.SecurityMiddleware", Middleware)
     monkeypatch.setattr("rlm.serving.GracefulServer", Watched)
     monkeypatch.setattr(server, "_watch", leave)
     config, (service, _) = config_of(*arguments), make_service(tokenizer, {})
     with listen(config.host, 0) as listening:
         keys = Keys(["a-key-of-some-length"])
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
-    settings, made_server = made
+    settings = made[0].config.app._settings
     assert settings.keys is keys
-    return made_server, settings
+    return made[0], settings
 
 
 def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatch):
@@ -325,13 +306,6 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
 # --- to the end -----------------------------------------------------------------------------------
 
 
-def until(holds, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
     def die(self, name):
         raise MemoryError
@@ -341,7 +315,7 @@ def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsy
     listening = listen("127.0.0.1", 0)
 
     def ask() -> str:
-        until(lambda: service.engine.state == "ready")
+        wait_until(lambda: service.engine.state == "ready")
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/phase1/reasoning"
         return httpx2.post(url, json={"prompt": "x"}, timeout=30).json()["code"]
 
@@ -353,22 +327,20 @@ def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsy
     assert "the engine has died" in capsys.readouterr().out
 
 
-def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
+def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent):  # noqa: F811
     service, _ = make_service(tokenizer, {})
     listening = listen("127.0.0.1", 0)
     key = {"X-API-Key": "a-key-of-some-length"}
 
     def use_it() -> None:
-        until(lambda: ENDPOINT.exists() and ENDPOINT.read_text().endswith("\n"))
-        public = json.loads(ENDPOINT.read_text())
-        assert public == {"url": service.public_url, "path": "/phase1/reasoning"}
+        wait_until(lambda: service.public_url)
+        public = service.public_url
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with httpx2.Client(headers=key, timeout=30) as client:
-            info = client.get(public["url"] + "/phase1/info").json()  # from outside
-            assert (info["public_url"], info["needs_key"]) == (public["url"], True)
+            info = client.get(public + "/phase1/info").json()  # from outside
+            assert (info["public_url"], info["needs_key"]) == (public, True)
             os.kill(agent.facts()["pid"], signal.SIGKILL)
-            until(lambda: not ENDPOINT.exists())
+            wait_until(lambda: service.public_url is None)
             assert client.get(url + "/phase1/info").json()["public_url"] is None
             assert client.get(url + "/ready").status_code == 200
 
@@ -403,14 +375,6 @@ def test_the_tunnel_leads_to_the_address_that_is_bound():
             assert local_url(listening) == url + str(listening.getsockname()[1])
 
 
-def test_an_endpoint_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "runs").write_text("a file where the directory should be")
-    monkeypatch.chdir(tmp_path)
-    for url in ("https://a.ngrok.app", None):
-        write_endpoint(url)
-    assert capsys.readouterr().out.count("cannot write runs/server/endpoint.json: ") == 2
-
-
 def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
     """It watches the engine; without it nobody would."""
 
@@ -423,30 +387,33 @@ def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
         asyncio.run(server._serve(server.ServerConfig(), service, Keys([]), listening))
 
 
-def test_a_process_from_start_to_signal(weights, tmp_path):
+@contextmanager
+def server_process(folder: Path, *options: object):
+    """server.py, started in a folder: the process, its URL, and what it said until it was ready."""
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
-    command = [sys.executable, str(ROOT / "server.py"), "--adapter", weights / "final_rlm_lora"]
-    options = ["--adapters", weights, "--port", "0", "--max-new-tokens", "400", "--ngrok"]
-    options += ["--max-num-seqs", "1", "--requests-per-minute", "1000"]
-    endpoint = tmp_path / ENDPOINT
-    endpoint.parent.mkdir(parents=True)
-    endpoint.write_text("of a server that was killed")
-    log_file = tmp_path / "log"  # not a pipe: nobody would read it, and a full one stops the server
-    with log_file.open("w") as stderr:
+    command = [sys.executable, str(ROOT / "server.py"), "--port", "0", *map(str, options)]
+    with (folder / "log").open("w") as log:  # not a pipe: a full one that nobody reads stops it
         process = subprocess.Popen(
-            [*map(str, command), *map(str, options)],
-            cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr,
-        )  # fmt: skip
+            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=log
+        )
+    said = ""
     try:
-        said = ""
-        while "ready:" not in said:
+        while not (ready := re.search(r"ready: (\S+)", said)):
             line = process.stdout.readline()
-            assert line, log_file.read_text()
+            assert line, (folder / "log").read_text()
             said += line
+        yield process, ready[1], said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_from_start_to_signal(weights, tmp_path):
+    options = ["--adapter", weights / "final_rlm_lora", "--adapters", weights, "--ngrok"]
+    options += ["--max-new-tokens", "400", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
+    with server_process(tmp_path, *options) as (process, url, said):
         key = re.search(r"shown once: (\S+)", said)[1]
-        url = re.search(r"ready: (\S+)", said)[1]
         assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on
-        assert not endpoint.exists()
         with httpx2.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "What is 2 + 3?"}
             assert client.post("/phase1/reasoning", json=body).status_code == 401
@@ -463,22 +430,19 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
                 # all five end in the time that a server drains, also on a slow machine.
                 first = {"prompt": "x", "n": 16, "temperature": 0.01, "adapter": "base"}
                 asked = [post(json=first)]
-                until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
+                wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
                 behind = {"prompt": "x", "adapter": "base"}  # each adapter has rows of its own
                 asked += [post(json=behind | {"seed": i, "stream": i > 2}) for i in range(1, 5)]
-                until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
+                wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
                 process.send_signal(signal.SIGTERM)
                 ends = [one.result() for one in asked]
             assert [end.status_code for end in ends] == [200] * 5
             assert all("event: done" in end.text for end in ends[3:])
         assert process.wait(30) == 0
-        log = log_file.read_text()
+        log = (tmp_path / "log").read_text()
         assert key not in log + said.replace(f"shown once: {key}", "")
         assert "What is" not in log
         assert all(json.loads(line) for line in log.splitlines())
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_the_image_has_what_the_server_imports(tmp_path):

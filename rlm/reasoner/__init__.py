@@ -5,7 +5,7 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "answers": (
-        "Confidence Sample Thinking Usage Verification VoteCounts read_answer read_samples trace "
+        "Confidence Sample Thinking Usage Verification VoteCounts read_answer read_sample trace "
         "verify"
     ),
     "local": "ADAPTER HOW_TO_TRAIN Reply TEMPERATURE_OF_SEVERAL ask load_rlm_model",

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rlm.data import Format
 from rlm.grading import Vote, grade, majority_vote
-from rlm.reasoner.stream import CompletionState, ReasoningStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rlm.reasoner.stream import ReasoningStream
 
 # Ends of sentences, for reasoning that is one long line. A point inside a number ends nothing.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
@@ -124,23 +120,17 @@ class Answer:
 
 def read_answer(stream: ReasoningStream) -> Answer:
     """Read all completions of a finished request."""
-    return Answer(read_samples(stream, range(len(stream.completions))))
+    return Answer([read_sample(stream, i) for i in range(len(stream.completions))])
 
 
-def read_samples(stream: ReasoningStream, indices: Sequence[int]) -> list[Sample]:
-    """Read some finished completions of a request (there is no gold here, only a format)."""
-    states = [stream.completions[i] for i in indices]
-    return [_read_sample(state, stream.budget, stream.tokenizer, stream.format) for state in states]
-
-
-def _read_sample(
-    state: CompletionState, budget: int | None, tokenizer: PreTrainedTokenizerBase, format: Format
-) -> Sample:
-    text = tokenizer.decode(state.ids, skip_special_tokens=True)
+def read_sample(stream: ReasoningStream, index: int) -> Sample:
+    """Read a finished completion of a request (there is no gold here, only a format)."""
+    state, tags = stream.completions[index], stream.format.tags
+    text = stream.tokenizer.decode(state.ids, skip_special_tokens=True)
     if state.parser.phase == "done":  # the stop text and what was drawn with it are not returned
         text = state.parser.until_stop(text)
     # Only whether a number is there matters: a gold that it is compared with has to be given.
-    strict, lenient = (grade(text, "0", strict=strict, **format.tags) for strict in (True, False))
+    strict, lenient = (grade(text, "0", strict=strict, **tags) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None
     drawn = state.logprobs
     return Sample(
@@ -149,7 +139,7 @@ def _read_sample(
         answer=state.answer,
         final_answer=strict.answer if strict.is_answer else found,
         finish_reason=state.finish_reason,
-        thinking=Thinking(state.status, state.reasoning_tokens, budget),
+        thinking=Thinking(state.status, state.reasoning_tokens, stream.budget),
         format="strict" if strict.is_answer else strict.reason,
         completion_tokens=len(state.ids),
         mean_logprob=math.fsum(drawn) / len(drawn) if drawn else None,

@@ -92,15 +92,14 @@ def ask(
     """Draw n answers to a question, which vote.
 
     Args:
+        model: what `load_rlm_model` has loaded.
         budget: most tokens of reasoning; None: as many as leave room for an answer.
         on_text: called with each new piece of the first answer as it is drawn.
     """
-    from rlm.sampling import Request, Sampler, prompt_seed
+    from rlm.sampling import Request, prompt_seed
 
     started, shown = time.monotonic(), 0
-    format = getattr(model, "rlm_format", FORMATS["deepseek"])
-    sampler = getattr(model, "rlm_sampler", None)
-    sampler = sampler or Sampler(model, tokenizer, max_num_seqs=MAX_NUM_SEQS)
+    format, sampler = model.rlm_format, model.rlm_sampler
     prompt = render_prompt(tokenizer, question, format)
     length = params.max_new_tokens
     stream = ReasoningStream(

@@ -9,12 +9,11 @@ EXPORTS = {
     "engine": "Engine",
     "http_guard": "UVICORN",
     "http_server": "GracefulServer listen local_url",
-    "metrics": "Metrics",
     "middleware": "SecurityMiddleware SecuritySettings",
-    "models": "find_models",
-    "replicas": "load_replicas",
-    "service": "Limits Service",
-    "tunnel": "Tunnel TunnelError write_endpoint",
+    "models": "find_models load_replicas",
+    "request": "Limits",
+    "service": "Service",
+    "tunnel": "Tunnel TunnelError",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

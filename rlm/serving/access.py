@@ -59,18 +59,13 @@ class Keys:
         """
         if not self._hashes:
             return "open"
-        sent = hashlib.sha256(_credential(headers)).digest()
+        sent = hashlib.sha256(sent_key(headers)).digest()
         matches = [hmac.compare_digest(sent, known) for known in self._hashes]  # no early exit
         return f"key-{matches.index(True) + 1}" if any(matches) else None
 
-    @staticmethod
-    def sent(headers: Headers) -> bool:
-        """Whether a key was sent at all, right or wrong."""
-        return bool(_credential(headers))
 
-
-def _credential(headers: Headers) -> bytes:
-    """The key that was sent, or nothing, which no hash belongs to."""
+def sent_key(headers: Headers) -> bytes:
+    """The key that was sent, right or wrong; nothing, which no hash belongs to, if none was."""
     found: dict[bytes, list[bytes]] = {b"x-api-key": [], b"authorization": []}
     for name, value in headers:
         if name in found:

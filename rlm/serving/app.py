@@ -10,19 +10,25 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from rlm.serving.errors import Problem, invalid
-from rlm.serving.openapi import REFUSED, complete_schema
+from rlm.serving.errors import REFUSED, Problem, as_problem
 from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
 
+# For /openapi.json alone: SecurityMiddleware has checked the key.
+SEND_KEY = [
+    Security(HTTPBearer(auto_error=False)),
+    Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
+]
 WATCH_SECONDS = 0.5  # between looks at the engine
 PAGE = files("rlm.serving").joinpath("page")
 PAGE_POLICY = (  # the page's own files and this server, nothing else; no markup made by a script
@@ -53,12 +59,13 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
         redoc_url=None,
         responses={"default": REFUSED},
     )
-    app.include_router(_state_routes(service))
-    app.include_router(phase1_routes(service, needs_key))
-    app.include_router(openai_routes(service))
+    key = SEND_KEY if needs_key else []
+    app.include_router(_state_routes(service, key))
+    app.include_router(phase1_routes(service, needs_key), dependencies=key)
+    app.include_router(openai_routes(service), dependencies=key)
     app.include_router(_page_routes())
-    _handle_errors(app)
-    complete_schema(app, service, needs_key)
+    for kind in (Problem, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _refuse)
     return app
 
 
@@ -71,7 +78,7 @@ async def _watch(service: Service) -> None:
             service.fail_all(Problem(503, "engine_down", detail, retry_after=10))
 
 
-def _state_routes(service: Service) -> APIRouter:
+def _state_routes(service: Service, key: list[Any]) -> APIRouter:
     router = APIRouter(tags=["state"])
 
     @router.head("/health", include_in_schema=False)
@@ -89,8 +96,8 @@ def _state_routes(service: Service) -> APIRouter:
     @router.get(
         "/metrics",
         summary="Counters in Prometheus' text format",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        response_class=PlainTextResponse,
+        dependencies=key,
     )
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -116,31 +123,11 @@ def _page_routes() -> APIRouter:
     return router
 
 
-def _handle_errors(app: FastAPI) -> None:
-    """Answer every error in the shape of Problem."""
-
-    @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> Response:
-        return error.response(request.state.request_id)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation(request: Request, error: RequestValidationError) -> Response:
-        return invalid(error.errors()).response(request.state.request_id)
-
-    @app.exception_handler(HTTPException)
-    async def http_exception(request: Request, error: HTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
-        refusal = Problem(error.status_code, code, str(error.detail))
-        response = refusal.response(request.state.request_id)
-        response.headers.update(error.headers or {})  # Allow, of a 405
-        return response
-
-    @app.exception_handler(ClientDisconnect)
-    async def disconnect(request: Request, error: ClientDisconnect) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer every error in the shape of Problem. A bug is raised again, for the log."""
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        """The traceback goes to the log (the server raises it again), not to the client."""
-        refusal = Problem(500, "internal", "a fault of the server")
-        return refusal.response(request.state.request_id)
+    response = as_problem(error).response(request.state.request_id)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})  # Allow, of a 405
+    return response

@@ -9,56 +9,42 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 
-from rlm.sampling import CacheConfig, Request, Sampler, Token
+from rlm.sampling import CacheConfig, Request, Token
 from rlm.serving.errors import Problem
 from rlm.serving.logging import log_error
-from rlm.serving.request import RunningRequest
-
-
-@dataclass
-class Replica:
-    """One adapter (or the base without one), and the sampler that draws with it."""
-
-    sampler: Sampler
-    activate: Callable[[], None]  # make it the active adapter of the shared model
-    prefix: Sequence[int]  # the beginning that the prompts share
+from rlm.serving.models import Replica
+from rlm.serving.request import Limits, RunningRequest
 
 
 class Engine:
     """Runs replicas in a thread of its own.
 
-    `load` makes the replicas, in that thread. `state` is loading, ready, draining or dead.
+    `load` makes the replicas, in that thread. `state` is loading, ready or dead.
     """
 
     def __init__(
         self,
         load: Callable[[], dict[str, Replica]],
-        *,
-        prompt_tokens: int,
-        new_tokens: int,
+        limits: Limits,
         hang_seconds: float = 60.0,
     ) -> None:
         """
         Args:
-            prompt_tokens, new_tokens: the longest prompt and completion there will be.
             hang_seconds: a step that takes longer counts as dead until it comes back.
         """
-        self._load = load
-        self._lengths = (prompt_tokens, new_tokens)
+        self._load, self._limits = load, limits
         self._hang_seconds = hang_seconds
         self._replicas: dict[str, Replica] = {}
-        self._changed = threading.Condition()
-        self._arrived: list[RunningRequest] = []
-        self._aborted: list[RunningRequest] = []
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._running: dict[str, dict[int, RunningRequest]] = {}  # replica → handle → request
         self._step_began: float | None = None
-        self._draining = self._stopping = False
         self.state = "loading"
         self.error: Exception | None = None  # what it died of
         self.tokens_drawn = 0
-        self._busy_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- from the event loop --------------------------------------------------------------------
@@ -67,29 +53,14 @@ class Engine:
         self._thread.start()
 
     def add_request(self, request: RunningRequest) -> None:
-        with self._changed:
-            if self.state not in ("ready", "draining"):
-                raise Problem(503, "engine_down", "the engine is not running", retry_after=5)
-            self._arrived.append(request)
-            self._changed.notify()
+        self._commands.put(partial(self._add, request))
 
     def abort(self, request: RunningRequest) -> None:
         """Forget a request: its rows are free after the step that is running."""
-        with self._changed:
-            self._aborted.append(request)
-            self._changed.notify()
-
-    def drain(self) -> None:
-        """From now on not ready; what was added goes on."""
-        with self._changed:
-            self._draining = True  # also where it is still loading
-            if self.state == "ready":
-                self.state = "draining"
+        self._commands.put(partial(self._remove, request))
 
     def stop(self, seconds: float = 10.0) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(seconds)
 
@@ -98,16 +69,11 @@ class Engine:
         """Whether it steps, or would if there were work."""
         began = self._step_began
         hung = began is not None and time.monotonic() - began > self._hang_seconds
-        return self.state in ("ready", "draining") and not hung
+        return self.state == "ready" and not hung
 
     @property
     def stop_ids(self) -> frozenset[int]:
         return next(iter(self._replicas.values())).sampler.stop_ids
-
-    @property
-    def tokens_per_second(self) -> float:
-        """While there was work."""
-        return self.tokens_drawn / self._busy_seconds if self._busy_seconds else 0.0
 
     @property
     def rows_running(self) -> int:
@@ -118,54 +84,41 @@ class Engine:
     # --- in the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Load, then step until it is stopped, or dies of what a step cannot be blamed for."""
-        problem = Problem(503, "draining", "the server is shutting down", retry_after=5)
+        """Load, then step until it is stopped, or dies of what a step cannot be blamed for.
+
+        Whoever waits for a dead engine is told by the application, which watches it.
+        """
         try:
             self._replicas = self._load()
             for name in self._replicas:
                 self._reset(name)
-            with self._changed:
-                self.state = "draining" if self._draining else "ready"
+            self.state = "ready"
             self._loop()
         except Exception as error:
             log_error("engine_died", error)
-            problem = Problem(503, "engine_down", "the engine died", retry_after=5)
             self.error, self.state, self._step_began = error, "dead", None
-        with self._changed:
-            waiting, self._arrived = self._arrived, []
-        for running in self._running.values():
-            waiting += running.values()
-            running.clear()
-        for request in waiting:
-            request.put(problem)
 
     def _reset(self, name: str) -> None:
         """Empty a replica, and allocate all the cache that it will ever have."""
         replica = self._replicas[name]
         replica.activate()
         replica.sampler.reset()
-        rows = replica.sampler.max_num_seqs
-        replica.sampler.allocate_cache(CacheConfig(rows, rows, *self._lengths), replica.prefix)
+        rows, limits = replica.sampler.max_num_seqs, self._limits
+        config = CacheConfig(rows, rows, limits.prompt_tokens, limits.new_tokens)
+        replica.sampler.allocate_cache(config, replica.prefix)
         self._running[name] = {}
 
     def _loop(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(self._has_work)
-                if self._stopping:
-                    return
-                arrived, self._arrived = self._arrived, []
-                aborted, self._aborted = self._aborted, []
-            for request in arrived:
-                self._add(request)
-            for request in aborted:
-                self._remove(request)
+            has_work = any(self._running.values())
+            with suppress(Empty):
+                while command := self._commands.get(block=not has_work):
+                    command()
+                    has_work = True
+                return
             for name, running in list(self._running.items()):
                 if running:
                     self._step(name)
-
-    def _has_work(self) -> bool:
-        return bool(self._stopping or self._arrived or self._aborted or any(self._running.values()))
 
     def _add(self, request: RunningRequest) -> None:
         name, n = request.adapter.name, request.n
@@ -195,7 +148,6 @@ class Engine:
             _fail_batch(list(running.values()))
             return
         finally:
-            self._busy_seconds += time.monotonic() - self._step_began
             self._step_began = None
         self.tokens_drawn += len(tokens)
         by_request: dict[int, list[Token]] = {}

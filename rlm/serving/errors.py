@@ -8,42 +8,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+PROBLEM_TYPE = "application/problem+json"
+_FIELDS = ("type", "title", "detail", "code", "request_id")
+REFUSED = {  # for OpenAPI
+    "description": "Refused: `code` says why",
+    "content": {
+        PROBLEM_TYPE: {
+            "schema": {
+                "type": "object",
+                "required": [*_FIELDS, "status", "error"],
+                "properties": {name: {"type": "string"} for name in _FIELDS}
+                | {"status": {"type": "integer"}, "error": {"type": "object"}}
+                | {"errors": {"type": "array", "items": {"type": "object"}}},
+            }
+        }
+    },
+}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MOST_ERRORS = 20  # a body of 64 KB can hold 40,000
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
+@dataclass(eq=False)
 class Problem(Exception):
-    """A request that gets no answer, and the response that says so.
+    """A request that gets no answer, and the response that says so."""
 
-    `status` is the HTTP status, `code` a word (for programs), `detail` a sentence (for
-    people), `param` the field at fault, `errors` a list of {"loc": [...], "msg": "..."},
-    `retry_after` whole seconds.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        detail: str,
-        *,
-        param: str | None = None,
-        errors: list[dict[str, Any]] | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.code = code
-        self.detail = detail
-        self.param = param
-        self.errors = errors
-        self.retry_after = retry_after
+    status: int  # HTTP's
+    code: str  # a word, for programs
+    detail: str  # a sentence, for people
+    param: str | None = None  # the field at fault
+    errors: list[dict[str, Any]] | None = None  # each {"loc": [...], "msg": "..."}
+    retry_after: int | None = None  # whole seconds
 
     def body(self, request_id: str) -> dict[str, Any]:
         default = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -75,9 +79,19 @@ class Problem(Exception):
             headers["Connection"] = "close"
         if self.status in (500, 504):  # the openai client would pay for the same failure again
             headers["X-Should-Retry"] = "false"
-        return JSONResponse(
-            self.body(request_id), self.status, headers, media_type="application/problem+json"
-        )
+        return JSONResponse(self.body(request_id), self.status, headers, PROBLEM_TYPE)
+
+
+def as_problem(error: Exception) -> Problem:
+    """What an exception is answered with; of a bug the client is told no more than that."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, RequestValidationError):
+        return invalid(error.errors())
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
+        return Problem(error.status_code, code, str(error.detail))
+    return Problem(500, "internal", "a fault of the server; the log has the request id")
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:

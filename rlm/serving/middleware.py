@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlm.serving import logging as logs
-from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys
-from rlm.serving.errors import Problem
+from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys, sent_key
+from rlm.serving.errors import Problem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -78,7 +78,7 @@ class SecurityMiddleware:
         key_id = keys.allows(headers)
         if key_id is None:
             # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
-            if keys.sent(headers) and (wait := self._failures.take()):
+            if sent_key(headers) and (wait := self._failures.take()):
                 raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
             raise Problem(401, "unauthorized", "a valid API key is needed")
         if keys.required:
@@ -107,8 +107,7 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
     if b"content-encoding" in headers:
         raise Problem(415, "unsupported_media_type", "send the body without Content-Encoding")
     too_large = Problem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
-    length = headers.get(b"content-length", b"0")
-    if not length.isdigit() or int(length[:20]) > settings.max_body:
+    if int(headers.get(b"content-length", b"0")) > settings.max_body:  # h11 lets digits through
         raise too_large
     body, more = bytearray(), True
     try:
@@ -154,12 +153,10 @@ async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> Non
     except ClientDisconnect:
         pass
     except Exception as error:
-        problem = error
         if not isinstance(error, Problem):
             logs.log_error("failure", error)
-            problem = Problem(500, "internal", "the server failed; the log has the request id")
         if status == 499:  # of half an answer uvicorn cuts the connection, so that it is seen
-            await problem.response(request_id)(scope, receive, respond)
+            await as_problem(error).response(request_id)(scope, receive, respond)
     finally:
         route = getattr(scope.get("route"), "path", None)
         logs.log(

@@ -1,4 +1,4 @@
-"""Lists the adapters that a server offers: those of one folder, read once, at the start.
+"""Finds the adapters that a server offers, once, at the start, and loads them onto one base.
 
 A request chooses by name from this fixed list, so no name can become a path.
 """
@@ -6,11 +6,16 @@ A request chooses by name from this fixed list, so no name can become a path.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from rlm.cli import UsageError
-from rlm.data import FORMATS, Format
+from rlm.data import FORMATS, Format, render_prompt
 from rlm.model import (
     ADAPTER_FILES,
     EMBEDDED_MODEL,
@@ -18,9 +23,13 @@ from rlm.model import (
     base_model_hash,
     check_adapter,
     check_base,
+    load_adapter,
+    load_base,
+    pick_device,
 )
 from rlm.reasoner import HOW_TO_TRAIN
 from rlm.runs import file_hash
+from rlm.sampling import Sampler, common_prefix_length
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -47,6 +56,15 @@ class ServedModels:
     quantize: str  # of rlm.model.quantize.QUANTIZATIONS
     adapters: dict[str, ServedAdapter]
     default: str
+
+
+@dataclass
+class Replica:
+    """One adapter (or the base without one), and the sampler that draws with it."""
+
+    sampler: Sampler
+    activate: Callable[[], None]  # make it the active adapter of the shared model
+    prefix: Sequence[int]  # the beginning that the prompts share
 
 
 def find_models(
@@ -114,3 +132,49 @@ def _check_files(path: Path, folder: Path | None) -> None:
     unsafe = [file.name for file in path.iterdir() if file.suffix in _CAN_EXECUTE]
     if unsafe:
         raise UsageError(f"{path} holds {unsafe[0]}, which could execute code: only safetensors")
+
+
+def load_replicas(
+    models: ServedModels, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
+) -> dict[str, Replica]:
+    """Load the base, the adapters, and a sampler for each of them and for the base alone.
+
+    Raises:
+        UsageError: something does not load, or an adapter holds numbers that are not finite.
+    """
+    model = load_base(models.base_model, pick_device(), quantize=models.quantize)
+    inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT bars dots
+    for name, adapter in models.adapters.items():
+        if adapter.path is not None:
+            model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
+    set_adapter = _adapter_switch(model)
+    replicas = {}
+    for name, adapter in models.adapters.items():
+        activate = partial(set_adapter, None if name == BASE else inner[name])
+        activate()
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
+        replicas[name] = Replica(sampler, activate, prompt_prefix(tokenizer, adapter.format))
+    return replicas
+
+
+def _adapter_switch(model: PreTrainedModel) -> Callable[[str | None], None]:
+    """A `set_adapter` that does nothing where the adapter (None: none) is active already."""
+    active: str | None = ""
+
+    def set_adapter(name: str | None) -> None:
+        nonlocal active
+        if name != active and isinstance(model, PeftModel):
+            if name is None:
+                model.base_model.disable_adapter_layers()
+            else:
+                model.base_model.enable_adapter_layers()
+                model.set_adapter(name, inference_mode=True)
+        active = name
+
+    return set_adapter
+
+
+def prompt_prefix(tokenizer: PreTrainedTokenizerBase, format: Format) -> Sequence[int]:
+    """What every prompt begins with: the system prompt as the template writes it."""
+    prompts = [render_prompt(tokenizer, question, format) for question in ("a", "7")]
+    return prompts[0][: common_prefix_length(prompts)]

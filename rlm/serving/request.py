@@ -17,6 +17,17 @@ PING_SECONDS = 15.0  # of silence; then a stream says that it is still there
 Text = tuple[int, str, str]  # (completion, reasoning, answer) that a step added
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What one request and all together may ask for."""
+
+    prompt_tokens: int
+    new_tokens: int
+    requests: int  # accepted and not finished
+    tokens: int  # which these may take up at most
+    seconds: float  # from acceptance to the last token
+
+
 @dataclass(eq=False)
 class RunningRequest:
     """An accepted request. Iterate it for its text as it comes; at the end it is finished."""

@@ -1,12 +1,11 @@
 """Routes of `/v1`: the part of OpenAI's protocol that a reasoning model needs.
 
-A field that we do not have is accepted only with the value that changes nothing: a client that
-asks for more learns that it does not get it.
+A field that we do not have is refused, or accepted only with the value that changes nothing: a
+client that asks for more learns that it does not get it.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -18,11 +17,10 @@ from starlette.responses import JSONResponse, Response
 
 from rlm.reasoner import read_answer
 from rlm.serving.errors import Problem
-from rlm.serving.openapi import event_stream
 from rlm.serving.request import RunningRequest
-from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, Stop, Strict
-from rlm.serving.service import GenerationRequest, Service
-from rlm.serving.streaming import COMMENT, EventStream, until_done
+from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
+from rlm.serving.service import Service
+from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -39,15 +37,14 @@ class Message(Strict):
         Annotated[str, Field(max_length=PROMPT_CHARS)]
         | Annotated[list[TextPart], Field(max_length=64)]
     )
-    name: None = None
     # What an earlier answer carried; the model is not shown its old reasoning.
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: None = None
 
     @property
     def text(self) -> str:
@@ -85,16 +82,10 @@ class ChatRequest(Strict):
     # Only what changes nothing:
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
     response_format: TextFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None  # there are none to call
-    store: Literal[False] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
     def _turns(self) -> ChatRequest:
@@ -124,7 +115,7 @@ def openai_routes(service: Service) -> APIRouter:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         try:
-            running = await service.accept(generation_request(body), "openai")
+            running = await service.accept(reasoning_request(body), "openai", *_context(body))
         except Problem as problem:
             raise _in_openai_names(problem, body) from None
         if body.stream:
@@ -142,11 +133,10 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-def generation_request(request: ChatRequest) -> GenerationRequest:
-    system = [m.text for m in request.messages if m.role in ("system", "developer")]
-    turns = [m.text for m in request.messages if m.role in ("user", "assistant")]
-    return GenerationRequest(
-        question=turns[-1],
+def reasoning_request(request: ChatRequest) -> ReasoningRequest:
+    """Translate a request, whose last message is the prompt, into that of /phase1/reasoning."""
+    return ReasoningRequest.model_construct(  # it is validated, and its text may be longer
+        prompt=request.messages[-1].text,
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         thinking_budget=request.thinking_budget,
@@ -156,9 +146,14 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         seed=secrets.randbits(62) if request.seed is None else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
-        examples=list(zip(turns[:-1:2], turns[1:-1:2], strict=True)),
-        system="\n".join(system),
     )
+
+
+def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
+    """The earlier turns, and what the system messages say."""
+    system = [m.text for m in request.messages if m.role in ("system", "developer")]
+    turns = [m.text for m in request.messages if m.role in ("user", "assistant")]
+    return list(zip(turns[:-1:2], turns[1:-1:2], strict=True)), "\n".join(system)
 
 
 def _in_openai_names(problem: Problem, request: ChatRequest) -> Problem:
@@ -201,7 +196,7 @@ async def _chunks(
 
     def chunk(row: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return _data(head | {"choices": [choice]} | no_usage)
+        return event(head | {"choices": [choice]} | no_usage)
 
     for row in range(running.n):
         yield chunk(row, {"role": "assistant", "content": ""})
@@ -215,12 +210,12 @@ async def _chunks(
                 if answer:
                     yield chunk(row, {"content": answer})
     except Problem as problem:
-        yield _data(problem.body(request_id))
+        yield event(problem.body(request_id))
         return
     for row, completion in enumerate(running.stream.completions):
         yield chunk(row, {}, completion.finish_reason)
     if with_usage:
-        yield _data(head | {"choices": [], "usage": _usage(running)})
+        yield event(head | {"choices": [], "usage": _usage(running)})
     yield b"data: [DONE]\n\n"
 
 
@@ -243,7 +238,3 @@ def _usage(running: RunningRequest) -> dict[str, Any]:
         "total_tokens": usage.total_tokens,
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-def _data(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()

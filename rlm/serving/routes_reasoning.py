@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_samples, trace, verify
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_sample, trace, verify
 from rlm.serving.errors import Problem
-from rlm.serving.openapi import event_stream
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
     MOST_SAMPLES,
@@ -25,8 +23,8 @@ from rlm.serving.schema import (
     Step,
     Timings,
 )
-from rlm.serving.service import GenerationRequest, Service
-from rlm.serving.streaming import COMMENT, EventStream, until_done
+from rlm.serving.service import Service
+from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
 EVENTS = ("start", "reasoning", "answer", "sample", "done", "error")
@@ -43,7 +41,7 @@ def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
     )
     async def reasoning(body: ReasoningRequest, request: Request) -> Response:
         request_id = request.state.request_id
-        running = await service.accept(generation_request(body), "phase1")
+        running = await service.accept(body, "phase1")
         if body.stream:
             return EventStream(service, running, _events(service, running, body, request_id))
         await until_done(service, running, request)
@@ -60,11 +58,6 @@ def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
         return _info(service, needs_key)
 
     return router
-
-
-def generation_request(request: ReasoningRequest) -> GenerationRequest:
-    of_the_report = {"prompt", "stream", "return_samples", "expected_answer"}
-    return GenerationRequest(request.prompt, **request.model_dump(exclude=of_the_report))
 
 
 def _report(
@@ -127,7 +120,7 @@ async def _events(
         "model": _model(service, running).model_dump(),
         "thinking": {"budget": request.thinking_budget},
     }
-    yield _event("start", start)
+    yield event(start, "start")
     told: set[int] = set()
     try:
         async for texts in running:
@@ -135,40 +128,32 @@ async def _events(
                 yield COMMENT
             for row, reasoning, answer in texts:
                 if row == 0 and reasoning:
-                    yield _event("reasoning", {"sample": 0, "delta": reasoning})
+                    yield event({"sample": 0, "delta": reasoning}, "reasoning")
                 if row == 0 and answer:
-                    yield _event("answer", {"sample": 0, "delta": answer})
+                    yield event({"sample": 0, "delta": answer}, "answer")
             for sample in _just_finished(running, told):
-                yield _event("sample", sample)
+                yield sample
         for sample in _just_finished(running, told):
-            yield _event("sample", sample)
-        yield _event("done", _report(service, running, request, request_id).model_dump())
+            yield sample
+        yield event(_report(service, running, request, request_id).model_dump(), "done")
     except Problem as problem:
-        yield _event("error", problem.body(request_id))
+        yield event(problem.body(request_id), "error")
 
 
-def _just_finished(running: RunningRequest, told: set[int]) -> list[dict[str, Any]]:
+def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
     """Of several samples those that have ended and are not in `told`; adds them to it."""
-    states = running.stream.completions
-    new = [i for i, state in enumerate(states) if state.finish_reason and i not in told]
-    if len(states) == 1 or not new:
-        return []
-    told.update(new)
-    return [
-        {
-            "sample": i,
-            "final_answer": sample.final_answer,
-            "format": sample.format,
-            "finish_reason": sample.finish_reason,
-            "thinking": asdict(sample.thinking),
-        }
-        for i, sample in zip(new, read_samples(running.stream, new), strict=True)
-    ]
-
-
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    """One server-sent event. JSON holds no raw line ends, so one data line is enough."""
-    return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+    for i, state in enumerate(running.stream.completions):
+        if running.n > 1 and state.finish_reason and i not in told:
+            told.add(i)
+            sample = read_sample(running.stream, i)
+            summary = {
+                "sample": i,
+                "final_answer": sample.final_answer,
+                "format": sample.format,
+                "finish_reason": sample.finish_reason,
+                "thinking": asdict(sample.thinking),
+            }
+            yield event(summary, "sample")
 
 
 def _info(service: Service, needs_key: bool) -> dict[str, Any]:

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlm.data import render_prompt
+from rlm.data import Format, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, prompt_seed
 from rlm.serving.engine import Engine
 from rlm.serving.errors import Problem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
-from rlm.serving.request import RunningRequest
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request and all together may ask for."""
-
-    prompt_tokens: int
-    new_tokens: int
-    requests: int  # accepted and not finished
-    tokens: int  # which these may take up at most
-    seconds: float  # from acceptance to the last token
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """What both protocols boil down to. None: the server decides."""
-
-    question: str
-    n: int = 1
-    max_new_tokens: int | None = None
-    thinking_budget: int | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    adapter: str | None = None
-    examples: Sequence[tuple[str, str]] = ()  # earlier turns
-    system: str | None = None  # said after the format's own system prompt
+from rlm.serving.request import Limits, RunningRequest
+from rlm.serving.schema import ReasoningRequest
 
 
 class Service:
@@ -60,61 +31,59 @@ class Service:
         tokenizer: PreTrainedTokenizerBase,
         models: ServedModels,
         limits: Limits,
-        metrics: Metrics,
     ) -> None:
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
-        self.limits, self.metrics = limits, metrics
+        self.limits, self.metrics = limits, Metrics(engine)
         self.public_url: str | None = None
+        self.draining = False  # what was accepted goes on, nothing new is
         self._running: dict[str, RunningRequest] = {}
         # One: the tokenizer encodes one text at a time, and every thread keeps memory of its own.
         self._renderer = ThreadPoolExecutor(1, "render")
 
     def not_ready(self) -> Problem | None:
         """What keeps new requests out now."""
+        if self.draining:
+            return Problem(503, "draining", "the server is shutting down", retry_after=10)
         if self.engine.state == "loading":
             return Problem(503, "loading", "the model is still being loaded", retry_after=5)
-        if self.engine.state == "draining":
-            return Problem(503, "draining", "the server is shutting down", retry_after=10)
         if not self.engine.alive:
             return Problem(503, "engine_down", "the engine does not answer", retry_after=10)
         return None
 
-    async def accept(self, asked: GenerationRequest, api: str) -> RunningRequest:
+    async def accept(
+        self,
+        asked: ReasoningRequest,
+        api: str,
+        examples: Sequence[tuple[str, str]] = (),
+        system: str = "",
+    ) -> RunningRequest:
         """Check a request against the limits and hand it to the engine.
+
+        Args:
+            examples: earlier turns of the conversation.
+            system: said after the format's own system prompt.
 
         Raises:
             Problem: it asks for too much, or there is no room, or the engine is not ready.
         """
         self._admit(0)
         adapter = self._adapter(asked.adapter)
-        new_tokens = asked.max_new_tokens or self.limits.new_tokens
-        if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
-            detail = "stop: the answer's own tags never stand in it, and so end nothing"
-            raise Problem(422, "validation", detail, param="stop")
-        if new_tokens > self.limits.new_tokens:
-            raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
-        render = partial(self._render, asked, adapter)
-        prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
-        if len(prompt) > self.limits.prompt_tokens:
-            raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
-        self._admit(len(prompt) + asked.n * new_tokens)  # again: time has passed
-        default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
-        temperature = default if asked.temperature is None else asked.temperature
-        if asked.n > 1 and temperature == 0:
-            raise Problem(422, "validation", "n above 1 needs a temperature above 0", param="n")
+        params = self._params(asked, adapter)
+        prompt = await self._render(asked.prompt, adapter.format, examples, system)
+        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
             api=api,
             adapter=adapter,
             prompt=prompt,
-            params=SamplingParams(new_tokens, temperature, asked.top_p),
+            params=params,
             seed=prompt_seed(asked.seed),
             stream=ReasoningStream(
                 self.tokenizer,
                 adapter.format,
                 self.engine.stop_ids,
                 n=asked.n,
-                max_new_tokens=new_tokens,
+                max_new_tokens=params.max_new_tokens,
                 budget=asked.thinking_budget,
                 stop=asked.stop,
             ),
@@ -145,7 +114,7 @@ class Service:
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what runs finish, and end what has not by then."""
-        self.engine.drain()
+        self.draining = True
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -167,12 +136,7 @@ class Service:
         full = self.requests >= self.limits.requests
         if full or self.tokens + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
-            raise Problem(503, "queue_full", "the queue is full", retry_after=self._wait_estimate())
-
-    def _wait_estimate(self) -> int:
-        """Seconds until about a quarter of what is queued is done, from the rate so far."""
-        rate = self.engine.tokens_per_second
-        return min(60, max(1, math.ceil(self.tokens / 4 / rate))) if rate else 5
+            raise Problem(503, "queue_full", "the queue is full", retry_after=5)
 
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
@@ -181,11 +145,29 @@ class Service:
             raise Problem(404, "adapter_not_found", detail, param="adapter")
         return adapter
 
-    def _render(self, asked: GenerationRequest, adapter: ServedAdapter) -> list[int]:
-        format = adapter.format
-        system = f"{format.system_prompt}\n{asked.system}" if asked.system else None
-        shown = {"examples": asked.examples, "system_prompt": system}
-        return render_prompt(self.tokenizer, asked.question, format, **shown)
+    def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
+        new_tokens = asked.max_new_tokens or self.limits.new_tokens
+        if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
+            detail = "stop: the answer's own tags never stand in it, and so end nothing"
+            raise Problem(422, "validation", detail, param="stop")
+        if new_tokens > self.limits.new_tokens:
+            raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
+        default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
+        temperature = default if asked.temperature is None else asked.temperature
+        if asked.n > 1 and temperature == 0:
+            raise Problem(422, "validation", "n above 1 needs a temperature above 0", param="n")
+        return SamplingParams(new_tokens, temperature, asked.top_p)
+
+    async def _render(
+        self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str
+    ) -> list[int]:
+        system_prompt = f"{format.system_prompt}\n{system}" if system else None
+        options = {"examples": examples, "system_prompt": system_prompt}
+        render = partial(render_prompt, self.tokenizer, question, format, **options)
+        prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+        if len(prompt) > self.limits.prompt_tokens:
+            raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
+        return prompt
 
 
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> Problem:

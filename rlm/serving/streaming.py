@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
@@ -13,6 +15,20 @@ from rlm.serving.request import RunningRequest
 from rlm.serving.service import Service
 
 COMMENT = b": still here\n\n"  # on a silent stream, so that proxies keep it open
+
+
+def event_stream(*names: str) -> dict[str, Any]:
+    """Describe server-sent events for OpenAPI; each has one of the names, if there are any."""
+    data = {"type": "string", "description": "JSON"}
+    event = {"event": {"type": "string", "enum": list(names)}} if names else {}
+    item = {"type": "object", "properties": event | {"data": data}, "required": [*event, "data"]}
+    return {"text/event-stream": {"itemSchema": item}}
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """Write a server-sent event. JSON holds no raw line ends, so one data line is enough."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 async def until_done(service: Service, running: RunningRequest, request: Request) -> None:

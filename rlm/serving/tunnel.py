@@ -1,4 +1,4 @@
-"""Opens a public URL through ngrok (pyngrok) within a time limit, watches it and closes it.
+"""Opens a public URL through ngrok (pyngrok) within a time limit, and closes it.
 
 The server goes on without it, so everything that can fail here fails as one TunnelError line.
 """
@@ -6,13 +6,12 @@ The server goes on without it, so everything that can fail here fails as one Tun
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,8 @@ from pyngrok import conf, ngrok
 from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
 
-from rlm.cli import terminal
-from rlm.runs import replace_file
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
-
-ENDPOINT = Path("runs/server/endpoint.json")
-POLL_SECONDS = 0.5
 
 # The agent's own web page would keep requests, keys and prompts included, for every local user.
 _AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: false\n"
@@ -39,7 +33,7 @@ class TunnelError(Exception):
 
 
 class Tunnel:
-    """An open tunnel. `public_url` becomes None when the agent dies or the tunnel is closed."""
+    """An open tunnel; `public_url` is None once it is closed."""
 
     def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
         self.public_url: str | None = public_url
@@ -50,7 +44,6 @@ class Tunnel:
         host = urlsplit(public_url).hostname or ""
         self._hosts, self._added = hosts, {host} - hosts  # only what was added is taken away again
         hosts.add(host)
-        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def open(
@@ -96,23 +89,22 @@ class Tunnel:
         logs.log("tunnel_opened", url=tunnel.public_url)
         return tunnel
 
-    async def close(self) -> None:
-        """End the agent, and the URL with it. A second call does nothing."""
-        self._watcher.cancel()
-        if self.public_url is not None:
-            self._forget()
-            await asyncio.to_thread(ngrok.kill, self._config)
-            logs.log("tunnel_closed")
+    @property
+    def is_up(self) -> bool:
+        return self._agent.proc.poll() is None
 
-    def _forget(self) -> None:
+    async def close(self) -> None:
+        """End the agent, if it is not dead, and the URL with it. A second call does nothing."""
+        if self.public_url is None:
+            return
         self.public_url = None
         self._hosts -= self._added
-
-    async def _watch(self) -> None:
-        while self._agent.proc.poll() is None:
-            await asyncio.sleep(POLL_SECONDS)
-        self._forget()
-        logs.log("tunnel_died", exit_code=self._agent.proc.returncode)
+        exit_code = self._agent.proc.poll()
+        await asyncio.to_thread(ngrok.kill, self._config)
+        if exit_code is None:
+            logs.log("tunnel_closed")
+        else:
+            logs.log("tunnel_died", exit_code=exit_code)
 
 
 def policy(requests_per_minute: int) -> dict[str, Any]:
@@ -132,30 +124,23 @@ def find_agent(env: Mapping[str, str]) -> Path:
 
     It is not downloaded: nothing here could vouch for the file.
     """
-    if named := env.get("PYNGROK_NGROK_PATH"):
-        places = [Path(named)]
-    else:
-        folders = env.get("PATH", "").split(os.pathsep)
-        places = [Path(conf.DEFAULT_NGROK_PATH), *(Path(folder, "ngrok") for folder in folders)]
-    for place in places:
-        if place.is_file() and os.access(place, os.X_OK) and (named or not _is_script(place)):
-            return place
-    missing = f"no program at {named}" if named else "no agent found"
+    named = env.get("PYNGROK_NGROK_PATH")
+    folders = [] if named else env.get("PATH", "").split(os.pathsep)
+    for place in [named or conf.DEFAULT_NGROK_PATH, *(f"{folder}/ngrok" for folder in folders)]:
+        program = shutil.which(place)
+        # pyngrok installs a script of this name, which downloads the agent when it is run.
+        if program and (named or not Path(program).read_bytes().startswith(b"#!")):
+            return Path(program)
     raise TunnelError(
-        f"ngrok: {missing}; install it (https://ngrok.com/download), or set PYNGROK_NGROK_PATH"
+        f"ngrok: no agent at {named or 'any usual place'}; install it "
+        "(https://ngrok.com/download), or set PYNGROK_NGROK_PATH"
     )
-
-
-def _is_script(path: Path) -> bool:
-    """pyngrok installs a script called `ngrok`, which downloads the agent when it is run."""
-    with path.open("rb") as file:
-        return file.read(2) == b"#!"
 
 
 async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
     """The public URL. pyngrok has no time limit for an agent that says nothing."""
-    connect = partial(ngrok.connect, pyngrok_config=config, **options)
-    opening = asyncio.create_task(asyncio.to_thread(connect))
+    connecting = asyncio.to_thread(ngrok.connect, pyngrok_config=config, **options)
+    opening = asyncio.create_task(connecting)
     try:
         await asyncio.wait({opening}, timeout=seconds)
         if not opening.done():
@@ -171,15 +156,14 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 
 async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
     """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + 10
-    while not opening.done() and loop.time() < end:  # it may be about to start the agent
+    for _ in range(100):  # it may be about to start the agent
         if record := agents._current_processes.get(config.ngrok_path):
             record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
         await asyncio.wait({opening}, timeout=0.1)
-    if opening.done():
-        opening.exception()  # asked, so that asyncio does not report it
-        ngrok.kill(config)
+        if opening.done():
+            opening.exception()  # asked, so that asyncio does not report it
+            ngrok.kill(config)
+            return
 
 
 def _one_line(error: Exception) -> str:
@@ -187,14 +171,3 @@ def _one_line(error: Exception) -> str:
     said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
     text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
     return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]
-
-
-def write_endpoint(url: str | None) -> None:
-    """Tell other programs where the server can be reached from outside, while it can."""
-    try:
-        if url is None:
-            ENDPOINT.unlink(missing_ok=True)
-        else:
-            replace_file(ENDPOINT, json.dumps({"url": url, "path": "/phase1/reasoning"}) + "\n")
-    except OSError as error:  # a read-only disk, another's folder: the URL works all the same
-        terminal.line(f"cannot write {ENDPOINT}: {error.strerror}")

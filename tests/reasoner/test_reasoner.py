@@ -92,11 +92,9 @@ def test_the_whole_text_is_cut_where_the_answer_is(text, stop, whole, answer):
 # --- the budget, on the real sampler with scripted tokens -----------------------------------------
 
 
-def run(tokenizer, script: str, *, max_new_tokens: int = 400, after: str | None = None, **options):
+def run(tokenizer, script: str, *, max_new_tokens: int = 400, now_after: str = "!", **options):
     """The only row of a request whose model would write `script`."""
     sampler = ScriptedSampler(tiny_model(), tokenizer, {"": script})
-    if after is not None:
-        sampler.after_forced = after
     stream = ReasoningStream(
         tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=max_new_tokens, **options
     )
@@ -105,6 +103,7 @@ def run(tokenizer, script: str, *, max_new_tokens: int = 400, after: str | None 
     request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, force_tokens=stream)
     for token in sampler.stream([request]):
         texts.append(stream.add_token(token))
+        stream.answer_now |= stream.completions[0].reasoning.endswith(now_after)
     row = stream.completions[0]
     assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
     return row
@@ -165,13 +164,7 @@ def test_a_second_block_is_text_of_the_answer(tokenizer):
 
 
 def test_answer_now_closes_at_the_next_token(tokenizer):
-    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": LONG})
-    stream = ReasoningStream(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=400)
-    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
-    for token in sampler.stream([Request(prompt, SamplingParams(400), 0, force_tokens=stream)]):
-        stream.add_token(token)
-        stream.answer_now |= stream.completions[0].reasoning.endswith("three")
-    row = stream.completions[0]
+    row = run(tokenizer, LONG, now_after="three")
     assert (row.reasoning, row.answer, row.status) == ("one two three", "7", "forced")
 
 

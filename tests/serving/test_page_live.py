@@ -7,7 +7,7 @@ from live_server import ADD, live, make_service, wait_until
 
 from rlm.serving.access import Keys
 from rlm.serving.app import PAGE, PAGE_POLICY
-from tests.serving.test_page import ask, browser_test, expect, page, visit  # noqa: F401
+from tests.serving.test_page import ask, browser_test, expect, page  # noqa: F401
 
 KEY = "a-key-of-some-length"
 EVIL = "<think>\n<script>alert(1)</script>\n</think>\n<answer><img src=x onerror=alert(2)></answer>"
@@ -15,7 +15,6 @@ SCRIPT = {
     "two and three": ADD,
     "evil": EVIL,
     "slow": "<think>" + "again " * 80,
-    "vote": [ADD, ADD, ADD.replace("5", "6"), "none"],
 }
 
 
@@ -55,47 +54,22 @@ def test_files_need_no_key_and_are_sent_with_type_caching_and_policy(server, pat
 
 
 @browser_test
-def test_ask_stop_and_ask_again(page, server):  # noqa: F811
-    visit(page, server)
-    ask(page, "two and three")
-    expect(page.get_by_text("2 + 3 = 5").first).to_be_attached()
-    expect(page.get_by_text("Thought for").first).to_be_visible()
-    ask(page, "slow")
-    expect(page.get_by_text("again again").first).to_be_visible()
-    page.get_by_role("button", name="Stop", exact=True).click()
-    expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
-    ask(page, "two and three")
-    expect(page.get_by_text("2 + 3 = 5").first).to_be_attached()
-    wait_until(lambda: server.service.requests == 0)
-
-
-@browser_test
-def test_answer_now(page, server):  # noqa: F811
-    visit(page, server)
-    ask(page, "slow")
-    expect(page.get_by_text("again again").first).to_be_visible()
-    page.get_by_role("button", name="Answer now").click()
-    expect(page.locator("#final")).to_have_text("7")
-
-
-@browser_test
-def test_markup_of_the_model_stays_text(page, server):  # noqa: F811
-    visit(page, server)
-    ask(page, "evil")
-    expect(page.locator("#answer")).to_contain_text("onerror=alert(2)")
-    assert page.locator("script").count() == 1
-    assert page.locator("img").count() == 0
-
-
-@browser_test
 @pytest.mark.parametrize("keys", [Keys([KEY])])
-def test_a_wrong_key_then_the_right_one(page, server):  # noqa: F811
+def test_key_ask_stop_ask_again_and_answer_now(page, server):  # noqa: F811
     page.goto(server.url)
-    page.locator("#key").fill("wrong-key-of-some-length")
-    page.get_by_role("button", name="Use key").click()
-    expect(page.locator("#key-label")).to_have_text("That key was not accepted")
     page.locator("#key").fill(KEY)
     page.get_by_role("button", name="Use key").click()
     expect(page.locator("#status")).to_have_class("ready")
     ask(page, "two and three")
     expect(page.locator("#final")).to_have_text("5")
+    expect(page.get_by_text("Thought for").first).to_be_visible()
+    for button in ("Stop", "Answer now"):
+        ask(page, "slow")
+        expect(page.get_by_text("again again").first).to_be_visible()
+        page.get_by_role("button", name=button, exact=True).click()
+        expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+    expect(page.locator("#final")).to_have_text("7")
+    ask(page, "evil")
+    expect(page.locator("#answer")).to_contain_text("onerror=alert(2)")
+    assert (page.locator("script").count(), page.locator("img").count()) == (1, 0)
+    wait_until(lambda: server.service.requests == 0)

@@ -25,7 +25,7 @@ FAST = {"requests_per_minute": 10**6, "failures_per_minute": 10**6}  # the rate 
 def test_the_api_keeps_to_its_schema(tokenizer, tmp_path, key):
     pytest.importorskip("schemathesis", reason="an extra: pip install -e '.[schema]'")
     service, _ = make_service(tokenizer, {"": ADD})
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     env = os.environ | {"PYTHONPATH": str(here), "SCHEMATHESIS_HOOKS": "schemathesis_hooks"}
     with live(service, Keys([key]) if key else None, **FAST) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]

@@ -1,4 +1,7 @@
-"""The server end to end: a real uvicorn, a real engine and sampler, scripted tokens."""
+"""The server end to end: a real uvicorn, a real engine and sampler, scripted tokens.
+
+What single requests are answered with, whole, stands in the goldens (tests/test_goldens_texts.py).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from conftest import tiny_model
@@ -21,11 +25,12 @@ from rlm.sampling.engine import Sampler
 from rlm.sampling.params import Request, SamplingParams, prompt_seed
 from rlm.serving.access import Keys
 from rlm.serving.app import create_app
-from rlm.serving.engine import Engine, Replica
-from rlm.serving.metrics import Metrics
-from rlm.serving.replicas import prompt_prefix
+from rlm.serving.engine import Engine
+from rlm.serving.middleware import PUBLIC
+from rlm.serving.models import Replica, prompt_prefix
 from rlm.serving.service import Service
 
+KEY = "correct-horse-battery-staple"
 LONG = "<think>\n" + "word " * 30 + "\n</think>\n<answer>9</answer>"
 SIX = ADD.replace("5", "6")
 SCRIPT = {
@@ -34,6 +39,7 @@ SCRIPT = {
     "vote": [ADD, ADD, SIX, "no idea"],
     "overruled": [SIX, ADD, ADD],
     "loop": "<think>" + "again " * 100,
+    "one line": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>",
 }
 ASKED = [{"role": "user", "content": "two and three"}]
 
@@ -51,27 +57,17 @@ def server(tokenizer):
 
 def test_a_prompt_alone_is_answered(server):
     response = server.post({"prompt": "What is two and three?"})
-    assert response.status_code == 200
     body = response.json()
-    assert body["response"] == ADD
+    assert (response.status_code, body["response"]) == (200, ADD)
     assert body["trace"] == [{"step": 0, "content": "2 + 3 = 5"}, {"step": 1, "content": "5"}]
-    assert (body["reasoning"], body["answer"], body["final_answer"]) == ("2 + 3 = 5", "5", "5")
-    assert body["details"]["stage"] == "grpo"
-    assert body["details"]["format"] == "strict"
     assert body["thinking"] == {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None}
-    assert body["model"] == {"base": "tiny", "adapter": "tuned", "adapter_sha256": "ab" * 32}
-    assert body["finish_reason"] == "stop"
     assert body["confidence"]["value"] == pytest.approx(1.0)
     assert body["usage"]["completion_tokens"] == len(ADD) + 1
-    assert body["vote"] is body["samples"] is body["verifier"] is None
     assert response.headers["X-Request-ID"] == body["request_id"]
 
 
-def test_the_reasoning_in_one_line_is_cut_into_sentences(tokenizer):
-    script = {"": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>"}
-    service, _ = make_service(tokenizer, script)
-    with live(service) as server:
-        trace = server.post({"prompt": "x"}).json()["trace"]
+def test_the_reasoning_in_one_line_is_cut_into_sentences(server):
+    trace = server.post({"prompt": "one line"}).json()["trace"]
     assert [s["content"] for s in trace] == ["First 1.5 + 2.", "Then 3!", "Done?", "4"]
     assert [s["step"] for s in trace] == [0, 1, 2, 3]
 
@@ -132,19 +128,11 @@ def test_a_budget_is_kept_and_reported(server):
 
 
 @pytest.mark.parametrize("said", ["9**9**9**9", "9" * 250, "__import__('os').abort()"])
-def test_an_answer_is_read_and_never_computed(tokenizer, said):
-    text = f"<think>\nx\n</think>\n<answer>{said}</answer>"
-    service, _ = make_service(tokenizer, {"": text}, limits=replace(LIMITS, new_tokens=400))
-    with live(service) as server:
-        body = server.post({"prompt": "x", "n": 2, "expected_answer": "9**9**9**9"}).json()
+def test_an_answer_is_read_and_never_computed(server, said):
+    server.sampler.script["computed"] = f"<think>\nx\n</think>\n<answer>{said}</answer>"
+    body = server.post({"prompt": "computed", "n": 2, "expected_answer": "9**9**9**9"}).json()
     assert (body["answer"], body["final_answer"], body["vote"]["valid"]) == (said, None, 0)
     assert not body["verifier"]["correct"]
-
-
-def test_another_adapter(server):
-    body = server.post({"prompt": "two and three", "adapter": "base"}).json()
-    assert (body["response"], body["model"]["adapter"]) == ("0", "base")
-    assert body["details"]["stage"] == "base"
 
 
 def test_the_stream_adds_up_to_the_whole(server):
@@ -238,13 +226,7 @@ BODIES = [
     (b'"a question"', JSON, 422),
     (b"null", JSON, 422),
     (b'{"prompt": "x", "temperature": NaN}', JSON, 400),
-    (b'{"prompt": "x", "top_p": 1e999}', JSON, 400),
-    (b'{"prompt": "\\ud800"}', JSON, 400),
-    (b'{"prompt": "x", "stop": ["\\ud800"]}', JSON, 400),
-    (b'{"prompt": "x", "prompt": "y"}', JSON, 400),
-    (b'{"prompt": "\xff"}', JSON, 400),
-    ('{"prompt": "x"}'.encode("utf-16"), JSON, 400),
-    (b"[" * 20_000, JSON, 400),
+    (b'{"prompt": "x", "stop": ["\\ud800"]}', JSON, 400),  # for more see test_strict_json.py
     (b'{"prompt": "x"}', "text/plain", 415),
     (b"prompt=x", "application/x-www-form-urlencoded", 415),
     (b'{"prompt": "x"}', None, 415),
@@ -294,13 +276,6 @@ def test_nothing_goes_out_because_of_a_prompt(server):
                 assert not any(part in line for line in seen), seen
 
 
-def test_unknown_paths_and_methods(server):
-    assert server.get("/phase1/nothing").json()["code"] == "not_found"
-    wrong = server.get("/phase1/reasoning")
-    assert (wrong.status_code, wrong.json()["code"]) == (405, "method_not_allowed")
-    assert wrong.headers["allow"] == "POST"
-
-
 # --- state ----------------------------------------------------------------------------------------
 
 
@@ -320,26 +295,17 @@ def test_info_and_metrics(server):
     assert "unsafe" not in policy
 
 
-def test_every_route_needs_the_key_but_five(tokenizer):
-    key = "correct horse battery staple".replace(" ", "-")
+def test_every_route_and_method_needs_the_key_but_five(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT)
-    app = create_app(service)
-    routes = {
-        (method, path.replace("{id}", "rsn_1"))
-        for path, operations in app.openapi()["paths"].items()
-        for method in operations
-    } | {("get", path) for path in ("/", "/page.css", "/page.js", "/openapi.json")}
-    service, _ = make_service(tokenizer, SCRIPT)
-    with live(service, Keys([key])) as server, server.client() as client:
-        statuses = {}
-        for method, path in routes:
-            statuses[path] = client.request(method.upper(), path, json={}).status_code
-        # Too many wrong keys are throttled; neither gets in.
-        refused = {path for path, status in statuses.items() if status in (401, 429)}
-        public = {"/", "/page.css", "/page.js", "/health", "/ready"}
-        assert set(statuses) - refused == public
-        assert {client.head(path).status_code for path in public} == {200}
-        good = client.get("/phase1/info", headers={"Authorization": f"Bearer {key}"})
+    paths = {path.replace("{id}", "rsn_1") for path in create_app(service).openapi()["paths"]}
+    paths |= PUBLIC | {"/openapi.json", "/nothing"}
+    methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
+    with live(service, Keys([KEY])) as server, server.client() as client:
+        for method, path in product(methods, paths):
+            is_public = path in PUBLIC and method in ("GET", "HEAD")
+            status = client.request(method, path, json={}).status_code
+            assert status == (200 if is_public else 401), (method, path)
+        good = client.get("/phase1/info", headers={"Authorization": f"Bearer {KEY}"})
         assert good.json()["needs_key"] is True
 
 
@@ -351,7 +317,7 @@ def test_not_ready_while_loading(tokenizer):
     assert service.not_ready().code == "loading"
     service.engine.start()
     assert service.not_ready().code == "loading"
-    service.engine.drain()  # a signal while it loads
+    service.draining = True  # a signal while it loads
     go.set()
     wait_until(lambda: service.engine.state != "loading")
     assert service.not_ready().code == "draining"
@@ -366,12 +332,10 @@ def true_service(tokenizer, max_num_seqs: int) -> Service:
     prefix = prompt_prefix(tokenizer, FORMAT)
     _, made = make_service(tokenizer, {})
     sampler = Sampler(made.model, tokenizer, max_num_seqs=max_num_seqs)
-    engine = Engine(
-        lambda: {"tuned": Replica(sampler, lambda: None, prefix)}, prompt_tokens=500, new_tokens=60
-    )
-    service, _ = make_service(tokenizer, {})
     limits = replace(LIMITS, new_tokens=60, requests=100, tokens=10**6)
-    return Service(engine, tokenizer, service.models, limits, Metrics(engine))
+    engine = Engine(lambda: {"tuned": Replica(sampler, lambda: None, prefix)}, limits)
+    service, _ = make_service(tokenizer, {})
+    return Service(engine, tokenizer, service.models, limits)
 
 
 def test_a_text_is_the_same_alone_and_under_load(tokenizer):
@@ -550,7 +514,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(tokenizer):
         running = [pool.submit(server.post, {"prompt": "long", "seed": i}) for i in range(5)]
         wait_until(lambda: service.requests == 5)
         server.server.handle_exit(signal.SIGTERM, None)
-        wait_until(lambda: service.engine.state == "draining")
+        wait_until(lambda: service.draining)
         assert server.get("/ready").json()["code"] == "draining"
         assert server.post({"prompt": "x"}).json()["code"] == "draining"
         assert [r.result().json()["response"] for r in running] == [LONG] * 5
@@ -574,7 +538,7 @@ def test_a_second_signal_does_not_wait(tokenizer):
         connection = send(server.port, {"prompt": "loop"})
         wait_until(lambda: service.requests == 1)
         server.server.handle_exit(signal.SIGTERM, None)
-        wait_until(lambda: service.engine.state == "draining")
+        wait_until(lambda: service.draining)
         assert not server.server.force_exit
         server.server.handle_exit(signal.SIGINT, None)
         server.thread.join(10)

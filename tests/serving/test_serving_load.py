@@ -5,43 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
-import subprocess
-import sys
 import time
 
 import httpx2
 import psutil
 import pytest
 
-from tests.test_server import ROOT, weights  # noqa: F401 (a fixture)
+from tests.test_server import server_process, weights  # noqa: F401 (a fixture)
 
 CLIENTS, SECONDS = 64, float(os.environ.get("RLM_LOAD_SECONDS", "60"))
 
 
-@pytest.fixture
-def server(weights, tmp_path):  # noqa: F811
-    options = ["--adapter", weights / "final_rlm_lora", "--port", "0", "--max-new-tokens", "64"]
-    env = {k: v for k, v in os.environ.items() if k != "RLM_API_KEY"} | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "server.py"), *map(str, options), "--queue", "48"],
-            cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
-    url = ""
-    while not url:
-        line = process.stdout.readline()
-        assert line, (tmp_path / "log").read_text()
-        url = (re.search(r"ready: (\S+)", line) or [None, ""])[1]
-    yield url, psutil.Process(process.pid)
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.load
-def test_64_clients(server):
+def test_64_clients(weights, tmp_path, monkeypatch):  # noqa: F811
     """Nothing but 200 and the declared 503; accepted requests complete; memory stays flat."""
-    url, process = server
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = ["--adapter", weights / "final_rlm_lora", "--max-new-tokens", 64, "--queue", 48]
+    with server_process(tmp_path, *options) as (process, url, _):
+        put_under_load(url, psutil.Process(process.pid))
+
+
+def put_under_load(url: str, process: psutil.Process) -> None:
     statuses: list[int] = []
     memory: list[tuple[float, int]] = []
     end = time.monotonic() + SECONDS

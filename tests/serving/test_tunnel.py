@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import io
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -17,10 +15,10 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from live_server import wait_until
 from pyngrok import ngrok
 from secured_server import KEY, SecuredServer, request
 
-from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 from rlm.serving.tunnel import Tunnel, TunnelError, find_agent, policy
 
@@ -59,15 +57,6 @@ def agent(tmp_path, monkeypatch) -> Agent:
     return Agent(path, record)
 
 
-@pytest.fixture
-def log():
-    stream, root = io.StringIO(), logging.getLogger()
-    before = root.handlers[:], root.level
-    logs.configure(stream)
-    yield stream
-    root.handlers[:], root.level = before
-
-
 def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: str):
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
@@ -75,7 +64,7 @@ def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: 
     return response.status, dict(response.getheaders()), response.read()
 
 
-def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
+def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, server_log):
     hosts = AllowedHosts(["localhost"])
     to_public_host = request("GET", "/health", host="127.0.0.1")
 
@@ -123,10 +112,10 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, log):
         "upstream": {"url": f"http://127.0.0.1:{wall.port}"},
         "traffic_policy": policy(60),
     }
-    events = [json.loads(line)["event"] for line in log.getvalue().splitlines()]
+    events = [json.loads(line)["event"] for line in server_log.getvalue().splitlines()]
     assert [e for e in events if "tunnel" in e] == ["tunnel_opened", "tunnel_closed"]
-    assert TOKEN not in log.getvalue()
-    assert KEY not in log.getvalue()
+    assert TOKEN not in server_log.getvalue()
+    assert KEY not in server_log.getvalue()
 
 
 def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
@@ -158,7 +147,9 @@ def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
         ("deaf", "not ready after 1 s"),
     ],
 )
-def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, capsys, mode, message):
+def test_what_fails_is_one_line_and_leaves_nothing(
+    agent, server_log, monkeypatch, capsys, mode, message
+):
     hosts = AllowedHosts(["localhost"])
 
     async def open_and_close(seconds: float = 20.0) -> None:
@@ -173,7 +164,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, caps
     assert message in text
     assert "\n" not in text
     assert len(text) < 320
-    assert TOKEN not in text + log.getvalue()
+    assert TOKEN not in text + server_log.getvalue()
     assert capsys.readouterr().err == ""  # pyngrok would print what the agent says
     assert hosts == {"localhost"}
     assert agent.is_gone()
@@ -181,7 +172,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(agent, log, monkeypatch, caps
     asyncio.run(open_and_close())  # nothing is in the way of the next try
 
 
-def test_an_agent_that_dies_is_noticed(agent, log, monkeypatch):
+def test_an_agent_that_dies_is_noticed(agent, server_log, monkeypatch):
     monkeypatch.setenv("STAND_IN_MODE", "dies")
     hosts = AllowedHosts(["localhost"])
 
@@ -189,15 +180,13 @@ def test_an_agent_that_dies_is_noticed(agent, log, monkeypatch):
         tunnel = await Tunnel.open(UNUSED, hosts)
         assert tunnel.public_url
         assert hosts == {"localhost", "127.0.0.1"}
-        deadline = time.monotonic() + 10
-        while tunnel.public_url and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(wait_until, lambda: not tunnel.is_up)
+        await tunnel.close()
         assert tunnel.public_url is None
         assert hosts == {"localhost"}
-        await tunnel.close()
 
     asyncio.run(scenario())
-    opened, died = [json.loads(line) for line in log.getvalue().splitlines()]
+    opened, died = [json.loads(line) for line in server_log.getvalue().splitlines()]
     assert (opened["event"], died["event"], died["exit_code"]) == (
         "tunnel_opened",
         "tunnel_died",
