@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ from scripted_server import ScriptedServer
 
 from recipes.orchestrator import ask, cold_start, evaluate
 from recipes.orchestrator import train as recipe
-from recipes.orchestrator.agents import AgentModel, LocalAgents, Reply, choose_agents
+from recipes.orchestrator.agents import AgentModel, LocalLLM, Reply, choose_agents
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph, parse_graph
-from recipes.orchestrator.orchestrator import Orchestrator, orchestrator_prompt
+from recipes.orchestrator.orchestrator import SYSTEM_PROMPT, Orchestrator
 from recipes.orchestrator.runner import Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
@@ -48,7 +47,7 @@ LEAKING = Graph.chain("solve", "gold, 420")  # 20 + 400
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
 
 
-def toy_graph(rng, max_agents=2):
+def toy_graph(rng):
     return Graph.chain("solve", rng.choice(WORDS))
 
 
@@ -77,7 +76,7 @@ def base(tmp_path_factory):
     """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
     path = tmp_path_factory.mktemp("orchestrator_base")
     tokenizer = byte_tokenizer()
-    instruction = orchestrator_prompt().partition("{")[0].strip()
+    instruction = SYSTEM_PROMPT.partition("{")[0].strip()
     tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -248,21 +247,19 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
 ):
     """What is validated, and tested in the end, is what the reward asks for."""
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks))
-    replies = {"agentA": Reply("draft"), "agentB": Reply("[420]")}
+    replies = [Reply("draft"), Reply("[420]")]
     graphs = [LEAKING, Graph.chain("solve", "gold"), LEAKING]
     runs = [Trajectory(PROBLEMS[0], graph, replies=replies) for graph in graphs]
     monkeypatch.setattr(trainer.orchestrator, "solve", lambda *_, **__: runs)
     assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
 
 
-def test_three_agents_and_what_a_leak_earns_are_options(base, tmp_path):
-    three = Graph.chain("solve", "red", "gold").to_json()
-    more = {"max_agents": 3, "max_new_tokens": 200, "lora_r": 2, "zero_leaks": False}
-    script = {"20 + 400?": [three, LEAKING.to_json(), "{"]}
-    trainer, log, _, written = watched(base, tmp_path, script, **more)
+def test_what_a_leak_earns_is_an_option(base, tmp_path):
+    script = {"20 + 400?": [GOOD, LEAKING.to_json(), "{"]}
+    more = {"max_new_tokens": 200, "lora_r": 2, "zero_leaks": False}
+    _, log, _, written = watched(base, tmp_path, script, **more)
     assert [graph["reward"] for graph in written["20 + 400?"]] == [1, 1, 0]
     assert log["answer_leak_rate"] == pytest.approx(1 / 3)
-    assert trainer.orchestrator.runner.agents.batches == 3
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
@@ -422,11 +419,11 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
     config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)
     shared = make_trainer(config, AgentModel(str(base), adapter))
     runner = shared.orchestrator.runner
-    assert runner.agents._sampler is shared.sampler
+    assert runner.agents.sampler is shared.sampler
     # Another name for the same directory: nothing tells that it is the same.
     named_otherwise = AgentModel(f"{base}/.", adapter)
     apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
-    assert apart.orchestrator.runner.agents._sampler is not apart.sampler
+    assert apart.orchestrator.runner.agents.sampler is not apart.sampler
     asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
 
     def replies(trainer):
@@ -512,7 +509,7 @@ def test_the_published_flags():
     ("typed", "message"),
     [
         ("--max-agents 1", "at least 2"),
-        ("--max-agents 27", "at most 26"),
+        ("--max-agents 3", "at most 2"),
         ("--agent-url http://x", "--agent-model"),
         ("--agent-key KEY", "--agent-url"),
         ("--agent-temperature -1", "at least 0"),
@@ -617,21 +614,19 @@ def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, 
 
 
 def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, monkeypatch):
-    chat, batches = LocalAgents.chat, []
+    chat, batches = LocalLLM.chat, []
 
-    def lose_the_first(self, calls, params):  # of the single agent, greedy
-        replies = chat(self, calls, params)
+    def lose_the_first(self, calls, *params):  # of the single agent, greedy
+        replies = chat(self, calls, *params)
         batches.append(calls)
         return replies if batches[1:] else [Reply("", error="down"), *replies[1:]]
 
-    monkeypatch.setattr(LocalAgents, "chat", lose_the_first)
+    monkeypatch.setattr(LocalLLM, "chat", lose_the_first)
     arguments = ("--run", finished / "run", "--max-samples", 3, "--output", finished / "failures")
     assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 0
     said = json.loads((finished / "failures" / "evaluation.json").read_text())
     assert said["left_out"] == 1
-    assert {row["accuracy"]["n"] for row in said["rows"].values()} == {2}
-    assert said["rows"]["single agent"]["failed"] == 1
-    assert said["rows"]["orchestrator, trained"]["failed"] == 0
+    assert {row["problems"] for row in said["rows"].values()} == {2}
     assert "1 of 3 problems are left out of all rows" in capsys.readouterr().out
     traces = [json.loads(line) for line in (finished / "failures" / "traces.jsonl").open()]
     assert sum(trace["verdict"] == "agent_failed" for trace in traces) == 1
@@ -641,7 +636,7 @@ def runs_of(*texts):
     """The single agent's replies to one problem, whose gold is 18; None is a failed call."""
     replies = [Reply("", error="down") if text is None else Reply(text) for text in texts]
     problem, graph = Problem("p", "how many?", "18"), Graph.chain("solve")
-    return [Trajectory(problem, graph, replies={"agentA": reply}) for reply in replies]
+    return [Trajectory(problem, graph, replies=[reply]) for reply in replies]
 
 
 def test_rows_need_a_problem_that_all_have_a_verdict_on():
@@ -690,7 +685,7 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
     assert run(ask, ask.AskConfig) == 2
     assert "ask something" in capsys.readouterr().err
     none = InvalidGraph("bad_json", "cut off")
-    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text, most: none)
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text: none)
     assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
     output = capsys.readouterr()
     assert output.out.count("no valid graph (bad_json: cut off)") == 2
@@ -700,7 +695,7 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
 def test_a_finished_run_is_loaded_with_three_adapters(finished):
     loaded = Orchestrator.load(finished / "run")
     assert set(loaded.policy.peft_config) == {"default", "start", "agent"}
-    assert isinstance(loaded.runner.agents, LocalAgents)
+    assert isinstance(loaded.runner.agents, LocalLLM)
     start = finished / "start"
     assert loaded.config.sft_adapter == start
     start.rename(finished / "away")
@@ -711,8 +706,7 @@ def test_a_finished_run_is_loaded_with_three_adapters(finished):
         (finished / "away").rename(start)
     (solved,) = loaded.solve([Problem("p", "1 + 2?", "3")])
     assert isinstance(solved.graph, Graph)
-    completion = solved.generation.completion
-    assert len(completion.logprobs) == len(completion.token_ids) > 0
+    assert len(solved.written.logprobs) == solved.written.completion_tokens > 0
 
 
 # --- the published Python block -----------------------------------------------------------------
@@ -728,9 +722,8 @@ def blocks():
 @pytest.mark.parametrize("source", blocks())
 def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     """Changed only in where names come from and in model ids (and sizes, to be quick)."""
-    for split, count in (("train", 30), ("test", 3)):
-        rows = ({"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(count))
-        (tmp_path / f"gsm8k_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": PROBLEMS[:27], "validation": PROBLEMS[27:32], "test": PROBLEMS[32:35]}
+    monkeypatch.setattr(recipe, "load_problems", lambda name, split: data[split])
 
     def small_config():
         config = Config()
@@ -738,13 +731,10 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
         config.orch_max_tokens, config.agent_max_tokens, config.val_every = 6, 4, 0
         return config
 
-    names = {name: getattr(recipe, name) for name in (
-        "load_tokenizers", "make_lora_orchestrator", "load_agent_model", "run_grpo_training",
-    )}  # fmt: skip
-    names |= {"Config": small_config, "load_gsm8k": partial(recipe.load_gsm8k, path=tmp_path)}
+    names = vars(recipe) | {"Config": small_config}
     # Without an id it is the model that suits the machine.
     setup = Setup(str(base), "gsm8k", "none", "test")
-    monkeypatch.setattr("rlm.model.hardware.default_setup", lambda: setup)
+    monkeypatch.setattr(recipe, "default_setup", lambda: setup)
     code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
     code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))
     code = re.sub(r"cfg\.steps = \d+", "cfg.steps = 2", code)
