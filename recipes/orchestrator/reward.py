@@ -22,8 +22,8 @@ class GraphReward:
     """Scores the graphs of a whole step; `GRPOTrainer` calls it as its scorer."""
 
     def __init__(self, runner: Runner, config: OrchestratorConfig) -> None:
-        self._runner, self._config = runner, config
-        self._records: list[list[list[dict[str, Any]]]] = []
+        self.runner, self.config = runner, config
+        self.records: list[list[list[dict[str, Any]]]] = []  # of each call, by group
 
     def __call__(
         self,
@@ -36,28 +36,18 @@ class GraphReward:
         graphs = [parse_graph(text) for group in groups for text in group]
         # Not their places: these change with the other problems, and the processes.
         numbers = [number for group in groups for number in range(len(group))]
-        runs = self._runner.run(asked, graphs, self._config.seed, numbers)
+        runs = self.runner.run(asked, graphs, self.config.seed, numbers)
         remaining = iter(runs)
         grouped = [[next(remaining) for _ in group] for group in groups]
+        self.records.append([[run.to_dict() for run in group] for group in grouped])
         rewards = [[self._reward(run) for run in group] for group in grouped]
-        self._records.append(
-            [
-                [run.to_dict() | {"reward": reward} for run, reward in zip(*pair, strict=True)]
-                for pair in zip(grouped, rewards, strict=True)
-            ]
-        )
         return Scores(rewards, graph_metrics(runs))
 
     def _reward(self, run: Trajectory) -> float | None:
         if run.error:
             return None
-        form = self._config.format_reward * isinstance(run.graph, Graph)
-        return float(run.solved(self._config.zero_leaks)) + form
-
-    def pop_records(self) -> list[list[list[dict[str, Any]]]]:
-        """Return what rollouts.jsonl holds of each call since the last time, by group."""
-        records, self._records = self._records, []
-        return records
+        form = self.config.format_reward * isinstance(run.graph, Graph)
+        return float(run.solved(self.config.zero_leaks)) + form
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

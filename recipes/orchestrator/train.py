@@ -109,8 +109,8 @@ class OrchestratorTrainer(GRPOTrainer):
         values = [f"{name} {shown[name]:.4g}" for name in SHOWN if shown[name] is not None]
         terminal.line("  " + "  ".join(values))
 
-        calls = self.scorer.pop_records()
-        graphs = [group for call in calls for group in self.distributed.gather(call)]
+        records = [g for call in self.scorer.records for g in self.distributed.gather(call)]
+        self.scorer.records.clear()
         if self.distributed.is_main:
             rows = [
                 {
@@ -118,9 +118,11 @@ class OrchestratorTrainer(GRPOTrainer):
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "answer": group.problem.answer,
-                    "graphs": records,
+                    "graphs": [
+                        g | {"reward": r} for g, r in zip(graphs, group.rewards, strict=True)
+                    ],
                 }
-                for group, records in zip(groups, graphs, strict=True)
+                for group, graphs in zip(groups, records, strict=True)
             ]
             self.run.append(self.run.path / "rollouts.jsonl", rows)
 

@@ -5,7 +5,6 @@ A graph is then six tokens, so cold start, GRPO, evaluation and asking take seco
 
 import csv
 import dataclasses
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from conftest import byte_tokenizer, tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from scripted_llm import ScriptedLLM
 from scripted_sampler import ScriptedSampler
 from scripted_server import ScriptedServer
 
@@ -51,24 +51,16 @@ def toy_graph(rng):
     return Graph.chain("solve", rng.choice(WORDS))
 
 
-class Scripted:
-    """Right if the second prompt holds the word; `text` is what the first one says."""
+def solver(text="draft", word="gold"):
+    """Agents: the first says the text, the second is right if its prompt has the word."""
 
-    def __init__(self, text="draft", word="gold"):
-        self.text, self.word, self.batches = text, word, 0
-
-    def chat(self, calls, params):
-        self.batches += 1
-        return [Reply(self._say(call), 1, 1) for call in calls]
-
-    def _say(self, call):
+    def answer(call):
         if "DRAFT" not in call.text:
-            return self.text
+            return Reply(text, 1, 1)
         one, two = re.match(r"PROBLEM: (\d+) \+ (\d+)", call.text).groups()
-        return f"[{int(one) + int(two)}]" if self.word in call.system_prompt else "[0]"
+        return Reply(f"[{int(one) + int(two)}]" if word in call.system_prompt else "[0]", 1, 1)
 
-    def release(self):
-        pass
+    return ScriptedLLM(answer)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +107,7 @@ def start(base, tmp_path_factory):
 
 
 def make_trainer(config, agents=None):
-    return OrchestratorTrainer(config, agents or Scripted(), device=CPU)
+    return OrchestratorTrainer(config, agents or solver(), device=CPU)
 
 
 def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
@@ -171,7 +163,7 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
     adapters = []
     for i, text in enumerate(("a", "a much longer draft " * 20)):
         config = options(base, tmp_path, f"run{i}", sft_adapter=start, steps=2)
-        adapters.append(train(config, Scripted(text))[0].adapter)
+        adapters.append(train(config, solver(text))[0].adapter)
     for name, tensor in adapters[0].items():
         assert torch.equal(tensor, adapters[1][name]), name
 
@@ -210,7 +202,7 @@ def watched(base, tmp_path, script, **more):
     size = len(next(iter(script.values())))
     more = {"steps": 1, "batch_size": len(script), "group_size": size} | more
     config = options(base, tmp_path, **more)
-    trainer = Watched(config, Scripted(), device=CPU)
+    trainer = Watched(config, solver(), device=CPU)
     trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
     logs, _ = trainer.train_and_test([p for p in PROBLEMS if p.question in script])
     return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rollouts(config)}
@@ -220,7 +212,7 @@ def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
     """Unreadable graphs stay in their groups, each group with another number of them."""
     script = {
         "20 + 400?": [GOOD, "{", BAD],
-        "21 + 441?": ["{", BAD, "{"],
+        "21 + 441?": ["{", Graph.chain("solve", "red, 462").to_json(), "{"],  # leaks, and is wrong
         "22 + 484?": [BAD, BAD, GOOD],
     }
     trainer, log, advantages, written = watched(base, tmp_path, script, sft_adapter=start)
@@ -232,13 +224,16 @@ def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
     assert advantages["20 + 400?"] == pytest.approx([right, wrong, wrong], abs=1e-5)
     assert advantages["21 + 441?"] == [0, 0, 0]
     assert advantages["22 + 484?"] == pytest.approx([wrong, wrong, right], abs=1e-5)
-    # Of 9 graphs 6 are valid, of two kinds; their agents write a token each. An end token counts.
+    # Of 9 graphs 6 are valid, of three kinds; their agents write a token each. An end token counts.
     length = len(trainer.tokenizer.encode(GOOD)) + 1
-    assert log["tokens_per_problem"] == pytest.approx((6 * length + 3 * 2 + 6 * 2) / 9)
+    assert log["tokens_per_problem"] == pytest.approx(
+        (6 * length + len(", 462") + 3 * 2 + 6 * 2) / 9
+    )
     assert log["valid_json_rate"] == pytest.approx(6 / 9)
-    assert log["distinct_graphs"] == pytest.approx(2 / 6)
+    assert log["distinct_graphs"] == pytest.approx(3 / 6)
+    assert log["answer_leak_rate"] == pytest.approx(1 / 9)
     assert log["reward_mean"] == pytest.approx(2 / 9)
-    assert trainer.orchestrator.runner.agents.batches == 2
+    assert len(trainer.orchestrator.runner.agents.batches) == 2
 
 
 @pytest.mark.parametrize("zero_leaks", [True, False])
@@ -252,14 +247,6 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
     runs = [Trajectory(PROBLEMS[0], graph, replies=replies) for graph in graphs]
     monkeypatch.setattr(trainer.orchestrator, "solve", lambda *_, **__: runs)
     assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
-
-
-def test_what_a_leak_earns_is_an_option(base, tmp_path):
-    script = {"20 + 400?": [GOOD, LEAKING.to_json(), "{"]}
-    more = {"max_new_tokens": 200, "lora_r": 2, "zero_leaks": False}
-    _, log, _, written = watched(base, tmp_path, script, **more)
-    assert [graph["reward"] for graph in written["20 + 400?"]] == [1, 1, 0]
-    assert log["answer_leak_rate"] == pytest.approx(1 / 3)
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
@@ -285,19 +272,15 @@ def test_agents_behind_a_server(base, start, tmp_path):
 
 
 def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, capsys):
-    class Down(Scripted):
-        def chat(self, calls, params):
-            return [Reply("", error="out of order") for _ in calls]
+    def broken(call):
+        raise ZeroDivisionError
 
-    class Broken(Scripted):
-        def chat(self, calls, params):
-            raise ZeroDivisionError
-
-    trainer = make_trainer(options(base, tmp_path, sft_adapter=start), Down())
+    down = ScriptedLLM(lambda call: Reply("", error="out of order"))
+    trainer = make_trainer(options(base, tmp_path, sft_adapter=start), down)
     assert trainer.count_correct(PROBLEMS[:4], lambda: None) == 0
     assert "problems count as unsolved: the agents' server failed" in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
-        train(options(base, tmp_path, "broken", sft_adapter=start), Broken(), PROBLEMS[:4])
+        train(options(base, tmp_path, "broken", sft_adapter=start), ScriptedLLM(broken))
 
 
 def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
@@ -326,7 +309,7 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     ran = next(g for g in rollout["graphs"] if g["graph"])
     assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
     # Two levels are two batches, in 3 steps and 3 validations; the cache may know all replies.
-    assert 3 < trainer.orchestrator.runner.agents.batches <= 2 * (3 + 3)
+    assert 3 < len(trainer.orchestrator.runner.agents.batches) <= 2 * (3 + 3)
 
 
 def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
@@ -334,15 +317,17 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
     whole = options(base, tmp_path, "whole", **more)
     train(whole, validation=PROBLEMS[:4])
 
-    class Killed(Scripted):
-        def chat(self, calls, params):
-            if self.batches == 8:  # a first validation, then two batches a step or less
-                raise KeyboardInterrupt
-            return super().chat(calls, params)
+    agents = solver()
 
+    def killed(call):
+        if len(agents.batches) > 8:  # a first validation, then two batches a step or less
+            raise KeyboardInterrupt
+        return solver().answer(call)
+
+    agents.answer = killed
     parts = options(base, tmp_path, "parts", **more)
     with pytest.raises(KeyboardInterrupt):
-        train(parts, Killed(), validation=PROBLEMS[:4])
+        train(parts, agents, validation=PROBLEMS[:4])
     assert 1 < len(metrics(parts)) < 6
     with (parts.run_dir / "rollouts.jsonl").open("a") as stream:
         stream.write('{"step": 99}\n{"torn')  # what a kill can leave
@@ -365,7 +350,7 @@ def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
         base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0, lr_schedule="linear",
         learning_rate=1e-3,  # a larger rate overshoots, and the last digits decide
     )  # fmt: skip
-    trainer = make_trainer(config, Scripted(word="never"))
+    trainer = make_trainer(config, solver(word="never"))
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in trainer.adapter.values():
@@ -404,12 +389,8 @@ def a_solver(base, path):
     return path
 
 
-def hashes(model, part):
-    return {
-        name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
-        for name, tensor in model.named_parameters()
-        if part(name)
-    }
+def frozen_weights(model):
+    return {n: t.clone() for n, t in model.named_parameters() if ".default." not in n}
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -430,11 +411,12 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
         trainer.orchestrator.runner._cache.clear()
         return [run.to_dict() for run in trainer.orchestrator.runner.run(*asked)]
 
-    frozen = hashes(shared.policy, lambda name: ".default." not in name)
+    frozen = frozen_weights(shared.policy)
     before = replies(shared)
     assert before == replies(apart)
     shared.train_and_test(PROBLEMS)
-    assert hashes(shared.policy, lambda name: ".default." not in name).items() >= frozen.items()
+    now = frozen_weights(shared.policy)
+    assert all(torch.equal(now[name], tensor) for name, tensor in frozen.items())
     assert replies(shared) == before
     saved = load_file(config.output / "adapter_model.safetensors")
     assert not any("agent" in name for name in saved)
@@ -735,6 +717,8 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     # Without an id it is the model that suits the machine.
     setup = Setup(str(base), "gsm8k", "none", "test")
     monkeypatch.setattr(recipe, "default_setup", lambda: setup)
+    if source == "README":  # its imports are of this project
+        exec(blocks()[source].partition("cfg =")[0], {})
     code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
     code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))
     code = re.sub(r"cfg\.steps = \d+", "cfg.steps = 2", code)
@@ -746,8 +730,3 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test"]["total"] == 3
-
-
-def test_the_readme_imports_what_it_uses():
-    code = blocks()["README"]
-    exec(code[: code.index("cfg =")], {})
