@@ -115,12 +115,8 @@ def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
     return trainer, *trainer.train_and_test(problems, validation, test)
 
 
-def rollouts(config):
-    return [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
-
-
-def metrics(config):
-    return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+def log_of(config, name):
+    return [json.loads(line) for line in (config.run_dir / f"{name}.jsonl").open()]
 
 
 def test_a_cold_start_teaches_the_format(base, start, tmp_path):
@@ -169,7 +165,7 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
 
 
 def test_invalid_graphs_are_trained_against(base, tmp_path):
-    """A model that writes no graph at all gets zeros, not an error; a group keeps its size.
+    """A model that writes no graph at all gets zeros, not an error.
 
     Without a start adapter the KL term's reference is the bare model.
     """
@@ -178,34 +174,12 @@ def test_invalid_graphs_are_trained_against(base, tmp_path):
     assert logs[0]["valid_json_rate"] == logs[0]["reward_mean"] == 0
     assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
     assert "reference" not in trainer.policy.peft_config
-    rows = rollouts(config)
-    assert [len(row["graphs"]) for row in rows] == [4] * 8
-    assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
 
 
 class Writes(ScriptedSampler):
     """An orchestrator that writes what the test says: by problem, the graphs of its group."""
 
     exact = True
-
-
-def watched(base, tmp_path, script, **more):
-    """One step with these completions: the trainer, its log, and the advantages by problem."""
-    found = {}
-
-    class Watched(OrchestratorTrainer):
-        def log(self, metrics, groups, advantages):
-            pairs = zip(groups, advantages.tolist(), strict=True)
-            found.update({group.problem.question: row for group, row in pairs})
-            super().log(metrics, groups, advantages)
-
-    size = len(next(iter(script.values())))
-    more = {"steps": 1, "batch_size": len(script), "group_size": size} | more
-    config = options(base, tmp_path, **more)
-    trainer = Watched(config, solver(), device=CPU)
-    trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
-    logs, _ = trainer.train_and_test([p for p in PROBLEMS if p.question in script])
-    return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rollouts(config)}
 
 
 def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
@@ -215,24 +189,31 @@ def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
         "21 + 441?": ["{", Graph.chain("solve", "red, 462").to_json(), "{"],  # leaks, and is wrong
         "22 + 484?": [BAD, BAD, GOOD],
     }
-    trainer, log, advantages, written = watched(base, tmp_path, script, sft_adapter=start)
+    size = {"steps": 1, "batch_size": 3, "group_size": 3}
+    trainer = make_trainer(config := options(base, tmp_path, sft_adapter=start, **size))
+    trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
+    (log,), _ = trainer.train_and_test(PROBLEMS[:3])
+    graphs = {row["question"]: row["graphs"] for row in log_of(config, "rollouts")}
     rewards = {"20 + 400?": [1, 0, 0], "21 + 441?": [0, 0, 0], "22 + 484?": [0, 0, 1]}
-    assert {q: [graph["reward"] for graph in graphs] for q, graphs in written.items()} == rewards
-    assert [graph["verdict"] for graph in written["21 + 441?"]] == ["bad_json", "wrong", "bad_json"]
+    assert {q: [graph["reward"] for graph in group] for q, group in graphs.items()} == rewards
+    assert [graph["verdict"] for graph in graphs["21 + 441?"]] == ["bad_json", "wrong", "bad_json"]
     # 2/3 and −1/3 by a standard deviation of 1/√3 (and 10⁻⁴).
     right, wrong = (share / (3**-0.5 + 1e-4) for share in (2 / 3, -1 / 3))
+    advantages = {row["question"]: row["advantages"] for row in log_of(config, "samples")}
     assert advantages["20 + 400?"] == pytest.approx([right, wrong, wrong], abs=1e-5)
     assert advantages["21 + 441?"] == [0, 0, 0]
     assert advantages["22 + 484?"] == pytest.approx([wrong, wrong, right], abs=1e-5)
     # Of 9 graphs 6 are valid, of three kinds; their agents write a token each. An end token counts.
     length = len(trainer.tokenizer.encode(GOOD)) + 1
-    assert log["tokens_per_problem"] == pytest.approx(
-        (6 * length + len(", 462") + 3 * 2 + 6 * 2) / 9
-    )
-    assert log["valid_json_rate"] == pytest.approx(6 / 9)
-    assert log["distinct_graphs"] == pytest.approx(3 / 6)
-    assert log["answer_leak_rate"] == pytest.approx(1 / 9)
-    assert log["reward_mean"] == pytest.approx(2 / 9)
+    expected = {
+        "reward_mean": 2 / 9, "valid_json_rate": 6 / 9, "distinct_graphs": 3 / 6,
+        "answer_leak_rate": 1 / 9,
+        "tokens_per_problem": (6 * length + len(", 462") + 3 * 2 + 6 * 2) / 9,
+    }  # fmt: skip
+    assert {name: log[name] for name in expected} == pytest.approx(expected)
+    (metrics,) = log_of(config, "metrics")
+    assert metrics["agents/correct"] == pytest.approx(2 / 9)
+    assert (metrics["graph/bad_json"], metrics["graph/no_json"]) == (pytest.approx(3 / 9), 0)
     assert len(trainer.orchestrator.runner.agents.batches) == 2
 
 
@@ -256,19 +237,13 @@ def test_agents_behind_a_server(base, start, tmp_path):
             base, tmp_path, sft_adapter=start, steps=1, agent_url=server.url, agent_model="theirs",
             agent_temperature=0.5, agent_max_tokens=7,
         )  # fmt: skip
-        agents = choose_agents(config)
-        assert str(agents) == f"theirs at {server.url}"
-        train(config, agents, problems=PROBLEMS[:4])
+        train(config, choose_agents(config), problems=PROBLEMS[:4])
         bodies = server.asked("chat/completions")
-    rows = rollouts(config)
-    graphs = [graph for row in rows for graph in row["graphs"] if graph["graph"]]
-    assert len(bodies) == 2 * len(graphs) > 0
+    graphs = [graph for row in log_of(config, "rollouts") for graph in row["graphs"]]
+    assert len(bodies) == 2 * sum(graph["graph"] is not None for graph in graphs) > 0
     asked = [{body[name] for body in bodies} for name in ("model", "temperature", "max_tokens")]
     assert asked == [{"theirs"}, {0.5}, {7}]
     assert len({body["seed"] for body in bodies}) == len(bodies)
-    for row in rows:
-        expected = float(row["answer"] == "420")
-        assert {g["reward"] for g in row["graphs"] if g["graph"]} == {expected}
 
 
 def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, capsys):
@@ -304,7 +279,7 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     assert len(lines) == 3
     for name in ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc"):
         assert all(re.search(rf"\b{name} [-\d.]+", line) for line in lines), name
-    rollout = rollouts(config)[0]
+    rollout = log_of(config, "rollouts")[0]
     assert {"step", "problem", "question", "answer", "graphs"} == set(rollout)
     ran = next(g for g in rollout["graphs"] if g["graph"])
     assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
@@ -328,7 +303,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
     parts = options(base, tmp_path, "parts", **more)
     with pytest.raises(KeyboardInterrupt):
         train(parts, agents, validation=PROBLEMS[:4])
-    assert 1 < len(metrics(parts)) < 6
+    assert 1 < len(log_of(parts, "metrics")) < 6
     with (parts.run_dir / "rollouts.jsonl").open("a") as stream:
         stream.write('{"step": 99}\n{"torn')  # what a kill can leave
     resumed = options(base, tmp_path, "parts", resume=True, **more)
@@ -337,7 +312,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
         assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
     expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    weights = [row["loss/kl_weight"] for row in metrics(whole)]
+    weights = [row["loss/kl_weight"] for row in log_of(whole, "metrics")]
     assert len(set(weights)) == 6  # and a changing weight of the KL term is carried over
 
 
@@ -356,10 +331,10 @@ def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
         for tensor in trainer.adapter.values():
             tensor += 0.03 * torch.randn_like(tensor)
     trainer.train_and_test(PROBLEMS)
-    kl = [row["loss/kl"] for row in metrics(config)]
+    kl = [row["loss/kl"] for row in log_of(config, "metrics")]
     assert kl[0] > 0.01
     assert kl[-1] < kl[0] / 2
-    assert all(row["reward/mean"] == 0 for row in metrics(config))
+    assert all(row["reward/mean"] == 0 for row in log_of(config, "metrics"))
 
 
 def test_the_adapted_kl_weight_by_hand():
@@ -435,56 +410,47 @@ def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
         assert not any(m.training for m in policy.modules() if m not in set(layers))
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [("base", "other weights"), ("cut", "does not fit"), ("dora", "more than plain LoRA")],
-)
-def test_an_agents_adapter_that_does_not_fit_is_one_line(base, start, tmp_path, damage, said):
+@pytest.mark.parametrize("wrong", ["other weights", "more than plain LoRA"])
+def test_an_agents_adapter_that_does_not_fit_is_one_line(base, start, tmp_path, wrong):
     solver = a_solver(base, tmp_path / "solver")
-    if damage == "base":
+    if wrong == "other weights":
         (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
-    elif damage == "cut":
-        file = solver / "adapter_model.safetensors"
-        file.write_bytes(file.read_bytes()[:-100])
     else:
         config = LoraConfig(r=2, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
         get_peft_model(load_base(str(base), CPU), config).save_pretrained(solver)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=wrong):
         make_trainer(options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver))
 
 
 # --- options ------------------------------------------------------------------------------------
 
 
-def test_the_published_names_touch_no_disk(tmp_path, monkeypatch):
+def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    expected = OrchestratorConfig(
+        model="a", agent_model="b", steps=7, batch_size=3, group_size=5, eval_samples=9,
+        learning_rate=1e-3, kl_weight=0.2, run_dir=Path("elsewhere"),
+    )  # fmt: skip
+    assert (
+        expected.output == dataclasses.replace(expected).output == Path("elsewhere/adapters_lora")
+    )
     config = Config()
     config.steps, config.batch_problems, config.trajectories_per_problem = 7, 3, 5
     config.run_root = "elsewhere"
     config.val_rows, config.lr, config.kl_coef = 9, 1e-3, 0.2
     config.orchestrator_id, config.agent_model_id = "a", "b"
+    assert config.to_options() == expected
+    assert Config().to_options() == OrchestratorConfig()
     with pytest.raises(AttributeError):
         config.trajectories = 5
-    found = config.to_options()
-    assert (found.steps, found.batch_size, found.group_size, found.eval_samples) == (7, 3, 5, 9)
-    assert (found.model, found.agent_model, found.kl_weight) == ("a", "b", 0.2)
-    assert found.output == dataclasses.replace(found).output == Path("elsewhere/adapters_lora")
-    assert Config().to_options() == OrchestratorConfig()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_published_flags():
     typed = (
-        "--steps 9 --batch-problems 8 --trajectories 6 --lr 1e-3 --seed 7 --run-dir d "
-        "--kl-coef 0.3 --orchestrator-model a --agent-model b"
+        "--steps 7 --batch-problems 3 --trajectories 5 --lr 1e-3 --run-dir elsewhere "
+        "--kl-coef 0.2 --orchestrator-model a --agent-model b --eval-samples 9"
     )
-    config = parse(OrchestratorConfig, typed.split())
-    assert (config.steps, config.batch_size, config.group_size, config.seed) == (9, 8, 6, 7)
-    assert (config.learning_rate, config.kl_weight) == (1e-3, 0.3)
-    assert (config.model, config.agent_model) == ("a", "b")
-    assert config.output == Path("d/adapters_lora")
+    assert parse(OrchestratorConfig, typed.split()) == expected
     small = parse(OrchestratorConfig, ["--debug", "--steps", "50"])
     assert (small.steps, small.batch_size, small.group_size, small.eval_every) == (5, 2, 2, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -575,15 +541,14 @@ def test_the_table_has_every_row(finished, capsys):
     assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
     assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
     assert rows["orchestrator, trained"]["orchestrator"] == 6
-    assert rows["single agent"]["against_single"]["points"] == 0
-    assert 0 < rows["single agent"]["written"] <= 12  # the length of two replies
     single = rows["single agent"]
+    assert single["against_single"]["points"] == 0
+    assert 0 < single["written"] <= 12  # the length of two replies
     expected = (single["read"] * 1 + single["written"] * 2) / 1000
     assert single["cost_of_1000"] == pytest.approx(expected)
     traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
     assert {trace["row"] for trace in traces} == set(rows)
-    out = capsys.readouterr().out
-    assert "asked twice" in out
+    assert "asked twice" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, tmp_path):
