@@ -27,12 +27,10 @@ from rlm.model import (
     pick_device,
     using_adapter,
 )
-from rlm.sampling import Sampler, SamplingParams
+from rlm.sampling import Sampler, SamplingParams, VLLMSampler
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-    from rlm.sampling import VLLMSampler
 
 
 @dataclass(frozen=True)

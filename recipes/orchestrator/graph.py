@@ -26,10 +26,12 @@ REASONS = (
 
 @dataclass(frozen=True)
 class InvalidGraph:
-    """Says why a completion holds no graph."""
+    """Says why a completion holds no graph: one without agents."""
 
     reason: str  # one of REASONS
     detail: str
+    agents: tuple[()] = ()
+    prompts: tuple[()] = ()
 
 
 class Agent(BaseModel, extra="forbid", strict=True, frozen=True):

@@ -50,10 +50,9 @@ class Trajectory:
     def leak(self) -> bool:
         """Tell whether a prompt holds the gold, and the problem itself does not."""
         gold = parse_number(self.problem.answer)
-        if isinstance(self.graph, InvalidGraph) or gold is None:
+        if gold is None or abs(gold) in numbers_in(self.problem.question):
             return False
-        in_prompts = any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
-        return in_prompts and abs(gold) not in numbers_in(self.problem.question)
+        return any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
         """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""
@@ -65,12 +64,12 @@ class Trajectory:
         Args:
             seed: of this graph, for agents that draw; None for greedy ones.
         """
-        asked = len(self.replies)
-        if isinstance(self.graph, InvalidGraph) or self.error or asked == len(self.graph.agents):
+        asked, text = len(self.replies), self.problem.question
+        if self.error or asked == len(self.graph.agents):
             return None
         agent = self.graph.agents[asked]
-        draft = self.replies[-1].text if self.replies else None
-        text = agent_input(self.problem.question, draft)
+        if asked:
+            text = f"PROBLEM: {text}\n\nDRAFT of {AGENT_IDS[asked - 1]}: {self.replies[-1].text}"
         return Call(agent.system_prompt, text, 0 if seed is None else prompt_seed(seed, agent.id))
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,14 +137,3 @@ class Runner:
         if self.params.temperature == 0:
             self._cache |= {call: reply for call, reply in replies.items() if not reply.error}
         return [replies.get(call) or self._cache[call] for call in calls]
-
-
-def agent_input(question: str, draft: str | None) -> str:
-    """Write the user's text of an agent's conversation: the bare problem where there is no draft.
-
-    >>> agent_input("1 + 1?", "two")
-    'PROBLEM: 1 + 1?\\n\\nDRAFT of agentA: two'
-    """
-    if draft is None:
-        return question
-    return f"PROBLEM: {question}\n\nDRAFT of {AGENT_IDS[0]}: {draft}"
