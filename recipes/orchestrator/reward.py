@@ -37,10 +37,10 @@ class GraphReward:
         # Not their places: these change with the other problems, and the processes.
         numbers = [number for group in groups for number in range(len(group))]
         runs = self.runner.run(asked, graphs, self.config.seed, numbers)
-        remaining = iter(runs)
-        grouped = [[next(remaining) for _ in group] for group in groups]
-        self.records.append([[run.to_dict() for run in group] for group in grouped])
-        rewards = [[self._reward(run) for run in group] for group in grouped]
+        rows = iter([run.to_dict() | {"reward": self._reward(run)} for run in runs])
+        records = [[next(rows) for _ in group] for group in groups]
+        self.records.append(records)
+        rewards = [[record["reward"] for record in group] for group in records]
         return Scores(rewards, graph_metrics(runs))
 
     def _reward(self, run: Trajectory) -> float | None:

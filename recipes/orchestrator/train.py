@@ -118,9 +118,7 @@ class OrchestratorTrainer(GRPOTrainer):
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "answer": group.problem.answer,
-                    "graphs": [
-                        g | {"reward": r} for g, r in zip(graphs, group.rewards, strict=True)
-                    ],
+                    "graphs": graphs,
                 }
                 for group, graphs in zip(groups, records, strict=True)
             ]
