@@ -695,3 +695,12 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test"]["total"] == 3
+
+
+def test_the_published_api_can_start_from_a_cold_start(base, start):
+    policy = recipe.make_lora_orchestrator(str(base), start_adapter=start)
+    assert policy.origin["sft_adapter"] == start  # the reference of the KL term, too
+    saved = load_file(start / "adapter_model.safetensors").values()
+    trained = [tensor for tensor in policy.parameters() if tensor.requires_grad]
+    sums = [sum(t.float().abs().sum().item() for t in tensors) for tensors in (saved, trained)]
+    assert sums[1] == pytest.approx(sums[0], rel=1e-2)  # of bf16, where the machine has it
