@@ -512,7 +512,6 @@ CONFIGS = [
     "recipes.orchestrator.ask.AskConfig",
     "recipes.experience.train.TrainConfig",
     "recipes.experience.evaluate.EvaluateConfig",
-    "recipes.orchestrator.benchmark.BenchmarkConfig",
     "benchmarks.grpo_step.GRPOStepConfig",
     "benchmarks.learning_curve.LearningCurveConfig",
     "benchmarks.rollout.RolloutConfig",

@@ -1,4 +1,4 @@
-"""Plays the agents with a frozen model: one of ours, shared where possible, or an API's."""
+"""Answers the agents' calls with a frozen model: ours, shared where possible, or an API's."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ from rlm.model import (
     pick_device,
     using_adapter,
 )
-from rlm.sampling import Request, Sampler, SamplingParams
+from rlm.sampling import Sampler, SamplingParams, VLLMSampler
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from rlm.sampling import VLLMSampler
-
 
 @dataclass(frozen=True)
 class Call:
-    """Holds what an agent is asked; equal greedy calls have equal replies."""
+    """Holds what an LLM is asked; equal greedy calls have equal replies."""
 
     system_prompt: str
     text: str
@@ -44,12 +42,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """Holds an agent's reply; where an API failed `error` says why, and the text is empty."""
+    """Holds the reply to a call; where an API failed `error` says why, and the text is empty."""
 
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
+    logprobs: Sequence[float] = ()  # of its tokens, where the model is ours
 
 
 @dataclass(frozen=True)
@@ -65,57 +64,59 @@ class AgentModel:
         return f"{self.name} + {self.adapter}" if self.adapter else self.name
 
 
-class LocalAgents:
-    """Plays the agents with a model of ours, through the sampling engine."""
+@dataclass
+class LocalLLM:
+    """Answers calls with a model of ours, through the sampling engine."""
 
-    def __init__(
+    sampler: Sampler | VLLMSampler
+    tokenizer: PreTrainedTokenizerBase
+    use_adapter: Callable[[], AbstractContextManager] = nullcontext  # while it writes
+
+    def chat(
         self,
-        sampler: Sampler,
-        tokenizer: PreTrainedTokenizerBase,
-        use_adapter: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> None:
-        self._sampler, self._tokenizer = sampler, tokenizer
-        self._use_adapter = use_adapter  # while they write, where the orchestrator's base is theirs
-
-    def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
+        calls: Sequence[Call],
+        params: SamplingParams,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> list[Reply]:
         """Reply to each call, all in one batch."""
         # Whatever a system prompt holds, it was written by a model: plain text, no special tokens.
-        render = partial(render_prompt, self._tokenizer, format=FORMATS["deepseek"])
+        render = partial(render_prompt, self.tokenizer, format=FORMATS["deepseek"])
         prompts = [render(call.text, system_prompt=call.system_prompt) for call in calls]
-        pairs = zip(prompts, calls, strict=True)
-        with self._use_adapter():
-            groups = self._sampler.complete([Request(p, params, call.seed) for p, call in pairs])
-        ids = [completion.token_ids for (completion,) in groups]
+        with self.use_adapter():
+            seeds = [call.seed for call in calls]
+            groups = self.sampler.sample(prompts, 1, params, seeds, on_finish)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return [
-            Reply(self._tokenizer.decode(row, skip_special_tokens=True), len(prompt), len(row))
-            for prompt, row in zip(prompts, ids, strict=True)
+            Reply(decode(c.token_ids), len(prompt), len(c.token_ids), logprobs=c.logprobs)
+            for prompt, (c,) in zip(prompts, groups, strict=True)
         ]
 
     def release(self) -> None:
         """Free the memory that only a batch needs."""
-        self._sampler.release()
+        self.sampler.release()
 
 
-class APIAgents:
-    """Plays the agents through an OpenAI-compatible API; failed requests get no verdict."""
+@dataclass
+class RemoteLLM:
+    """Answers calls through an OpenAI-compatible API; failed requests get no verdict."""
 
-    def __init__(self, client: APIClient, model: str) -> None:
-        self._client, self._model = client, model
+    client: APIClient
+    model: str
 
     def __str__(self) -> str:
-        return f"{self._model} at {self._client.url}"
+        return f"{self.model} at {self.client.url}"
 
     def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
         """Reply to each call, as many at a time as the client sends."""
-        with ThreadPoolExecutor(self._client.concurrency) as pool:
+        with ThreadPoolExecutor(self.client.concurrency) as pool:
             return list(pool.map(partial(self._chat, params), calls))
 
     def _chat(self, params: SamplingParams, call: Call) -> Reply:
         system = {"role": "system", "content": call.system_prompt}
         try:
-            reply = self._client.chat(
+            reply = self.client.chat(
                 [system, {"role": "user", "content": call.text}],
-                model=self._model,
+                model=self.model,
                 temperature=params.temperature,
                 max_tokens=params.max_new_tokens,
                 seed=call.seed % 2**31,
@@ -128,7 +129,7 @@ class APIAgents:
         """Do nothing: no memory is held."""
 
 
-def choose_agents(config: OrchestratorConfig) -> AgentModel | APIAgents:
+def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
     """Return the agents that the config names.
 
     Raises:
@@ -136,19 +137,18 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | APIAgents:
     """
     if config.agent_url:
         limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
-        return APIAgents(APIClient(config.agent_url, **limits), config.agent_model)
+        return RemoteLLM(APIClient(config.agent_url, **limits), config.agent_model)
     if config.agent_adapter:
         check_adapter(config.agent_adapter, "run: python train_grpo.py")
     return AgentModel(config.agent_model or config.model, config.agent_adapter, config.quantize)
 
 
 def load_agents(
-    agents: AgentModel | APIAgents,
+    agents: AgentModel | RemoteLLM,
     config: OrchestratorConfig,
     policy: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sampler: Sampler | VLLMSampler,
-) -> LocalAgents | APIAgents:
+    writer: LocalLLM,
+) -> LocalLLM | RemoteLLM:
     """Load the agents' model, if it is ours; where it is the orchestrator's, they share weights.
 
     Raises:
@@ -163,10 +163,11 @@ def load_agents(
         if agents.adapter:
             model = load_adapter(model, agents.adapter, trainable=False)
         tokenizer = agents.tokenizer or load_tokenizer(agents.name)
-        return LocalAgents(Sampler(model, tokenizer), tokenizer)
+        return LocalLLM(Sampler(model, tokenizer), tokenizer)
     name = "agent" if agents.adapter else None
     if name:
         load_adapter(policy, agents.adapter, trainable=False, name=name)
+    sampler, tokenizer = writer.sampler, writer.tokenizer
     if not isinstance(sampler, Sampler):  # a vLLM server has the orchestrator's adapter only
         sampler = Sampler(policy, tokenizer)
-    return LocalAgents(sampler, tokenizer, partial(using_adapter, policy, name))
+    return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))

@@ -38,16 +38,15 @@ def main(config: AskConfig) -> int:
             break
         terminal.line(f"no valid graph ({run.graph.reason}: {run.graph.detail})")
     else:
-        text = run.generation.text[:200]
-        raise UsageError(f"no valid graph in {config.tries} tries; the last: {text}")
+        last = run.written.text[:200]
+        raise UsageError(f"no valid graph in {config.tries} tries; the last: {last}")
     if run.error:
         raise UsageError(run.error)
-    for name, call in run.calls.items():
-        terminal.line(f"{name}, told: {call.system_prompt}\n{run.replies[name].text}\n")
-    written = len(run.generation.completion.token_ids)
+    for agent, reply in zip(run.graph.agents, run.replies, strict=True):
+        terminal.line(f"{agent.id}, told: {agent.system_prompt}\n{reply.text}\n")
     terminal.line(
-        f"answer: {run.verdict.answer or 'none found'}  (graph {written} tokens, agents "
-        f"{run.completion_tokens})"
+        f"answer: {run.verdict.answer or 'none found'}  (graph {run.written.completion_tokens} "
+        f"tokens, agents {run.completion_tokens})"
     )
     return 0
 

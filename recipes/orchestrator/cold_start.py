@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.graph import MIN_AGENTS, Graph
+from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
 from rlm.cli import terminal, to_dict
 from rlm.data import Problem, encode_text, end_of_turn_id
@@ -40,34 +40,29 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
 
 GRAPHS_PER_PROBLEM = 4
-BATCH_SIZE = 4  # problems
+BATCH_SIZE = 16  # graphs
 LEARNING_RATE = 1e-3  # peak
 WARMUP_STEPS = 3
 
 
-def random_graph(rng: random.Random, max_agents: int = MIN_AGENTS) -> Graph:
-    """Compose a graph of parts: a solver, then one who ends, and between them others who check."""
-    count = rng.randint(MIN_AGENTS, max_agents)
-    roles, methods, checks, endings = PROMPTS["random_graphs"].values()
-    prompts = [f"{rng.choice(roles)} {rng.choice(methods)}"]
-    prompts += [rng.choice(checks) for _ in range(count - MIN_AGENTS)]
-    prompts.append(f"{rng.choice(checks)} {rng.choice(endings)}")
-    graph = Graph.chain(*prompts)
-    if count > MIN_AGENTS and rng.random() < 0.5:  # side by side instead of one after the other
-        ids = [agent.id for agent in graph.agents]
-        return Graph(agents=graph.agents, edges=[[name, ids[-1]] for name in ids[:-1]])
-    return graph
+def random_graph(rng: random.Random) -> Graph:
+    """Compose a graph of parts: an agent that solves, and one that checks and ends."""
+    roles, methods, checks, endings = map(rng.choice, PROMPTS["random_graphs"].values())
+    return Graph.chain(f"{roles} {methods}", f"{checks} {endings}")
 
 
 def make_examples(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], max_agents: int, seed: int
-) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """Yield the prompt of each problem, and the completions to learn for it, as token ids."""
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], seed: int
+) -> list[Rollout]:
+    """Write random graphs as completions to learn, GRAPHS_PER_PROBLEM for each problem's prompt."""
     rng, end = random.Random(f"cold start {seed}"), end_of_turn_id(tokenizer)
-    for problem in problems:
-        texts = [random_graph(rng, max_agents).to_json() for _ in range(GRAPHS_PER_PROBLEM)]
-        prompt = render(tokenizer, problem.question, max_agents)
-        yield prompt, [[*encode_text(tokenizer, text), end] for text in texts]
+    examples = []
+    for number, problem in enumerate(problems):
+        prompt = render(tokenizer, problem.question)
+        for _ in range(GRAPHS_PER_PROBLEM):
+            completion = [*encode_text(tokenizer, random_graph(rng).to_json()), end]
+            examples.append(Rollout(number, prompt, completion, advantage=1.0, weight=1.0))
+    return examples
 
 
 def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem]) -> None:
@@ -80,11 +75,11 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
     trained = MixedPrecisionAdapter(policy)
     weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(weights, weight_decay=0.0)
-    examples = list(make_examples(tokenizer, problems, config.max_agents, config.seed))
-    count, steps = len(examples) * GRAPHS_PER_PROBLEM, math.ceil(len(examples) / BATCH_SIZE)
+    examples = make_examples(tokenizer, problems, config.seed)
+    steps = math.ceil(len(examples) / BATCH_SIZE)
     terminal.line(
-        f"cold start: {config.sft_adapter} is not there; learning the format from {count} random "
-        f"graphs in {steps} steps"
+        f"cold start: {config.sft_adapter} is not there; learning the format from {len(examples)} "
+        f"random graphs in {steps} steps"
     )
     for step in range(steps):
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
@@ -104,7 +99,7 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
         "base_hash": base_model_hash(config.model),
         "quantize": config.quantize,
         "dataset": config.dataset,
-        "examples": count,
+        "examples": len(examples),
         "loss": loss,
         "seconds": seconds,
         "config": to_dict(config),
@@ -114,23 +109,14 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
 
 
 def backward(
-    policy: PeftModel,
-    trained: MixedPrecisionAdapter,
-    batch: Sequence[tuple[list[int], list[list[int]]]],
+    policy: PeftModel, trained: MixedPrecisionAdapter, examples: Sequence[Rollout]
 ) -> float:
     """Accumulate the gradient of the mean negative log-likelihood per token; return the loss."""
-    tokens = sum(len(ids) for _, completions in batch for ids in completions)
-    rollouts = [
-        Rollout(problem, prompt, ids, 1.0, 1 / tokens, [0.0] * len(ids))
-        for problem, (prompt, completions) in enumerate(batch)
-        for ids in completions
-    ]
-    total, limit, device = 0.0, micro_batch_tokens(policy), policy.device.type
-    for micro in make_micro_batches(
-        rollouts, max_rows=len(rollouts), max_tokens=limit, device=device
-    ):
+    tokens, total = sum(len(example.completion) for example in examples), 0.0
+    limits = (len(examples), micro_batch_tokens(policy))
+    for micro in make_micro_batches(examples, *limits, policy.device.type):
         logprobs, _ = token_logprobs(policy, micro, temperature=1.0)  # (n, T), 0 beyond the end
-        loss = -(logprobs * micro.weights[:, None]).sum()
+        loss = -logprobs.sum() / tokens
         (loss * trained.loss_scale).backward()
         trained.accumulate()
         total += loss.item()

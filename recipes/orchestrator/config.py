@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.orchestrator.graph import AGENT_IDS, MIN_AGENTS
 from rlm.cli import flag, terminal
 from rlm.training import GRPOConfig
 
@@ -43,9 +42,7 @@ class OrchestratorConfig(GRPOConfig):
     agent_key: str | None = flag(None, "environment variable with that API's key")
     agent_max_tokens: int = flag(96, "longest reply of an agent", min=1)
     agent_temperature: float = flag(0.0, "of the agents; 0 is repeatable, and cached", min=0)
-    max_agents: int = flag(
-        MIN_AGENTS, "agents in a graph, at most", min=MIN_AGENTS, max=len(AGENT_IDS)
-    )
+    max_agents: int = flag(2, "agents in a graph: two", min=2, max=2)  # older runs' options have it
     zero_leaks: bool = flag(True, "a graph whose prompts hold the answer earns nothing")
     format_reward: float = flag(0.0, "for a valid graph, besides the 0/1 for the answer", min=0)
     start_questions: int = flag(96, "cold start: problems, with several graphs for each", min=1)

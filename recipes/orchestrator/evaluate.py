@@ -16,9 +16,6 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.reward import graph_metrics
@@ -26,7 +23,7 @@ from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, is_file, load_problems
-from rlm.evaluation import bootstrap_interval, paired_bootstrap, wilson_interval
+from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
 from rlm.runs import check_writable, replace_file, replace_json
@@ -41,8 +38,17 @@ ADAPTERS = {
     "orchestrator, untrained": "start",
     "orchestrator, trained": "default",
 }
-# Column → metric of a row.
-COLUMNS = {"valid": "valid_rate", "differ": "distinct", "alike": "similarity", "leaks": "leak_rate"}
+# Head of a column of the second table → metric of a row, and its format.
+COLUMNS = {
+    "agents": ("written", ".0f"),
+    "graph": ("orchestrator", ".0f"),
+    "read": ("read", ".0f"),
+    "cost": ("cost_of_1000", ".3g"),
+    "valid": ("graph/valid_rate", ".2f"),
+    "differ": ("graph/distinct", ".2f"),
+    "leaks": ("graph/leak_rate", ".2f"),
+}
+Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 
 @dataclass
@@ -59,9 +65,6 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-
-
-Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 
 def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int) -> dict[str, Row]:
@@ -105,20 +108,17 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
 
 def scores(row: Row) -> list[float]:
     """Return the accuracy on each problem, in 0…1; that of a vote with ties lies between."""
-    return [
-        float(group[0].solved()) if len(group) == 1 else majority_score([r.verdict for r in group])
-        for group in row
-    ]
+    return [majority_score([run.verdict for run in group]) for group in row]
 
 
 def tokens(row: Row) -> dict[str, float]:
     """Average tokens over problems: written by the agents and by the orchestrator, read by both."""
     runs = [run for group in row for run in group]
-    generations = [run.generation for run in runs if run.generation]
+    graphs = [run.written for run in runs if run.written]
     totals = {
         "written": sum(run.completion_tokens for run in runs),
-        "orchestrator": sum(len(g.completion.token_ids) for g in generations),
-        "read": sum(one.prompt_tokens for one in (*runs, *generations)),
+        "orchestrator": sum(graph.completion_tokens for graph in graphs),
+        "read": sum(one.prompt_tokens for one in (*runs, *graphs)),
     }
     return {name: total / len(row) for name, total in totals.items()}
 
@@ -126,49 +126,30 @@ def tokens(row: Row) -> dict[str, float]:
 def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
     """Compute what evaluation.json holds of a row."""
     solved, used = scores(row), tokens(row)
-    correct, total = sum(solved), len(solved)
-    exact = set(solved) <= {0.0, 1.0}
-    low, high = wilson_interval(int(correct), total) if exact else bootstrap_interval(solved)
-    written = used["written"] + used["orchestrator"]
-    graphs = graph_metrics([group[0] for group in row]) if row[0][0].generation else {}
+    graphs = graph_metrics([group[0] for group in row]) if row[0][0].written else {}
     return {
-        "accuracy": {"mean": correct / total, "low": low, "high": high, "n": total},
+        "problems": len(row),
+        "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
         "against_single": asdict(paired_bootstrap(scores(single), solved)),
         **used,
-        "cost_of_1000": 1000 * price.cost(used["read"], written),
+        "cost_of_1000": 1000 * price.cost(used["read"], used["written"] + used["orchestrator"]),
         **graphs,
     }
 
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
     """Print two tables, each as wide as a plain terminal: who is right, and what it takes."""
-    accuracy, cost = [], []
+    accuracy, cost = {}, {}
     for name, row in metrics.items():
-        of, gain = row["accuracy"], row["against_single"]
-        accuracy.append(
-            (
-                name,
-                f"{100 * of['mean']:.1f} ({100 * of['low']:.0f}–{100 * of['high']:.0f})",
-                f"{gain['points']:+.1f} ({gain['low']:+.1f} to {gain['high']:+.1f})",
-            )
-        )
-        tokens = (f"{row[kind]:.0f}" for kind in ("written", "orchestrator", "read"))
-        shares = [row.get(f"graph/{metric}") for metric in COLUMNS.values()]
-        shares = ("" if share is None else f"{share:.2f}" for share in shares)
-        cost.append((name, *tokens, f"{row['cost_of_1000']:.3g}", *shares))
-    _print_table(title, ("accuracy, %", "against single"), accuracy)
-    heads = ("agents", "graph", "read", "cost", *COLUMNS)
-    _print_table("Tokens a problem; cost of 1000; graphs", heads, cost)
-
-
-def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.columns[0].no_wrap = True
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    terminal.console.print(table)
+        accuracy[name] = {
+            "accuracy, %": percent(row["accuracy"]),
+            "against single": points(row["against_single"]),
+        }
+        cost[name] = {
+            head: format(row[key], kind) for head, (key, kind) in COLUMNS.items() if key in row
+        }
+    show_table(title, accuracy)
+    show_table("Tokens a problem; cost of 1000; graphs", cost)
 
 
 def main(config: EvaluateConfig) -> int:
@@ -182,9 +163,6 @@ def main(config: EvaluateConfig) -> int:
     judged, price = without_failures(rows), Price(config.read_price, config.written_price)
     single = judged["single agent"]
     metrics = {name: row_metrics(row, single, price) for name, row in judged.items()}
-    runs = [(name, run) for name, row in rows.items() for group in row for run in group]
-    for name in metrics:
-        metrics[name]["failed"] = sum(run.error is not None for row, run in runs if row == name)
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
     show(metrics, title)
     left_out = len(problems) - len(single)
@@ -196,8 +174,13 @@ def main(config: EvaluateConfig) -> int:
     about = {"title": title, "config": to_dict(config), "run": to_dict(orchestrator.config)}
     about |= {"left_out": left_out, "rows": metrics}
     replace_json(config.output / "evaluation.json", about)
-    lines = [json.dumps({"row": name} | run.to_dict(), ensure_ascii=False) for name, run in runs]
-    replace_file(config.output / "traces.jsonl", "".join(line + "\n" for line in lines))
+    traces = [
+        json.dumps({"row": name} | run.to_dict(), ensure_ascii=False) + "\n"
+        for name, row in rows.items()
+        for group in row
+        for run in group
+    ]
+    replace_file(config.output / "traces.jsonl", "".join(traces))
     terminal.line(f"written: {config.output}/evaluation.json, traces.jsonl")
     return 0
 

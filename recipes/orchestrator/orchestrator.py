@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import AgentModel, APIAgents, choose_agents, load_agents
+from recipes.orchestrator.agents import (
+    AgentModel,
+    Call,
+    LocalLLM,
+    RemoteLLM,
+    choose_agents,
+    load_agents,
+)
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.graph import AGENT_IDS, MIN_AGENTS, Graph, parse_graph
-from recipes.orchestrator.runner import Generation, Runner, Trajectory
+from recipes.orchestrator.graph import Graph, parse_graph
+from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.cli import UsageError, parse
 from rlm.data import FORMATS, Problem, render_prompt
 from rlm.model import (
@@ -31,22 +38,12 @@ if TYPE_CHECKING:
 
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+SYSTEM_PROMPT = f"{PROMPTS['orchestrator']} {Graph.chain('...', '...').to_json()}"
 
 
-def orchestrator_prompt(max_agents: int = MIN_AGENTS) -> str:
-    """Write the orchestrator's system prompt; the problem follows as the user's text."""
-    shape = Graph.chain("...", "...").to_json()
-    text = PROMPTS["two_agents" if max_agents == MIN_AGENTS else "more_agents"]
-    last = AGENT_IDS[max_agents - 1]
-    return f"{text.format(least=MIN_AGENTS, most=max_agents, last=last)} {shape}"
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase, question: str, max_agents: int = MIN_AGENTS
-) -> list[int]:
+def render(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     """Render the orchestrator's prompt for a problem to token ids."""
-    system_prompt = orchestrator_prompt(max_agents)
-    return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=system_prompt)
+    return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=SYSTEM_PROMPT)
 
 
 class Orchestrator:
@@ -55,14 +52,14 @@ class Orchestrator:
     def __init__(
         self,
         config: OrchestratorConfig,
-        agents: AgentModel | APIAgents,
+        agents: AgentModel | RemoteLLM,
         policy: PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
     ) -> None:
         self.config, self.agents, self.policy = config, agents, policy
-        self.tokenizer, self.sampler = tokenizer, sampler
-        loaded = load_agents(agents, config, policy, tokenizer, sampler)
+        self.writer = LocalLLM(sampler, tokenizer)
+        loaded = load_agents(agents, config, policy, self.writer)
         self.runner = Runner(loaded, config.agent_max_tokens, config.agent_temperature)
 
     @classmethod
@@ -98,22 +95,13 @@ class Orchestrator:
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
         """Write a graph for each problem, with the adapter that is active, and run it."""
-        config, questions = self.config, [problem.question for problem in problems]
-        prompts = [render(self.tokenizer, question, config.max_agents) for question in questions]
-        params = SamplingParams(config.max_new_tokens, temperature)
-        seeds = [prompt_seed(seed, question) for question in questions]
-        groups = self.sampler.sample(prompts, 1, params, seeds, on_finish)
-        self.sampler.release()
-        generations = [
-            Generation(
-                len(prompt),
-                completion,
-                self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            )
-            for prompt, (completion,) in zip(prompts, groups, strict=True)
-        ]
-        graphs = [parse_graph(generation.text, config.max_agents) for generation in generations]
+        questions = [problem.question for problem in problems]
+        calls = [Call(SYSTEM_PROMPT, text, prompt_seed(seed, text)) for text in questions]
+        params = SamplingParams(self.config.max_new_tokens, temperature)
+        replies = self.writer.chat(calls, params, on_finish)
+        self.writer.release()
+        graphs = [parse_graph(reply.text) for reply in replies]
         trajectories = self.runner.run(problems, graphs, seed)
-        for trajectory, generation in zip(trajectories, generations, strict=True):
-            trajectory.generation = generation
+        for trajectory, reply in zip(trajectories, replies, strict=True):
+            trajectory.written = reply
         return trajectories

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Any
 
 from recipes.orchestrator.config import OrchestratorConfig
@@ -23,8 +22,8 @@ class GraphReward:
     """Scores the graphs of a whole step; `GRPOTrainer` calls it as its scorer."""
 
     def __init__(self, runner: Runner, config: OrchestratorConfig) -> None:
-        self._runner, self._config = runner, config
-        self._records: list[list[list[dict[str, Any]]]] = []
+        self.runner, self.config = runner, config
+        self.records: list[list[list[dict[str, Any]]]] = []  # of each call, by group
 
     def __call__(
         self,
@@ -33,38 +32,26 @@ class GraphReward:
         truncated: Sequence[Sequence[bool]] = (),
     ) -> Scores:
         """Score each graph. `truncated` changes nothing: a graph that was cut off is no JSON."""
-        pairs = zip(problems, groups, strict=True)
-        rows = [(p, text, number) for p, group in pairs for number, text in enumerate(group)]
-        flat = self._runner.run(
-            [problem for problem, *_ in rows],
-            [parse_graph(text, self._config.max_agents) for _, text, _ in rows],
-            self._config.seed,
-            # Not their places: these change with the other problems, and the processes.
-            numbers=[number for *_, number in rows],
-        )
-        remaining = iter(flat)
-        grouped = [[next(remaining) for _ in group] for group in groups]
-        self._records.append([[self._record(run) for run in group] for group in grouped])
-        rewards = [[self._reward(run) for run in group] for group in grouped]
-        return Scores(rewards, graph_metrics(flat))
+        asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
+        graphs = [parse_graph(text) for group in groups for text in group]
+        # Not their places: these change with the other problems, and the processes.
+        numbers = [number for group in groups for number in range(len(group))]
+        runs = self.runner.run(asked, graphs, self.config.seed, numbers)
+        rows = iter([run.to_dict() | {"reward": self._reward(run)} for run in runs])
+        records = [[next(rows) for _ in group] for group in groups]
+        self.records.append(records)
+        rewards = [[record["reward"] for record in group] for group in records]
+        return Scores(rewards, graph_metrics(runs))
 
     def _reward(self, run: Trajectory) -> float | None:
         if run.error:
             return None
-        form = self._config.format_reward * isinstance(run.graph, Graph)
-        return float(run.solved(self._config.zero_leaks)) + form
-
-    def _record(self, run: Trajectory) -> dict[str, Any]:
-        return run.to_dict() | {"reward": self._reward(run)}
-
-    def pop_records(self) -> list[list[list[dict[str, Any]]]]:
-        """Return what rollouts.jsonl holds of each call since the last time, by group."""
-        records, self._records = self._records, []
-        return records
+        form = self.config.format_reward * isinstance(run.graph, Graph)
+        return float(run.solved(self.config.zero_leaks)) + form
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Count shares of all graphs; `graph/distinct` and `graph/similarity` are of the valid ones."""
+    """Count shares of all graphs; `graph/distinct` is of the valid ones."""
     if not trajectories:  # the share of a process that has no problem to replace
         return {}
     count = len(trajectories)
@@ -74,20 +61,9 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "graph/valid_rate": len(graphs) / count,
         **{f"graph/{reason}": invalid[reason] / count for reason in REASONS},
         "graph/distinct": len({g.to_json() for g in graphs}) / len(graphs) if graphs else 0.0,
-        "graph/similarity": jaccard_similarity(graphs),
         "graph/leak_rate": sum(t.leak for t in trajectories) / count,
         "agents/correct": sum(t.solved() for t in trajectories) / count,
         "agents/failed": sum(t.error is not None for t in trajectories),
         "agents/tokens_read": sum(t.prompt_tokens for t in trajectories) / count,
         "agents/tokens_written": sum(t.completion_tokens for t in trajectories) / count,
     }
-
-
-def jaccard_similarity(graphs: Sequence[Graph]) -> float:
-    """Average over all pairs the share of words that two graphs' prompts have in common.
-
-    1 where all are the same; 0 for fewer than two.
-    """
-    words = [frozenset(" ".join(graph.prompts).lower().split()) for graph in graphs]
-    pairs = [len(a & b) / len(a | b) for a, b in combinations(words, 2)]
-    return sum(pairs) / len(pairs) if pairs else 0.0

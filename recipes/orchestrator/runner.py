@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from recipes.orchestrator.agents import APIAgents, Call, LocalAgents, Reply
-from recipes.orchestrator.graph import Agent, Graph, InvalidGraph
+from recipes.orchestrator.agents import Call, LocalLLM, RemoteLLM, Reply
+from recipes.orchestrator.graph import AGENT_IDS, Graph, InvalidGraph
 from rlm.data import Problem
 from rlm.grading import Verdict, grade, numbers_in, parse_number
-from rlm.sampling import Completion, SamplingParams, prompt_seed
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Records what the orchestrator read and wrote for a problem."""
-
-    prompt_tokens: int
-    completion: Completion
-    text: str
+from rlm.sampling import SamplingParams, prompt_seed
 
 
 @dataclass
@@ -29,56 +20,57 @@ class Trajectory:
 
     problem: Problem
     graph: Graph | InvalidGraph
-    calls: dict[str, Call] = field(default_factory=dict)  # by agent
-    replies: dict[str, Reply] = field(default_factory=dict)
-    generation: Generation | None = None  # where the orchestrator wrote the graph
+    calls: list[Call] = field(default_factory=list)  # of the agents, in their order
+    replies: list[Reply] = field(default_factory=list)
+    written: Reply | None = None  # the orchestrator's reply, where it wrote the graph
 
     @property
     def error(self) -> str | None:
         """Say why there is no verdict: an agent's API failed."""
-        return next((reply.error for reply in self.replies.values() if reply.error), None)
-
-    @property
-    def final_text(self) -> str:
-        return "" if self.error else self.replies[self.graph.last].text
+        return next((reply.error for reply in self.replies if reply.error), None)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(reply.prompt_tokens for reply in self.replies.values())
+        return sum(reply.prompt_tokens for reply in self.replies)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(reply.completion_tokens for reply in self.replies.values())
+        return sum(reply.completion_tokens for reply in self.replies)
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Grade the final text leniently; where there is none, the reason says why."""
+        """Grade the last agent's text leniently; where there is none, the reason says why."""
         if isinstance(self.graph, InvalidGraph):
             return Verdict(False, self.graph.reason, None)
         if self.error:
             return Verdict(False, "agent_failed", None)
-        return grade(self.final_text, self.problem.answer, strict=False)
+        return grade(self.replies[-1].text, self.problem.answer, strict=False)
 
     @property
     def leak(self) -> bool:
         """Tell whether a prompt holds the gold, and the problem itself does not."""
         gold = parse_number(self.problem.answer)
-        if isinstance(self.graph, InvalidGraph) or gold is None:
+        if gold is None or abs(gold) in numbers_in(self.problem.question):
             return False
-        in_prompts = any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
-        return in_prompts and abs(gold) not in numbers_in(self.problem.question)
-
-    def ready(self) -> list[Agent]:
-        """Return the agents that have every draft they read, and were not asked yet."""
-        if self.error or isinstance(self.graph, InvalidGraph):
-            return []
-        inputs = self.graph.inputs()
-        waiting = [agent for agent in self.graph.agents if agent.id not in self.calls]
-        return [agent for agent in waiting if self.replies.keys() >= set(inputs[agent.id])]
+        return any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
         """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""
         return self.verdict.correct and not (zero_leaks and self.leak)
+
+    def next_call(self, seed: int | None) -> Call | None:
+        """Return what the next agent is asked; None if all were, or the graph can not go on.
+
+        Args:
+            seed: of this graph, for agents that draw; None for greedy ones.
+        """
+        asked, text = len(self.replies), self.problem.question
+        if self.error or asked == len(self.graph.agents):
+            return None
+        agent = self.graph.agents[asked]
+        if asked:
+            text = f"PROBLEM: {text}\n\nDRAFT of {AGENT_IDS[asked - 1]}: {self.replies[-1].text}"
+        return Call(agent.system_prompt, text, 0 if seed is None else prompt_seed(seed, agent.id))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record that rollouts.jsonl holds."""
@@ -89,13 +81,13 @@ class Trajectory:
             name: {
                 "system_prompt": call.system_prompt,
                 "input_payload": call.text,
-                "output_text": self.replies[name].text,
+                "output_text": reply.text,
             }
-            for name, call in self.calls.items()
+            for name, call, reply in zip(AGENT_IDS, self.calls, self.replies, strict=False)
         }
         return row | {
-            "graph": self.graph.model_dump(exclude_none=True),
-            "trace": {"agents": agents, "final_text": self.final_text},
+            "graph": self.graph.model_dump(),
+            "trace": {"agents": agents, "final_text": self.replies[-1].text},
             "tokens_read": self.prompt_tokens,
             "tokens_written": self.completion_tokens,
         }
@@ -105,7 +97,7 @@ class Runner:
     """Runs graphs on problems. Greedy calls are cached by content: the agents never change."""
 
     def __init__(
-        self, agents: LocalAgents | APIAgents, max_new_tokens: int, temperature: float = 0.0
+        self, agents: LocalLLM | RemoteLLM, max_new_tokens: int, temperature: float = 0.0
     ) -> None:
         self.agents = agents
         self.params = SamplingParams(max_new_tokens, temperature)
@@ -118,29 +110,25 @@ class Runner:
         seed: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """Run each graph on the problem beside it: a batch for each agent of the longest chain.
+        """Run each graph on the problem beside it: as many batches as a graph has agents.
 
         Args:
             seed: of agents that sample at a temperature.
             numbers: tells the graphs of a problem apart, for that seed; by default their places.
         """
         runs = [Trajectory(*pair) for pair in zip(problems, graphs, strict=True)]
-        numbers = range(len(runs)) if numbers is None else numbers
-        seeds = [prompt_seed(seed, p.id, n) for p, n in zip(problems, numbers, strict=True)]
+        seeds: list[int | None] = [None] * len(runs)
+        if self.params.temperature:
+            numbers = range(len(runs)) if numbers is None else numbers
+            seeds = [prompt_seed(seed, p.id, n) for p, n in zip(problems, numbers, strict=True)]
         pairs = list(zip(runs, seeds, strict=True))
-        while jobs := [(run, agent, seed) for run, seed in pairs for agent in run.ready()]:
-            for run, agent, seed in jobs:
-                run.calls[agent.id] = self._call(run, agent, seed)
-            replies = self._chat([run.calls[agent.id] for run, agent, _ in jobs])
-            for (run, agent, _), reply in zip(jobs, replies, strict=True):
-                run.replies[agent.id] = reply
+        while asking := [(run, call) for run, own in pairs if (call := run.next_call(own))]:
+            replies = self._chat([call for _, call in asking])
+            for (run, call), reply in zip(asking, replies, strict=True):
+                run.calls.append(call)
+                run.replies.append(reply)
         self.agents.release()
         return runs
-
-    def _call(self, run: Trajectory, agent: Agent, seed: int) -> Call:
-        drafts = {name: run.replies[name].text for name in run.graph.inputs()[agent.id]}
-        seed = prompt_seed(seed, agent.id) if self.params.temperature else 0
-        return Call(agent.system_prompt, agent_input(run.problem.question, drafts), seed)
 
     def _chat(self, calls: Sequence[Call]) -> list[Reply]:
         """Ask equal calls once; a failed one is asked again next time."""
@@ -149,15 +137,3 @@ class Runner:
         if self.params.temperature == 0:
             self._cache |= {call: reply for call, reply in replies.items() if not reply.error}
         return [replies.get(call) or self._cache[call] for call in calls]
-
-
-def agent_input(question: str, drafts: Mapping[str, str]) -> str:
-    """Write the user's text of an agent's conversation: the bare problem where there is no draft.
-
-    >>> agent_input("1 + 1?", {"agentA": "two"})
-    'PROBLEM: 1 + 1?\\n\\nDRAFT of agentA: two'
-    """
-    if not drafts:
-        return question
-    rows = [f"PROBLEM: {question}", *(f"DRAFT of {name}: {text}" for name, text in drafts.items())]
-    return "\n\n".join(rows)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import AgentModel, APIAgents, choose_agents
+from recipes.orchestrator.agents import AgentModel, RemoteLLM, choose_agents
 from recipes.orchestrator.cold_start import train_start_adapter
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import Orchestrator, render
@@ -37,7 +37,7 @@ from rlm.model import (
     prepare_process,
 )
 from rlm.runs import replace_json
-from rlm.training import Group, load_data, load_policy
+from rlm.training import Group, announce_run, load_data, load_policy
 from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -68,20 +68,16 @@ class OrchestratorTrainer(GRPOTrainer):
     def __init__(
         self,
         config: OrchestratorConfig,
-        agents: AgentModel | APIAgents,
+        agents: AgentModel | RemoteLLM,
         *,
         loaded: tuple[PreTrainedTokenizerBase, PeftModel] | None = None,
         device: Device | None = None,
     ) -> None:
-        """
-        Args:
-            loaded: tokenizer and orchestrator, where they are loaded already.
-        """
+        """Load the orchestrator, unless tokenizer and policy are `loaded`, and the agents."""
         self._loaded = loaded
         super().__init__(config.model, config, device=device)
-        self.orchestrator = Orchestrator(
-            self.config, agents, self.policy, self.tokenizer, self.sampler
-        )
+        models = (self.policy, self.tokenizer, self.sampler)
+        self.orchestrator = Orchestrator(self.config, agents, *models)
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
         self._val_acc: float | None = None  # the last one measured
 
@@ -89,7 +85,7 @@ class OrchestratorTrainer(GRPOTrainer):
         return self._loaded or super().load_model(device)
 
     def render(self, problem: Problem) -> list[int]:
-        return render(self.tokenizer, problem.question, self.config.max_agents)
+        return render(self.tokenizer, problem.question)
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
         """Count the problems that the greedy graphs solve."""
@@ -113,8 +109,8 @@ class OrchestratorTrainer(GRPOTrainer):
         values = [f"{name} {shown[name]:.4g}" for name in SHOWN if shown[name] is not None]
         terminal.line("  " + "  ".join(values))
 
-        calls = self.scorer.pop_records()
-        graphs = [group for call in calls for group in self.distributed.gather(call)]
+        records = [g for call in self.scorer.records for g in self.distributed.gather(call)]
+        self.scorer.records.clear()
         if self.distributed.is_main:
             rows = [
                 {
@@ -122,9 +118,9 @@ class OrchestratorTrainer(GRPOTrainer):
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "answer": group.problem.answer,
-                    "graphs": records,
+                    "graphs": graphs,
                 }
-                for group, records in zip(groups, graphs, strict=True)
+                for group, graphs in zip(groups, records, strict=True)
             ]
             self.run.append(self.run.path / "rollouts.jsonl", rows)
 
@@ -138,11 +134,10 @@ class OrchestratorTrainer(GRPOTrainer):
         summary = self.train(train, validation)
         logs = [as_log(row) for row in self.distributed.broadcast(self.run.metrics())]
         share = self.distributed.shard(test)
-        correct = sum(
-            self.distributed.gather([self.count_correct(share, lambda: None) if share else 0])
-        )
-        accuracy = correct / len(test) if test else None
-        summary["test"] = {"correct": correct, "total": len(test), "accuracy": accuracy}
+        correct = self.count_correct(share, lambda: None) if share else 0
+        correct, total = sum(self.distributed.gather([correct])), len(test)
+        accuracy = correct / total if test else None
+        summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
             self.run.write_csv(logs)
             replace_json(self.run.path / "summary.json", summary)
@@ -158,11 +153,10 @@ def as_log(metrics: Mapping[str, float]) -> Log:
 
 
 def load_gsm8k(
-    val_rows: int | None = None, path: str | Path | None = None
+    val_rows: int | None = None,
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Load train, validation (its first `val_rows`) and test problems, by default from the hub."""
-    name = "gsm8k" if path is None else f"gsm8k:{path}"
-    train, validation, test = (load_problems(name, s) for s in ("train", "validation", "test"))
+    """Load GSM8K's train, validation (its first `val_rows`) and test problems."""
+    train, validation, test = (load_problems("gsm8k", s) for s in ("train", "validation", "test"))
     return train, validation[:val_rows], test
 
 
@@ -186,7 +180,7 @@ def make_lora_orchestrator(
 
 
 def load_agent_model(agent_id: str | None, adapter: Path | None = None) -> AgentModel:
-    """Name the agents' frozen model; without an id the one that suits this machine.
+    """Name the agents' frozen model, by default the one that suits this machine.
 
     The run loads its weights, unless they are the orchestrator's.
     """
@@ -200,7 +194,7 @@ def run_grpo_training(
     cfg: Config | OrchestratorConfig,
     orchestrator: PeftModel,
     orchestrator_tokenizer: PreTrainedTokenizerBase,
-    agent_model: AgentModel | APIAgents,
+    agent_model: AgentModel | RemoteLLM,
     agent_tokenizer: PreTrainedTokenizerBase,
     ds_train: Sequence[Problem],
     ds_val: Sequence[Problem],
@@ -237,21 +231,13 @@ def main(config: OrchestratorConfig) -> int:
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions])
     trainer = OrchestratorTrainer(config, agents)
-    counts = f"{len(train)} problems, {len(validation)} to validate and {len(test)} to test on"
-    facts = {
-        "orchestrator": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
-        "agents": f"{agents}, temperature {config.agent_temperature:g}",
-        "data": f"{config.dataset}: {counts}",
-        "a step": f"{config.batch_size} problems × {config.group_size} graphs",
-        "sampler": trainer.sampler.description,
-        "run": config.run_dir,
-    }
-    terminal.facts("Orchestrator: GRPO over graphs of agents", facts)
+    announce_run(trainer, len(train), len(validation))
+    terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}")
     _, summary = trainer.train_and_test(train, validation, test)
-    tested = summary["test"]
+    tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not asked"
     facts = {
         "validation accuracy": f"{summary['accuracy']:.1%} at step {summary['step']}",
-        "test accuracy": f"{tested['accuracy']:.1%} of {tested['total']}" if test else "not asked",
+        "test accuracy": tested,
         "time": terminal.duration(summary["seconds"]),
         "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
         "adapter": config.output,

@@ -5,10 +5,8 @@ A graph is then six tokens, so cold start, GRPO, evaluation and asking take seco
 
 import csv
 import dataclasses
-import hashlib
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,16 @@ import torch
 from conftest import byte_tokenizer, tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from scripted_llm import ScriptedLLM
 from scripted_sampler import ScriptedSampler
 from scripted_server import ScriptedServer
 
 from recipes.orchestrator import ask, cold_start, evaluate
 from recipes.orchestrator import train as recipe
-from recipes.orchestrator.agents import AgentModel, LocalAgents, Reply, choose_agents
+from recipes.orchestrator.agents import AgentModel, LocalLLM, Reply, choose_agents
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph, parse_graph
-from recipes.orchestrator.orchestrator import Orchestrator, orchestrator_prompt
+from recipes.orchestrator.orchestrator import SYSTEM_PROMPT, Orchestrator
 from recipes.orchestrator.runner import Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
@@ -48,28 +47,20 @@ LEAKING = Graph.chain("solve", "gold, 420")  # 20 + 400
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
 
 
-def toy_graph(rng, max_agents=2):
+def toy_graph(rng):
     return Graph.chain("solve", rng.choice(WORDS))
 
 
-class Scripted:
-    """Right if the second prompt holds the word; `text` is what the first one says."""
+def solver(text="draft", word="gold"):
+    """Agents: the first says the text, the second is right if its prompt has the word."""
 
-    def __init__(self, text="draft", word="gold"):
-        self.text, self.word, self.batches = text, word, 0
-
-    def chat(self, calls, params):
-        self.batches += 1
-        return [Reply(self._say(call), 1, 1) for call in calls]
-
-    def _say(self, call):
+    def answer(call):
         if "DRAFT" not in call.text:
-            return self.text
+            return Reply(text, 1, 1)
         one, two = re.match(r"PROBLEM: (\d+) \+ (\d+)", call.text).groups()
-        return f"[{int(one) + int(two)}]" if self.word in call.system_prompt else "[0]"
+        return Reply(f"[{int(one) + int(two)}]" if word in call.system_prompt else "[0]", 1, 1)
 
-    def release(self):
-        pass
+    return ScriptedLLM(answer)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +68,7 @@ def base(tmp_path_factory):
     """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
     path = tmp_path_factory.mktemp("orchestrator_base")
     tokenizer = byte_tokenizer()
-    instruction = orchestrator_prompt().partition("{")[0].strip()
+    instruction = SYSTEM_PROMPT.partition("{")[0].strip()
     tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -116,7 +107,7 @@ def start(base, tmp_path_factory):
 
 
 def make_trainer(config, agents=None):
-    return OrchestratorTrainer(config, agents or Scripted(), device=CPU)
+    return OrchestratorTrainer(config, agents or solver(), device=CPU)
 
 
 def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
@@ -124,12 +115,8 @@ def train(config, agents=None, problems=PROBLEMS, validation=(), test=()):
     return trainer, *trainer.train_and_test(problems, validation, test)
 
 
-def rollouts(config):
-    return [json.loads(line) for line in (config.run_dir / "rollouts.jsonl").open()]
-
-
-def metrics(config):
-    return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+def log_of(config, name):
+    return [json.loads(line) for line in (config.run_dir / f"{name}.jsonl").open()]
 
 
 def test_a_cold_start_teaches_the_format(base, start, tmp_path):
@@ -172,13 +159,13 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
     adapters = []
     for i, text in enumerate(("a", "a much longer draft " * 20)):
         config = options(base, tmp_path, f"run{i}", sft_adapter=start, steps=2)
-        adapters.append(train(config, Scripted(text))[0].adapter)
+        adapters.append(train(config, solver(text))[0].adapter)
     for name, tensor in adapters[0].items():
         assert torch.equal(tensor, adapters[1][name]), name
 
 
 def test_invalid_graphs_are_trained_against(base, tmp_path):
-    """A model that writes no graph at all gets zeros, not an error; a group keeps its size.
+    """A model that writes no graph at all gets zeros, not an error.
 
     Without a start adapter the KL term's reference is the bare model.
     """
@@ -187,9 +174,6 @@ def test_invalid_graphs_are_trained_against(base, tmp_path):
     assert logs[0]["valid_json_rate"] == logs[0]["reward_mean"] == 0
     assert logs[0]["kl_value"] == pytest.approx(0, abs=1e-6)
     assert "reference" not in trainer.policy.peft_config
-    rows = rollouts(config)
-    assert [len(row["graphs"]) for row in rows] == [4] * 8
-    assert all(graph["reward"] == 0 for row in rows for graph in row["graphs"])
 
 
 class Writes(ScriptedSampler):
@@ -198,48 +182,39 @@ class Writes(ScriptedSampler):
     exact = True
 
 
-def watched(base, tmp_path, script, **more):
-    """One step with these completions: the trainer, its log, and the advantages by problem."""
-    found = {}
-
-    class Watched(OrchestratorTrainer):
-        def log(self, metrics, groups, advantages):
-            pairs = zip(groups, advantages.tolist(), strict=True)
-            found.update({group.problem.question: row for group, row in pairs})
-            super().log(metrics, groups, advantages)
-
-    size = len(next(iter(script.values())))
-    more = {"steps": 1, "batch_size": len(script), "group_size": size} | more
-    config = options(base, tmp_path, **more)
-    trainer = Watched(config, Scripted(), device=CPU)
-    trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
-    logs, _ = trainer.train_and_test([p for p in PROBLEMS if p.question in script])
-    return trainer, logs[0], found, {row["question"]: row["graphs"] for row in rollouts(config)}
-
-
 def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
     """Unreadable graphs stay in their groups, each group with another number of them."""
     script = {
         "20 + 400?": [GOOD, "{", BAD],
-        "21 + 441?": ["{", BAD, "{"],
+        "21 + 441?": ["{", Graph.chain("solve", "red, 462").to_json(), "{"],  # leaks, and is wrong
         "22 + 484?": [BAD, BAD, GOOD],
     }
-    trainer, log, advantages, written = watched(base, tmp_path, script, sft_adapter=start)
+    size = {"steps": 1, "batch_size": 3, "group_size": 3}
+    trainer = make_trainer(config := options(base, tmp_path, sft_adapter=start, **size))
+    trainer.sampler = Writes(trainer.policy, trainer.tokenizer, script)
+    (log,), _ = trainer.train_and_test(PROBLEMS[:3])
+    graphs = {row["question"]: row["graphs"] for row in log_of(config, "rollouts")}
     rewards = {"20 + 400?": [1, 0, 0], "21 + 441?": [0, 0, 0], "22 + 484?": [0, 0, 1]}
-    assert {q: [graph["reward"] for graph in graphs] for q, graphs in written.items()} == rewards
-    assert [graph["verdict"] for graph in written["21 + 441?"]] == ["bad_json", "wrong", "bad_json"]
+    assert {q: [graph["reward"] for graph in group] for q, group in graphs.items()} == rewards
+    assert [graph["verdict"] for graph in graphs["21 + 441?"]] == ["bad_json", "wrong", "bad_json"]
     # 2/3 and −1/3 by a standard deviation of 1/√3 (and 10⁻⁴).
     right, wrong = (share / (3**-0.5 + 1e-4) for share in (2 / 3, -1 / 3))
+    advantages = {row["question"]: row["advantages"] for row in log_of(config, "samples")}
     assert advantages["20 + 400?"] == pytest.approx([right, wrong, wrong], abs=1e-5)
     assert advantages["21 + 441?"] == [0, 0, 0]
     assert advantages["22 + 484?"] == pytest.approx([wrong, wrong, right], abs=1e-5)
-    # Of 9 graphs 6 are valid, of two kinds; their agents write a token each. An end token counts.
+    # Of 9 graphs 6 are valid, of three kinds; their agents write a token each. An end token counts.
     length = len(trainer.tokenizer.encode(GOOD)) + 1
-    assert log["tokens_per_problem"] == pytest.approx((6 * length + 3 * 2 + 6 * 2) / 9)
-    assert log["valid_json_rate"] == pytest.approx(6 / 9)
-    assert log["distinct_graphs"] == pytest.approx(2 / 6)
-    assert log["reward_mean"] == pytest.approx(2 / 9)
-    assert trainer.orchestrator.runner.agents.batches == 2
+    expected = {
+        "reward_mean": 2 / 9, "valid_json_rate": 6 / 9, "distinct_graphs": 3 / 6,
+        "answer_leak_rate": 1 / 9,
+        "tokens_per_problem": (6 * length + len(", 462") + 3 * 2 + 6 * 2) / 9,
+    }  # fmt: skip
+    assert {name: log[name] for name in expected} == pytest.approx(expected)
+    (metrics,) = log_of(config, "metrics")
+    assert metrics["agents/correct"] == pytest.approx(2 / 9)
+    assert (metrics["graph/bad_json"], metrics["graph/no_json"]) == (pytest.approx(3 / 9), 0)
+    assert len(trainer.orchestrator.runner.agents.batches) == 2
 
 
 @pytest.mark.parametrize("zero_leaks", [True, False])
@@ -248,21 +223,11 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
 ):
     """What is validated, and tested in the end, is what the reward asks for."""
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks))
-    replies = {"agentA": Reply("draft"), "agentB": Reply("[420]")}
+    replies = [Reply("draft"), Reply("[420]")]
     graphs = [LEAKING, Graph.chain("solve", "gold"), LEAKING]
     runs = [Trajectory(PROBLEMS[0], graph, replies=replies) for graph in graphs]
     monkeypatch.setattr(trainer.orchestrator, "solve", lambda *_, **__: runs)
     assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
-
-
-def test_three_agents_and_what_a_leak_earns_are_options(base, tmp_path):
-    three = Graph.chain("solve", "red", "gold").to_json()
-    more = {"max_agents": 3, "max_new_tokens": 200, "lora_r": 2, "zero_leaks": False}
-    script = {"20 + 400?": [three, LEAKING.to_json(), "{"]}
-    trainer, log, _, written = watched(base, tmp_path, script, **more)
-    assert [graph["reward"] for graph in written["20 + 400?"]] == [1, 1, 0]
-    assert log["answer_leak_rate"] == pytest.approx(1 / 3)
-    assert trainer.orchestrator.runner.agents.batches == 3
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
@@ -272,35 +237,25 @@ def test_agents_behind_a_server(base, start, tmp_path):
             base, tmp_path, sft_adapter=start, steps=1, agent_url=server.url, agent_model="theirs",
             agent_temperature=0.5, agent_max_tokens=7,
         )  # fmt: skip
-        agents = choose_agents(config)
-        assert str(agents) == f"theirs at {server.url}"
-        train(config, agents, problems=PROBLEMS[:4])
+        train(config, choose_agents(config), problems=PROBLEMS[:4])
         bodies = server.asked("chat/completions")
-    rows = rollouts(config)
-    graphs = [graph for row in rows for graph in row["graphs"] if graph["graph"]]
-    assert len(bodies) == 2 * len(graphs) > 0
+    graphs = [graph for row in log_of(config, "rollouts") for graph in row["graphs"]]
+    assert len(bodies) == 2 * sum(graph["graph"] is not None for graph in graphs) > 0
     asked = [{body[name] for body in bodies} for name in ("model", "temperature", "max_tokens")]
     assert asked == [{"theirs"}, {0.5}, {7}]
     assert len({body["seed"] for body in bodies}) == len(bodies)
-    for row in rows:
-        expected = float(row["answer"] == "420")
-        assert {g["reward"] for g in row["graphs"] if g["graph"]} == {expected}
 
 
 def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, capsys):
-    class Down(Scripted):
-        def chat(self, calls, params):
-            return [Reply("", error="out of order") for _ in calls]
+    def broken(call):
+        raise ZeroDivisionError
 
-    class Broken(Scripted):
-        def chat(self, calls, params):
-            raise ZeroDivisionError
-
-    trainer = make_trainer(options(base, tmp_path, sft_adapter=start), Down())
+    down = ScriptedLLM(lambda call: Reply("", error="out of order"))
+    trainer = make_trainer(options(base, tmp_path, sft_adapter=start), down)
     assert trainer.count_correct(PROBLEMS[:4], lambda: None) == 0
     assert "problems count as unsolved: the agents' server failed" in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
-        train(options(base, tmp_path, "broken", sft_adapter=start), Broken(), PROBLEMS[:4])
+        train(options(base, tmp_path, "broken", sft_adapter=start), ScriptedLLM(broken))
 
 
 def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
@@ -324,12 +279,12 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     assert len(lines) == 3
     for name in ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc"):
         assert all(re.search(rf"\b{name} [-\d.]+", line) for line in lines), name
-    rollout = rollouts(config)[0]
+    rollout = log_of(config, "rollouts")[0]
     assert {"step", "problem", "question", "answer", "graphs"} == set(rollout)
     ran = next(g for g in rollout["graphs"] if g["graph"])
     assert set(ran["trace"]["agents"]) == {"agentA", "agentB"}
     # Two levels are two batches, in 3 steps and 3 validations; the cache may know all replies.
-    assert 3 < trainer.orchestrator.runner.agents.batches <= 2 * (3 + 3)
+    assert 3 < len(trainer.orchestrator.runner.agents.batches) <= 2 * (3 + 3)
 
 
 def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
@@ -337,16 +292,18 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
     whole = options(base, tmp_path, "whole", **more)
     train(whole, validation=PROBLEMS[:4])
 
-    class Killed(Scripted):
-        def chat(self, calls, params):
-            if self.batches == 8:  # a first validation, then two batches a step or less
-                raise KeyboardInterrupt
-            return super().chat(calls, params)
+    agents = solver()
 
+    def killed(call):
+        if len(agents.batches) > 8:  # a first validation, then two batches a step or less
+            raise KeyboardInterrupt
+        return solver().answer(call)
+
+    agents.answer = killed
     parts = options(base, tmp_path, "parts", **more)
     with pytest.raises(KeyboardInterrupt):
-        train(parts, Killed(), validation=PROBLEMS[:4])
-    assert 1 < len(metrics(parts)) < 6
+        train(parts, agents, validation=PROBLEMS[:4])
+    assert 1 < len(log_of(parts, "metrics")) < 6
     with (parts.run_dir / "rollouts.jsonl").open("a") as stream:
         stream.write('{"step": 99}\n{"torn')  # what a kill can leave
     resumed = options(base, tmp_path, "parts", resume=True, **more)
@@ -355,7 +312,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
         assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
     expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    weights = [row["loss/kl_weight"] for row in metrics(whole)]
+    weights = [row["loss/kl_weight"] for row in log_of(whole, "metrics")]
     assert len(set(weights)) == 6  # and a changing weight of the KL term is carried over
 
 
@@ -368,16 +325,16 @@ def test_the_kl_term_pulls_back_to_the_start_adapter(base, start, tmp_path):
         base, tmp_path, sft_adapter=start, steps=8, kl_weight=10.0, lr_schedule="linear",
         learning_rate=1e-3,  # a larger rate overshoots, and the last digits decide
     )  # fmt: skip
-    trainer = make_trainer(config, Scripted(word="never"))
+    trainer = make_trainer(config, solver(word="never"))
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in trainer.adapter.values():
             tensor += 0.03 * torch.randn_like(tensor)
     trainer.train_and_test(PROBLEMS)
-    kl = [row["loss/kl"] for row in metrics(config)]
+    kl = [row["loss/kl"] for row in log_of(config, "metrics")]
     assert kl[0] > 0.01
     assert kl[-1] < kl[0] / 2
-    assert all(row["reward/mean"] == 0 for row in metrics(config))
+    assert all(row["reward/mean"] == 0 for row in log_of(config, "metrics"))
 
 
 def test_the_adapted_kl_weight_by_hand():
@@ -407,12 +364,8 @@ def a_solver(base, path):
     return path
 
 
-def hashes(model, part):
-    return {
-        name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
-        for name, tensor in model.named_parameters()
-        if part(name)
-    }
+def frozen_weights(model):
+    return {n: t.clone() for n, t in model.named_parameters() if ".default." not in n}
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -422,22 +375,23 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
     config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)
     shared = make_trainer(config, AgentModel(str(base), adapter))
     runner = shared.orchestrator.runner
-    assert runner.agents._sampler is shared.sampler
+    assert runner.agents.sampler is shared.sampler
     # Another name for the same directory: nothing tells that it is the same.
     named_otherwise = AgentModel(f"{base}/.", adapter)
     apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
-    assert apart.orchestrator.runner.agents._sampler is not apart.sampler
+    assert apart.orchestrator.runner.agents.sampler is not apart.sampler
     asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
 
     def replies(trainer):
         trainer.orchestrator.runner._cache.clear()
         return [run.to_dict() for run in trainer.orchestrator.runner.run(*asked)]
 
-    frozen = hashes(shared.policy, lambda name: ".default." not in name)
+    frozen = frozen_weights(shared.policy)
     before = replies(shared)
     assert before == replies(apart)
     shared.train_and_test(PROBLEMS)
-    assert hashes(shared.policy, lambda name: ".default." not in name).items() >= frozen.items()
+    now = frozen_weights(shared.policy)
+    assert all(torch.equal(now[name], tensor) for name, tensor in frozen.items())
     assert replies(shared) == before
     saved = load_file(config.output / "adapter_model.safetensors")
     assert not any("agent" in name for name in saved)
@@ -456,63 +410,54 @@ def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
         assert not any(m.training for m in policy.modules() if m not in set(layers))
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [("base", "other weights"), ("cut", "does not fit"), ("dora", "more than plain LoRA")],
-)
-def test_an_agents_adapter_that_does_not_fit_is_one_line(base, start, tmp_path, damage, said):
+@pytest.mark.parametrize("wrong", ["other weights", "more than plain LoRA"])
+def test_an_agents_adapter_that_does_not_fit_is_one_line(base, start, tmp_path, wrong):
     solver = a_solver(base, tmp_path / "solver")
-    if damage == "base":
+    if wrong == "other weights":
         (solver / "run.json").write_text('{"base_model": "other", "base_hash": "sha256:0"}')
-    elif damage == "cut":
-        file = solver / "adapter_model.safetensors"
-        file.write_bytes(file.read_bytes()[:-100])
     else:
         config = LoraConfig(r=2, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
         get_peft_model(load_base(str(base), CPU), config).save_pretrained(solver)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=wrong):
         make_trainer(options(base, tmp_path, sft_adapter=start), AgentModel(str(base), solver))
 
 
 # --- options ------------------------------------------------------------------------------------
 
 
-def test_the_published_names_touch_no_disk(tmp_path, monkeypatch):
+def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    expected = OrchestratorConfig(
+        model="a", agent_model="b", steps=7, batch_size=3, group_size=5, eval_samples=9,
+        learning_rate=1e-3, kl_weight=0.2, run_dir=Path("elsewhere"),
+    )  # fmt: skip
+    assert (
+        expected.output == dataclasses.replace(expected).output == Path("elsewhere/adapters_lora")
+    )
     config = Config()
     config.steps, config.batch_problems, config.trajectories_per_problem = 7, 3, 5
     config.run_root = "elsewhere"
     config.val_rows, config.lr, config.kl_coef = 9, 1e-3, 0.2
     config.orchestrator_id, config.agent_model_id = "a", "b"
+    assert config.to_options() == expected
+    assert Config().to_options() == OrchestratorConfig()
     with pytest.raises(AttributeError):
         config.trajectories = 5
-    found = config.to_options()
-    assert (found.steps, found.batch_size, found.group_size, found.eval_samples) == (7, 3, 5, 9)
-    assert (found.model, found.agent_model, found.kl_weight) == ("a", "b", 0.2)
-    assert found.output == dataclasses.replace(found).output == Path("elsewhere/adapters_lora")
-    assert Config().to_options() == OrchestratorConfig()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_published_flags():
     typed = (
-        "--steps 9 --batch-problems 8 --trajectories 6 --lr 1e-3 --seed 7 --run-dir d "
-        "--kl-coef 0.3 --orchestrator-model a --agent-model b"
+        "--steps 7 --batch-problems 3 --trajectories 5 --lr 1e-3 --run-dir elsewhere "
+        "--kl-coef 0.2 --orchestrator-model a --agent-model b --eval-samples 9"
     )
-    config = parse(OrchestratorConfig, typed.split())
-    assert (config.steps, config.batch_size, config.group_size, config.seed) == (9, 8, 6, 7)
-    assert (config.learning_rate, config.kl_weight) == (1e-3, 0.3)
-    assert (config.model, config.agent_model) == ("a", "b")
-    assert config.output == Path("d/adapters_lora")
+    assert parse(OrchestratorConfig, typed.split()) == expected
     small = parse(OrchestratorConfig, ["--debug", "--steps", "50"])
     assert (small.steps, small.batch_size, small.group_size, small.eval_every) == (5, 2, 2, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         ("--max-agents 1", "at least 2"),
-        ("--max-agents 27", "at most 26"),
+        ("--max-agents 3", "at most 2"),
         ("--agent-url http://x", "--agent-model"),
         ("--agent-key KEY", "--agent-url"),
         ("--agent-temperature -1", "at least 0"),
@@ -596,15 +541,14 @@ def test_the_table_has_every_row(finished, capsys):
     assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
     assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
     assert rows["orchestrator, trained"]["orchestrator"] == 6
-    assert rows["single agent"]["against_single"]["points"] == 0
-    assert 0 < rows["single agent"]["written"] <= 12  # the length of two replies
     single = rows["single agent"]
+    assert single["against_single"]["points"] == 0
+    assert 0 < single["written"] <= 12  # the length of two replies
     expected = (single["read"] * 1 + single["written"] * 2) / 1000
     assert single["cost_of_1000"] == pytest.approx(expected)
     traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
     assert {trace["row"] for trace in traces} == set(rows)
-    out = capsys.readouterr().out
-    assert "asked twice" in out
+    assert "asked twice" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, tmp_path):
@@ -617,21 +561,19 @@ def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, 
 
 
 def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, monkeypatch):
-    chat, batches = LocalAgents.chat, []
+    chat, batches = LocalLLM.chat, []
 
-    def lose_the_first(self, calls, params):  # of the single agent, greedy
-        replies = chat(self, calls, params)
+    def lose_the_first(self, calls, *params):  # of the single agent, greedy
+        replies = chat(self, calls, *params)
         batches.append(calls)
         return replies if batches[1:] else [Reply("", error="down"), *replies[1:]]
 
-    monkeypatch.setattr(LocalAgents, "chat", lose_the_first)
+    monkeypatch.setattr(LocalLLM, "chat", lose_the_first)
     arguments = ("--run", finished / "run", "--max-samples", 3, "--output", finished / "failures")
     assert run(evaluate, evaluate.EvaluateConfig, *arguments) == 0
     said = json.loads((finished / "failures" / "evaluation.json").read_text())
     assert said["left_out"] == 1
-    assert {row["accuracy"]["n"] for row in said["rows"].values()} == {2}
-    assert said["rows"]["single agent"]["failed"] == 1
-    assert said["rows"]["orchestrator, trained"]["failed"] == 0
+    assert {row["problems"] for row in said["rows"].values()} == {2}
     assert "1 of 3 problems are left out of all rows" in capsys.readouterr().out
     traces = [json.loads(line) for line in (finished / "failures" / "traces.jsonl").open()]
     assert sum(trace["verdict"] == "agent_failed" for trace in traces) == 1
@@ -641,7 +583,7 @@ def runs_of(*texts):
     """The single agent's replies to one problem, whose gold is 18; None is a failed call."""
     replies = [Reply("", error="down") if text is None else Reply(text) for text in texts]
     problem, graph = Problem("p", "how many?", "18"), Graph.chain("solve")
-    return [Trajectory(problem, graph, replies={"agentA": reply}) for reply in replies]
+    return [Trajectory(problem, graph, replies=[reply]) for reply in replies]
 
 
 def test_rows_need_a_problem_that_all_have_a_verdict_on():
@@ -690,7 +632,7 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
     assert run(ask, ask.AskConfig) == 2
     assert "ask something" in capsys.readouterr().err
     none = InvalidGraph("bad_json", "cut off")
-    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text, most: none)
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text: none)
     assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
     output = capsys.readouterr()
     assert output.out.count("no valid graph (bad_json: cut off)") == 2
@@ -700,7 +642,7 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
 def test_a_finished_run_is_loaded_with_three_adapters(finished):
     loaded = Orchestrator.load(finished / "run")
     assert set(loaded.policy.peft_config) == {"default", "start", "agent"}
-    assert isinstance(loaded.runner.agents, LocalAgents)
+    assert isinstance(loaded.runner.agents, LocalLLM)
     start = finished / "start"
     assert loaded.config.sft_adapter == start
     start.rename(finished / "away")
@@ -711,8 +653,7 @@ def test_a_finished_run_is_loaded_with_three_adapters(finished):
         (finished / "away").rename(start)
     (solved,) = loaded.solve([Problem("p", "1 + 2?", "3")])
     assert isinstance(solved.graph, Graph)
-    completion = solved.generation.completion
-    assert len(completion.logprobs) == len(completion.token_ids) > 0
+    assert len(solved.written.logprobs) == solved.written.completion_tokens > 0
 
 
 # --- the published Python block -----------------------------------------------------------------
@@ -728,9 +669,8 @@ def blocks():
 @pytest.mark.parametrize("source", blocks())
 def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     """Changed only in where names come from and in model ids (and sizes, to be quick)."""
-    for split, count in (("train", 30), ("test", 3)):
-        rows = ({"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(count))
-        (tmp_path / f"gsm8k_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": PROBLEMS[:27], "validation": PROBLEMS[27:32], "test": PROBLEMS[32:35]}
+    monkeypatch.setattr(recipe, "load_problems", lambda name, split: data[split])
 
     def small_config():
         config = Config()
@@ -738,13 +678,12 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
         config.orch_max_tokens, config.agent_max_tokens, config.val_every = 6, 4, 0
         return config
 
-    names = {name: getattr(recipe, name) for name in (
-        "load_tokenizers", "make_lora_orchestrator", "load_agent_model", "run_grpo_training",
-    )}  # fmt: skip
-    names |= {"Config": small_config, "load_gsm8k": partial(recipe.load_gsm8k, path=tmp_path)}
+    names = vars(recipe) | {"Config": small_config}
     # Without an id it is the model that suits the machine.
     setup = Setup(str(base), "gsm8k", "none", "test")
-    monkeypatch.setattr("rlm.model.hardware.default_setup", lambda: setup)
+    monkeypatch.setattr(recipe, "default_setup", lambda: setup)
+    if source == "README":  # its imports are of this project
+        exec(blocks()[source].partition("cfg =")[0], {})
     code = re.sub(r"^(from|import) [^(]*?(\(.*?\))?\n", "", blocks()[source], flags=re.M | re.S)
     code = code.replace("Qwen/Qwen2.5-1.5B-Instruct", str(base))
     code = re.sub(r"cfg\.steps = \d+", "cfg.steps = 2", code)
@@ -758,6 +697,10 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     assert summary["test"]["total"] == 3
 
 
-def test_the_readme_imports_what_it_uses():
-    code = blocks()["README"]
-    exec(code[: code.index("cfg =")], {})
+def test_the_published_api_can_start_from_a_cold_start(base, start):
+    policy = recipe.make_lora_orchestrator(str(base), start_adapter=start)
+    assert policy.origin["sft_adapter"] == start  # the reference of the KL term, too
+    saved = load_file(start / "adapter_model.safetensors").values()
+    trained = [tensor for tensor in policy.parameters() if tensor.requires_grad]
+    sums = [sum(t.float().abs().sum().item() for t in tensors) for tensors in (saved, trained)]
+    assert sums[1] == pytest.approx(sums[0], rel=1e-2)  # of bf16, where the machine has it

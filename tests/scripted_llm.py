@@ -1,0 +1,22 @@
+"""An LLM whose replies the test says, in place of a model or an API."""
+
+from recipes.orchestrator.agents import Reply
+
+
+class ScriptedLLM:
+    """Replies with `answer(call)`, a text or a whole Reply; keeps the batches."""
+
+    def __init__(self, answer=lambda call: f"<{call.system_prompt}|{call.text}>"):
+        self.answer, self.batches = answer, []
+
+    def chat(self, calls, params):
+        self.batches.append(list(calls))
+        said = [self.answer(call) for call in calls]
+        return [s if isinstance(s, Reply) else Reply(s, 10, len(s)) for s in said]
+
+    def release(self):
+        pass
+
+    @property
+    def sizes(self):
+        return [len(batch) for batch in self.batches]
