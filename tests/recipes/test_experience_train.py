@@ -143,10 +143,8 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
             assert isinstance(json.loads(r["scaffold"]), dict)
             assert r["is_correct"] is (r["answer"] == problem["answer"])
             assert r["r_ans"] == float(r["is_correct"])
-            # The plan's value is the stated answer or not: one of the five checks.
-            assert r["r_logic"] == pytest.approx(1.0 if r["is_correct"] else 0.8)
-            total = 0.5 * r["r_ans"] + 0.25 * r["r_logic"] + 0.25 * r["r_graph"]
-            assert r["r_total"] == pytest.approx(total)
+            assert (r["r_logic"], r["r_graph"]) == (1.0, 1.0)
+            assert r["r_total"] == pytest.approx(0.5 * r["r_ans"] + 0.5)
             assert r["scored_by"] == {"answer": "exact", "logic": "checks"}
     assert place.summary()["plans"] == "30 parsed"
     assert place.items()
@@ -201,14 +199,11 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
 
 @pytest.mark.parametrize(
     ("weights", "said"),
-    [("0.05,0.25,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.0502,0.25,0.6998", "σ=0.050 → Extract (σ>τ)")],
+    [("0.1,0.2,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.1002,0.2,0.6998", "σ=0.050 → Extract (σ>τ)")],
     ids=["0.05", "0.0501"],
 )
 def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, weights, said):
-    """One attempt right, one wrong: r_ans 1 and 0, r_logic 1 and 0.8, r_graph 1 and 1.
-
-    The totals differ by 0.05 + 0.25 · 0.2 = 0.1 with the first weights: σ is half of that.
-    """
+    """One attempt right, one wrong: the totals differ by the weight of r_ans, and σ is half."""
     assert place.run_group("--weights", weights) == 0
     taught = "Extract" in said
     assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
@@ -239,8 +234,6 @@ def test_what_a_library_refuses_is_told_counted_and_recorded(place, model, capsy
     assert (done["kept"], done["reason"]) == (False, "gold_leak")
     assert place.summary()["operations"] == "1 gold_leak"
     assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
-    (audit,) = read_lines(place.libraries / "generator_1_audit.jsonl")
-    assert audit["operations"] == [done]
 
 
 def test_what_no_file_can_hold_ends_no_run(place, model):
@@ -548,21 +541,20 @@ def test_a_kill_after_any_paid_call_repeats_none(tmp_path, server, monkeypatch):
 def test_a_kill_beside_the_library_is_made_good(tmp_path, server, monkeypatch, when):
     whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
     assert whole.run("all", "--max-problems", 3) == 0
-    commit = Library.commit
+    save = Library.save
     for name, number in (("generator_1", 1), ("generator_1", 2), ("critic", 1)):
-        commits = []
+        saves = []
 
-        def commit_and_die(library, record, name=name, number=number, commits=commits):
-            if when == "after":
-                commit(library, record)
-            commits.append(library.role)
-            if commits.count(name) == number:
+        def save_and_die(library, name=name, number=number, saves=saves):
+            saves.append(library.role)
+            dies = saves.count(name) == number
+            if when == "after" or not dies:
+                save(library)
+            if dies:
                 raise Killed
-            if when == "before":
-                commit(library, record)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Library, "commit", commit_and_die)
+            patch.setattr(Library, "save", save_and_die)
             with pytest.raises(Killed):
                 place.run("all", "--max-problems", 3)
     assert place.run("all", "--max-problems", 3) == 0
