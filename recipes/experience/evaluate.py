@@ -103,26 +103,25 @@ def answer_all(
 
 
 def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict[str, Row]:
-    """Compare the libraries; a problem with a failed call in any row is left out of all of them."""
+    """Compare with the first row; a problem with a failed call in any row is left out of all."""
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
         raise UsageError("no problem has all its replies; is the endpoint all right?")
-    scores = {
-        name: [mean_at_k([grade_answer(r.text, problems[i])[0] for r in row[i]]) for i in whole]
-        for name, row in replies.items()
-    }
-    rows = {}
+    rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
-        gain = asdict(paired_bootstrap(scores[BASELINE], scores[name]))
+        right = [[grade_answer(reply.text, problems[i])[0] for reply in row[i]] for i in whole]
+        scores = {problems[i].id: mean_at_k(each) for i, each in zip(whole, right, strict=True)}
+        without = rows.get(BASELINE, {"scores": scores})["scores"]
+        gain = paired_bootstrap([*without.values()], [*scores.values()])
         rows[name] = {
             "problems": len(whole),
-            "accuracy": summarize_scores(scores[name]),
-            "difference": None if name == BASELINE else gain,
+            "accuracy": summarize_scores([*scores.values()]),
+            "difference": asdict(gain) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),
             "cost": sum(reply.cost for reply in given),
-            "scores": {problems[i].id: s for i, s in zip(whole, scores[name], strict=True)},
+            "scores": scores,
         }
     return rows
 

@@ -57,13 +57,9 @@ class TrainConfig:
         None, "of r_ans,r_logic,r_graph (none: 0.5,0.25,0.25); of the critic also r_fusion", above=0
     )
     max_tokens: int = flag(2048, "longest reply", min=1)
-    max_cost: float | None = flag(
-        None, "stop before this is passed, in the currency of the prices", min=0
-    )
+    max_cost: float | None = flag(None, "stop before this is passed, as the prices", min=0)
     library_items: int = flag(20, "lessons that a library holds at most", min=1)
-    library_tokens: int = flag(
-        1200, "tokens that its lessons take in a prompt at most, about", min=1
-    )
+    library_tokens: int = flag(1200, "tokens that its lessons take at most, about", min=1)
     seed: int = flag(0, "of problems and requests")
     api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "where the libraries are")

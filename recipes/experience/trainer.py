@@ -38,7 +38,7 @@ MAX_SHOWN = 1500  # characters of one solution in a prompt that compares several
 Row = dict[str, Any]
 # A problem and what each rollout takes: its number, or for a fusion (generator, its rollouts).
 Task = tuple[Problem, Sequence[tuple[Any, ...]]]
-Proposed = tuple[Plan | None, str, dict[str, float | None]]  # plan, text without one, r_fusion
+Proposed = tuple[Plan | None, str, dict[str, float | None]]  # a plan, its text, r_fusion
 
 
 def records_path(run_dir: Path, name: str) -> Path:
@@ -110,14 +110,14 @@ class Trainer:
                 self._learn(problem, rollouts)
                 progress.update()
 
-    def _sample(self, problem: Problem, lessons: str, *given: Any) -> Row:
+    def _sample(self, problem: Problem, lessons: str, number: Any, *proposals: Any) -> Row:
         """Sample a rollout; a call that failed for good makes one with an error and no rewards."""
-        row, seed = {"scaffold_error": None}, f"{problem.id} {given[0]}"
+        seed, values = f"{problem.id} {number}", {"problem": problem.question}
+        row = {"generator_id" if self.is_critic else "rollout_id": number, "scaffold_error": None}
         propose = self._fuse_plans if self.is_critic else self._write_plan
         try:
-            plan, text, r_fusion = propose(row, seed, problem, lessons, *given)
-            values = {"problem": problem.question, "scaffold": plan.text() if plan else text}
-            reply = self.agent.ask("answer", seed, **values)
+            plan, text, r_fusion = propose(row, seed, values | {"experiences": lessons}, *proposals)
+            reply = self.agent.ask("answer", seed, scaffold=text, **values)
             about = (problem, plan, reply.text, self.weights)
             solved = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
             thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
@@ -132,25 +132,16 @@ class Trainer:
             return row | {"final_answer": answer, "rewards": rewards} | solved
         return row | {"answer": answer} | rewards | solved
 
-    def _write_plan(
-        self, row: Row, seed: str, problem: Problem, lessons: str, number: int
-    ) -> Proposed:
+    def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
         """Ask for a plan; text that is none is followed as it is."""
-        row |= {"rollout_id": number, "scaffold": _plan_text(None, "")}
-        values = {"experiences": lessons, "problem": problem.question}
+        row["scaffold"] = _plan_text(None, "")
         text = self.agent.ask("scaffold", seed, **values).text
         plan, row["scaffold_error"] = _read_plan(text)
         row["scaffold"] = _plan_text(plan, text)
-        return plan, text, {}
+        return plan, plan.text() if plan else text, {}
 
     def _fuse_plans(
-        self,
-        row: Row,
-        seed: str,
-        problem: Problem,
-        lessons: str,
-        generator: str,
-        rollouts: list[Row],
+        self, row: Row, seed: str, values: dict[str, str], rollouts: Sequence[Row]
     ) -> Proposed:
         """Ask to fuse a generator's valid plans into one.
 
@@ -161,21 +152,19 @@ class Trainer:
         proposals = [(plan, answer or "–") for plan, answer in read if plan]
         plans = [plan for plan, _ in proposals]
         best, r_fusion = max(plans, key=graph_reward, default=None), None
-        row |= {"generator_id": generator, "fused_scaffold": _plan_text(best, "")}
-        row |= {"fusion": "best_of" if plans else "none"}
+        row |= {"fused_scaffold": _plan_text(best, ""), "fusion": "best_of" if plans else "none"}
         if len(plans) > 1:
             shown = [
                 f"Proposal {number}: {plan.text()}\nIts answer: {answer}"
                 for number, (plan, answer) in enumerate(proposals, 1)
             ]
-            values = {"problem": problem.question, "proposals": "\n\n".join(shown)}
-            reply = self.agent.ask("fusion", seed, experiences=lessons, **values)
+            reply = self.agent.ask("fusion", seed, proposals="\n\n".join(shown), **values)
             fused, row["scaffold_error"] = _read_plan(reply.text, acyclic=True)
             r_fusion = fusion_reward(fused, plans) if fused else 0.0
             if fused:
                 best = fused
                 row |= {"fusion": "fused", "fused_scaffold": fused.text()}
-        return best, "–", {"r_fusion": r_fusion}
+        return best, best.text() if best else "–", {"r_fusion": r_fusion}
 
     def _learn(self, problem: Problem, group: list[Row]) -> None:
         """Compare a group, learn a lesson if it differs, write the record, then the library."""
