@@ -1,4 +1,4 @@
-"""The experience recipe's parts: formulas, plans, rewards, libraries, prompts. No server."""
+"""The experience recipe's parts: plans, rewards, libraries, prompts. No server."""
 
 import copy
 import json
@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_model import write_problems
 
 from recipes.experience import train
 from recipes.experience.agent import PLACEHOLDERS, PROMPTS, load_prompts
@@ -35,7 +37,6 @@ from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = ROOT.parent / "shared" / "data"
 NOW = "2026-01-01T00:00:00+00:00"
 PENS = Problem("pens", "A box holds 12 pens. How many pens are in 90 boxes?", "1080")
 
@@ -176,13 +177,15 @@ def test_any_text_is_arithmetic_or_not(rule):
 
 
 def test_the_weighted_totals():
-    parts = ("r_ans", "r_logic", "r_graph", "r_fusion")
-    of = lambda *scores: dict(zip(parts, scores, strict=False))  # noqa: E731
-    assert weighted_mean(of(0, 0.75, 0.80), GENERATOR_WEIGHTS) == 0.3875
-    assert weighted_mean(of(1, 0.85, 0.90, 0.75), CRITIC_WEIGHTS) == 0.875
+    def mean(*rewards):
+        weights = CRITIC_WEIGHTS if len(rewards) == 4 else GENERATOR_WEIGHTS
+        return weighted_mean(dict(enumerate(rewards)), weights)
+
+    assert mean(0, 0.75, 0.80) == 0.3875
+    assert mean(1, 0.85, 0.90, 0.75) == 0.875
     # Without r_logic: (0.5 · 1 + 0.25 · 0.8) / 0.75, not a number made up in its place.
-    assert weighted_mean(of(1, None, 0.80), GENERATOR_WEIGHTS) == pytest.approx(0.7 / 0.75)
-    assert weighted_mean(of(None, None, None), GENERATOR_WEIGHTS) is None
+    assert mean(1, None, 0.80) == pytest.approx(0.7 / 0.75)
+    assert mean(None, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -238,33 +241,20 @@ def test_r_fusion_by_hand():
         assert 0 <= fusion_reward(worse, [first] * 3) < fusion_reward(first, [first] * 3) <= 1
 
 
-class FakeJudge:
-    """Says what it is told to, or fails."""
-
-    def __init__(self, *replies):
-        self.replies, self.asked = list(replies), []
-
-    def ask(self, stage, seed, **values):
-        self.asked.append((stage, values))
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return SimpleNamespace(text=reply)
-
-
-def scored(judge, solution="Final answer: 1080"):
+def scored(reply=None, judge=None):
+    if reply:
+        replies = [reply if isinstance(reply, Exception) else SimpleNamespace(text=reply)]
+        judge = Mock(**{"ask.side_effect": replies})
+    solution = "Final answer: 1080"
     return compute_rewards(PENS, plan_of(), solution, GENERATOR_WEIGHTS, judge=judge)
 
 
 def test_a_judge_gives_r_logic_as_the_mean_of_five():
     parts = dict(zip(LOGIC_SCORES, (1, 0.5, 0, 1, 0.75), strict=True))
-    role = FakeJudge(json.dumps({"score": 0.1, "breakdown": parts, "errors": []}))
-    row = scored(role)
+    row = scored(json.dumps({"score": 0.1, "breakdown": parts, "errors": []}))
     assert row["rewards"]["r_logic"] == pytest.approx(0.65)
     assert row["scored_by"] == {"answer": "exact", "logic": "judge"}
     assert not row["judge_failed"]
-    (stage, values) = role.asked[0]
-    assert (stage, values["problem"]) == ("judge_logic", PENS.question)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +271,13 @@ def test_a_judge_gives_r_logic_as_the_mean_of_five():
     ids=str,
 )
 def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply, why):
-    row = scored(FakeJudge(reply))
+    row = scored(reply)
     assert row["rewards"]["r_logic"] is None
     assert row["judge_failed"]
     assert row["judge_error"].startswith(why)
     assert row["r_total_of"] == ["r_ans", "r_graph"]
     assert row["rewards"]["r_total"] == pytest.approx(1.0)  # (0.5 + 0.25) / 0.75
-    assert group_statistics([row, scored(None)])[1] == 0.0  # left out
+    assert group_statistics([row, scored()])[1] == 0.0  # left out
 
 
 def totals(*values):
@@ -337,8 +327,8 @@ def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
     path = tmp_path / "generator_1_experiences.json"
     (item,) = json.loads(path.read_text())
     expected = {"id": "G1-001", "content": LESSONS[0], "category": "validation"}
+    expected |= {"source_problem": "pens", "created_at": NOW}
     assert item | expected == item
-    assert (item["source_problem"], item["created_at"]) == ("pens", NOW)
     assert load_experiences(path) == (LESSONS[0],)
     for role, first in (("generator_2", "G2-001"), ("generator_3", "G3-001"), ("critic", "C-001")):
         assert learn(library_in(tmp_path, role), add(LESSONS[0]))[0]["id"] == first
@@ -356,8 +346,7 @@ def test_add_modify_delete_and_no_id_twice(tmp_path):
         {"action": "modify", "id": "G1-009", "content": "x"},
         {"action": "delete"},
     )
-    assert [d["kept"] for d in done] == [True] * 5 + [False] * 2
-    assert [d["reason"] for d in done[5:]] == ["unknown_id"] * 2
+    assert [d["reason"] for d in done] == [None] * 5 + ["unknown_id"] * 2
     first = library.items[0]
     assert first["content"] == "Convert lengths to metres at the start."
     assert (first["updated_at"], first["last_modified_by"]) == (NOW, "generator_1")
@@ -537,12 +526,11 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
     assert topics == {"mechanics", "circuits", "optics", "thermodynamics", "waves", "modern"}
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published files are not here")
-@pytest.mark.parametrize("year", [2024, 2025])
-def test_aime_from_files(year):
-    for dataset in (f"aime{year}:{PUBLISHED}", str(PUBLISHED / f"aime{year}.jsonl")):
-        problems = train.load_problem_set(dataset, "train", None)
-        assert [p.id for p in problems] == [f"aime{year}_{i:03d}" for i in range(1, 31)]
+def test_aime_problems_are_numbered(tmp_path):
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(30)]
+    write_problems(tmp_path / "aime2024.jsonl", rows)
+    problems = train.load_problem_set(f"aime2024:{tmp_path}", "train", None)
+    assert [p.id for p in problems] == [f"aime2024_{i:03d}" for i in range(1, 31)]
 
 
 def test_word_problems_to_practise_and_to_evaluate_share_none():
@@ -551,21 +539,21 @@ def test_word_problems_to_practise_and_to_evaluate_share_none():
     assert not {p.question for p in practised} & {p.question for p in asked}
 
 
-def test_the_defaults_are_those_of_the_seed():
-    config = parse(train.TrainConfig, ["generator", "1"])
-    assert (config.dataset, config.max_problems, config.rollouts) == ("aime2024", None, 3)
-    assert config.options_of("generator_1")[0] == 0.3
-    assert parse(train.TrainConfig, ["critic"]).options_of("critic")[0] == 0.0
-    everyone = parse(train.TrainConfig, ["all", "--temperature", "0.7"])
-    assert [everyone.options_of(n)[0] for n in ("generator_2", "critic")] == [0.7, 0.0]
-    assert config.tau == 0.05
-    assert config.options_of("generator_1")[1] == (0.5, 0.25, 0.25)
-    assert parse(train.TrainConfig, ["critic"]).options_of("critic")[1] == (0.3, 0.2, 0.2, 0.3)
+@pytest.mark.parametrize(
+    ("command", "role", "temperature", "weights"),
+    [
+        ("generator 1", "generator_1", 0.3, (0.5, 0.25, 0.25)),
+        ("critic", "critic", 0.0, (0.3, 0.2, 0.2, 0.3)),
+        ("all --temperature 0.7 --weights 1,2,3", "generator_2", 0.7, (1, 2, 3)),
+        ("all --temperature 0.7 --weights 1,2,3", "critic", 0.0, (0.3, 0.2, 0.2, 0.3)),
+    ],
+)
+def test_the_options_of_a_role(command, role, temperature, weights):
+    config = parse(train.TrainConfig, command.split())
+    assert config.options_of(role) == (temperature, weights)
+    assert (config.rollouts, config.tau) == (3, 0.05)
 
 
 def test_importing_the_recipe_loads_no_torch():
-    code = (
-        "import recipes.experience.train, recipes.experience.evaluate, sys\n"
-        "assert 'torch' not in sys.modules"
-    )
+    code = "import recipes.experience.evaluate, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
