@@ -193,10 +193,7 @@ def test_the_weighted_totals():
     [
         ("12 * 90 = 1080\nFinal answer: 1,080", "1080", 0, "correct"),
         ("<think>x</think>\n<answer>025</answer>", "25", 0, "correct"),
-        ("Final answer: 3.0", "3", 0, "correct"),
-        ("Final answer: 7", "3", 0, "wrong"),
         ("Final answer: 3 + 4", "7", 0, "not_a_number"),
-        ("I give up.", "7", 0, "no_answer"),
         ("Final answer: 29.9 m/s", "29.71", 0.01, "correct"),
         ("Final answer: 29.9 m/s", "29.71", 0, "wrong"),
         ("Final answer: 30.1", "29.71", 0.01, "wrong"),  # 1.3 % off
@@ -397,11 +394,8 @@ def test_no_stored_lesson_has_more_than_32_words(text):
     ("lesson", "gold", "leaks"),
     [
         ("The total is 1080.", "1080", True),
-        ("The total is 1,080 pens", "1080", True),
         ("It gives 1080.0, or -1080", "1080", True),
         ("Expect 0.75 here", "3/4", True),
-        ("Expect 3/4 here", "3/4", True),
-        ("Use 1.602e-19 C", "1.602e-19", True),
         ("Multiply by 12 for a dozen", "12", False),  # the problem names it
         ("Try 3 cases", "3", False),  # too common
         ("Use 10800 or 108", "1080", False),

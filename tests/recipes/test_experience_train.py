@@ -1,6 +1,7 @@
 """The experience recipe as commands, against a scripted server."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -222,17 +223,6 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
     assert place.summary()["plans"] == "6 no_json"
 
 
-def test_what_a_library_refuses_is_told_counted_and_recorded(place, model, capsys):
-    lesson = {"action": "add", "content": "It is 2,232 pens.", "category": "validation"}
-    model.generator_extraction = lambda prompt, seed: operations(lesson)
-    assert place.run_group() == 0
-    assert place.lessons() == ()
-    (done,) = place.rows()[0]["extraction"]["operations"]
-    assert (done["kept"], done["reason"]) == (False, "gold_leak")
-    assert place.summary()["operations"] == "1 gold_leak"
-    assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
-
-
 def test_what_no_file_can_hold_ends_no_run(place, model):
     """Half a character, spelled in JSON; what was paid for would end each resumed run too."""
     model.scaffold = lambda prompt, seed: json.dumps(
@@ -244,18 +234,27 @@ def test_what_no_file_can_hold_ends_no_run(place, model):
     assert place.lessons() == ("Check ? it.",)
 
 
-def test_operations_are_counted_as_proposed_parsed_kept(place, model):
-    add = operations({"action": "add", "content": "Check it.", "category": "validation"})
-    replies = iter([add, "garbage", add, operations(), '{"operations": 3}'])
+def test_operations_are_told_recorded_and_counted_as_proposed_parsed_kept(place, model, capsys):
+    add, leak = (
+        operations({"action": "add", "content": text, "category": "validation"})
+        for text in ("Check it.", "It is GOLD pens.")
+    )
+    replies = iter([add, "garbage", add, leak, '{"operations": 3}'])
     model.answer = lambda prompt, seed: f"Final answer: {numbers(prompt)[0] * 103 + seed}"
     model.scaffold = lambda prompt, seed: json.dumps(plan(*numbers(prompt))) if seed % 2 else "none"
-    model.generator_extraction = lambda prompt, seed: next(replies)
+    model.generator_extraction = lambda prompt, seed: next(replies).replace(
+        "GOLD", str(math.prod(numbers(prompt)))
+    )
     assert place.run("generator", 1, "--rollouts", 5, "--max-problems", 5) == 0
     summary = place.summary()
     assert summary["groups with σ > τ"] == "5 of 5"  # the seeds give each both kinds of plan
     assert summary["extractions"] == "3 parsed, 2 failed"
-    assert summary["operations"] == "1 kept, 1 duplicate"
+    assert summary["operations"] == "1 kept, 1 duplicate, 1 gold_leak"
     assert summary["lessons"] == 1
+    assert place.lessons() == ("Check it.",)
+    (refused,) = place.rows()[3]["extraction"]["operations"]
+    assert (refused["kept"], refused["reason"]) == (False, "gold_leak")
+    assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
 
 
 # --- the critic, and all of them ------------------------------------------------------------
@@ -410,23 +409,21 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     assert place.summary()["failed calls"] == 1
 
 
-def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(place, capsys):
-    place.configure(attempts=2)
-    place.server.script(*[refuse(500, "broken")] * 100)
-    assert place.run("all", "--max-problems", 3) == 2
-    assert "no reply for pens_000" in capsys.readouterr().err
-    assert place.rows() == []
-
-
-@pytest.mark.parametrize("status", [401, 404])
-def test_a_refused_key_or_model_names_the_role(place, status, capsys):
-    place.configure(api_key=KEY)
-    place.server.script(*[refuse(status, f"bad key {KEY}")] * 9)
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [(401, "generator_1: "), (404, "generator_1: "), (500, "generator_1: no reply for pens_000")],
+)
+def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(
+    place, status, says, capsys
+):
+    place.configure(api_key=KEY, attempts=2)
+    place.server.script(*[refuse(status, f"bad key {KEY}")] * 100)
     assert place.run("generator", 1, "--max-problems", 1) == 2
     output = capsys.readouterr()
-    assert "error: generator_1: " in output.err
+    assert f"error: {says}" in output.err
     assert KEY not in output.err + output.out
     assert "Traceback" not in output.err
+    assert place.rows() == []
 
 
 PRICE = {"prompt": 0.0, "completion": 1e6}  # a token written costs 1; the server writes 5 a reply
