@@ -226,6 +226,11 @@ def test_r_fusion_by_hand():
     # Equal to the better proposal; the one conflict (total) is settled; what both have survives,
     # and so does all that half of them have. r_graph is 1 for all three: improvement 0.5.
     assert fusion_reward(other, [first, other]) == pytest.approx(0.3 + 0.3 + 0.2 + 0.1)
+    # The conflict is not settled by both rules, nor by a third.
+    for rules in (("pens * boxes", "pens + boxes"), ("pens / boxes",)):
+        links = [link(["pens", "boxes"], "total", rule) for rule in rules]
+        odd = plan_of(causal_graph=[*links, link(["total"], "tax", "1")])
+        assert fusion_reward(odd, [first, other]) == pytest.approx(0.3 + 0.2 + 0.1)
     # The tax is dropped: half of the proposals had it. Nodes 3 of 4, edges 2 of 3.
     expected = 0.3 + 0.3 + 0.2 * (0.4 * 3 / 4 + 0.6 * 2 / 3) + 0.1
     assert fusion_reward(first, [first, other]) == pytest.approx(expected)
