@@ -20,8 +20,6 @@ STAGES = {
     "lessons for planning and solving": "generator_extraction",
     "lessons for fusing several plans": "critic_extraction",
     "Judge the reasoning": "judge_logic",
-    "Is the given answer": "judge_answer",
-    "lessons that would help with problems like these": "direct_lessons",
     "Reason step by step. End with": "solve",
 }
 WORDS = ["units", "target", "graph", "check", "order", "sign", "ratio", "total", "limit", "shape"]
@@ -95,11 +93,5 @@ class Model:
     def judge_logic(self, prompt: str, seed: int) -> str:
         scores = dict.fromkeys(LOGIC_SCORES, 0.75)
         return json.dumps({"score": 1, "breakdown": scores, "errors": []})
-
-    def judge_answer(self, prompt: str, seed: int) -> str:
-        return "NO"
-
-    def direct_lessons(self, prompt: str, seed: int) -> str:
-        return operations({"action": "add", "content": "Read.", "category": "problem_solving"})
 
     solve = answer

@@ -40,15 +40,13 @@ API_CONFIG = Path("data/api_keys/api_config.json")
 OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
-    "scaffold": {"experiences", "problem"},
-    "answer": {"problem", "scaffold"},
-    "fusion": {"experiences", "problem", "proposals"},
-    "generator_experience_extraction": {"problem", "gold", "rollouts", "library", "room"},
-    "critic_experience_extraction": {"problem", "gold", "rollouts", "library", "room"},
-    "judge_logic": {"problem", "scaffold", "solution"},
-    "judge_answer": {"problem", "gold", "answer"},
-    "direct_lessons": {"problems", "count"},
-    "solve": {"problem"},
+    "scaffold": "experiences problem",
+    "answer": "problem scaffold",
+    "fusion": "experiences problem proposals",
+    "generator_experience_extraction": "problem gold rollouts library room",
+    "critic_experience_extraction": "problem gold rollouts library room",
+    "judge_logic": "problem scaffold solution",
+    "solve": "problem",
 }
 
 
@@ -63,14 +61,10 @@ def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
             raise UsageError(f"cannot read the prompt {path}: {error.strerror}") from error
         if not template.is_valid():
             raise UsageError(f"{path}: a $ that begins no placeholder (write $$ for the sign)")
-        if wrong := sorted(expected.symmetric_difference(template.get_identifiers())):
-            wrong = ", ".join(f"${name}" for name in wrong)
+        if wrong := set(expected.split()).symmetric_difference(template.get_identifiers()):
+            wrong = ", ".join(f"${name}" for name in sorted(wrong))
             raise UsageError(f"{path}: these placeholders are missing or unknown: {wrong}")
     return prompts
-
-
-def hash_prompts(prompts: Mapping[str, Template]) -> str:
-    return _sha256("\0".join(prompt.template for prompt in prompts.values()))[:12]
 
 
 class Endpoint(BaseModel):
@@ -92,10 +86,6 @@ class Endpoint(BaseModel):
     timeout: float = Field(600, gt=0)
     attempts: int = Field(5, ge=1)
     backoff: float = Field(0.5, ge=0)
-
-    @property
-    def is_local(self) -> bool:
-        return is_loopback(urlsplit(self.base_url).hostname or "")
 
     def client(self, budget: Budget) -> APIClient:
         """Make the one client of a role in a process: it keeps the role's limits."""
@@ -125,21 +115,19 @@ def load_endpoints(
         raise UsageError(f"--api-config {path} does not exist")
     try:
         roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if not all(isinstance(entry, dict) for entry in roles.values()):
-            raise ValueError("not an object of objects")
-    except (OSError, ValueError, AttributeError) as error:
+        entries = {name: dict(roles.get(name, {})) for name in names}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is no JSON object of roles: {error}") from error
     endpoints = {}
-    for name in names:
-        entry = dict(roles.get(name, {}))
+    for name, entry in entries.items():
         for field in ("api_key", "base_url", "model"):
             if value := environment.get(f"{name}_{field}".upper()):
                 entry[field] = value
         if entry or name != "judge":
             own = {} if path.exists() else OWN_SERVER
-            endpoints[name] = _checked_endpoint(name, entry or own, path)
-    if max_cost is not None:
-        _check_prices(endpoints, path)
+            endpoints[name] = endpoint = _checked_endpoint(name, entry or own, path)
+            if max_cost is not None and "price" not in endpoint.model_fields_set:
+                raise UsageError(f"--max-cost needs a price for {name} in {path}")
     return endpoints
 
 
@@ -150,7 +138,8 @@ def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
-    if not endpoint.is_local and not endpoint.api_key.get_secret_value().strip():
+    local = is_loopback(urlsplit(endpoint.base_url).hostname or "")
+    if not local and not endpoint.api_key.get_secret_value().strip():
         raise UsageError(
             f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
             f"environment variable {name.upper()}_API_KEY"
@@ -158,19 +147,6 @@ def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
     if not endpoint.base_url:
         raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
     return endpoint
-
-
-def _check_prices(endpoints: Mapping[str, Endpoint], path: Path) -> None:
-    """Refuse to cap what is not said to cost anything: it would count as free."""
-    missing = [
-        name
-        for name, endpoint in endpoints.items()
-        if not endpoint.is_local and "price" not in endpoint.model_fields_set
-    ]
-    if all(endpoint.price == FREE for endpoint in endpoints.values()):
-        missing = list(endpoints)
-    if missing:
-        raise UsageError(f"--max-cost needs a price for {', '.join(missing)} in {path}")
 
 
 @dataclass(frozen=True)

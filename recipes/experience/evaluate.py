@@ -1,19 +1,16 @@
 """Measures whether a library helps: the same model with and without it, on unseen problems.
 
 Each problem is answered k times with the question alone and k times with the lessons in front, with
-the same seeds; the difference is paired by problem. --ablations also writes libraries the ways that
-did not help in the field, from the same practice: from one rollout without comparison, without the
-gold, and directly, without any rollouts.
+the same seeds; the difference is paired by problem.
 
     python -m recipes.experience.evaluate
-    python -m recipes.experience.evaluate --dataset aime2025 --samples 8 --ablations
+    python -m recipes.experience.evaluate --dataset aime2025 --samples 8
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -21,11 +18,10 @@ from pathlib import Path
 from statistics import fmean
 
 from recipes.experience.agent import API_CONFIG, GENERATORS, Agent, load_endpoints, load_prompts
-from recipes.experience.library import LIBRARIES, Library, parse_operations
-from recipes.experience.plan import ReplyError
+from recipes.experience.library import LIBRARIES
 from recipes.experience.rewards import grade_answer
 from recipes.experience.train import RUN_DIR, load_problem_set
-from recipes.experience.trainer import Row, records_path, show_group
+from recipes.experience.trainer import Row, records_path
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import Problem, load_experiences, with_experiences
@@ -54,7 +50,6 @@ class EvaluateConfig:
     samples: int = flag(4, "answers to each problem, k", min=1)
     temperature: float = flag(0.3, "of these answers", min=0)
     role: str = flag("generator_1", "whose endpoint answers", choices=GENERATORS)
-    ablations: bool = flag(False, "also learn from the role's practice in three poorer ways")
     max_tokens: int = flag(2048, "longest reply", min=1)
     max_cost: float | None = flag(None, "stop before this is passed", min=0)
     seed: int = flag(0, "of requests")
@@ -85,47 +80,6 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
     return problems
 
 
-def learn_ablated(agent: Agent, records: Sequence[Row], run_dir: Path) -> dict[str, list[str]]:
-    """Write three libraries from the groups that taught something, each without one ingredient."""
-    groups = [row for row in records if row["extraction"]]
-    libraries = {}
-    for kind in ("no comparison", "no gold", "written directly"):
-        directory = run_dir / "ablations" / kind.replace(" ", "_")
-        shutil.rmtree(directory, ignore_errors=True)
-        libraries[kind] = library = Library(agent.name, directory)
-        if kind == "written directly":
-            _write_directly(agent, groups, library)
-        else:
-            _learn_again(agent, groups, library, kind)
-        replace_json(library.path, library.items)
-    return {kind: library.lessons for kind, library in libraries.items()}
-
-
-def _learn_again(agent: Agent, groups: Sequence[Row], library: Library, kind: str) -> None:
-    for row in groups:
-        problem = Problem(row["problem_id"], row["problem_text"], row["ground_truth"])
-        rollouts = row["rollouts"][:1] if kind == "no comparison" else row["rollouts"]
-        shown = show_group(rollouts, with_rewards=kind != "no gold")
-        gold = "(unknown)" if kind == "no gold" else problem.answer
-        found = library.learn(agent, problem, shown, gold, row["timestamp"])
-        if found["error"]:
-            terminal.line(f"{kind}: no lesson from {problem.id}: {found['error']}")
-
-
-def _write_directly(agent: Agent, groups: Sequence[Row], library: Library) -> None:
-    """Ask for lessons about the problems of all groups, without any rollouts."""
-    if not groups:
-        return
-    questions = "\n\n".join(row["problem_text"] for row in groups)
-    reply = agent.ask("direct_lessons", "all", problems=questions, count=str(len(groups)))
-    source = Problem("none", questions, groups[0]["ground_truth"])
-    try:
-        for operation in parse_operations(reply.text):  # each as of a group of its own
-            library.apply([operation], source, groups[0]["timestamp"])
-    except ReplyError as error:
-        terminal.line(f"written directly: no lessons: {error}")
-
-
 def answer_all(
     agent: Agent, problems: Sequence[Problem], lessons: Sequence[str], samples: int
 ) -> Replies:
@@ -149,26 +103,25 @@ def answer_all(
 
 
 def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict[str, Row]:
-    """Compare the libraries; a problem with a failed call in any row is left out of all of them."""
+    """Compare with the first row; a problem with a failed call in any row is left out of all."""
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
         raise UsageError("no problem has all its replies; is the endpoint all right?")
-    scores = {
-        name: [fmean(grade_answer(r.text, problems[i])[0] for r in row[i]) for i in whole]
-        for name, row in replies.items()
-    }
-    rows = {}
+    rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
-        gain = asdict(paired_bootstrap(scores[BASELINE], scores[name]))
+        right = [[grade_answer(reply.text, problems[i])[0] for reply in row[i]] for i in whole]
+        scores = {problems[i].id: fmean(each) for i, each in zip(whole, right, strict=True)}
+        without = rows.get(BASELINE, {"scores": scores})["scores"]
+        gain = paired_bootstrap([*without.values()], [*scores.values()])
         rows[name] = {
             "problems": len(whole),
-            "accuracy": summarize_scores(scores[name]),
-            "difference": None if name == BASELINE else gain,
+            "accuracy": summarize_scores([*scores.values()]),
+            "difference": asdict(gain) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),
             "cost": sum(reply.cost for reply in given),
-            "scores": {problems[i].id: s for i, s in zip(whole, scores[name], strict=True)},
+            "scores": scores,
         }
     return rows
 
@@ -190,13 +143,6 @@ def show(rows: Mapping[str, Row], lessons: Mapping[str, Sequence[str]], samples:
 
 
 def main(config: EvaluateConfig) -> int:
-    endpoints = load_endpoints([config.role], config.api_config, max_cost=config.max_cost)
-    records = read_lines(records_path(config.run_dir, config.role), repair=False)
-    if config.ablations and not records:
-        raise UsageError(
-            f"Rollouts file not found: {records_path(config.run_dir, config.role)}; "
-            f"run: python -m recipes.experience.train generator {config.role[-1]}"
-        )
     lessons: dict[str, Sequence[str]] = {BASELINE: ()}
     for path in config.library:
         if path.stem in lessons:
@@ -206,12 +152,9 @@ def main(config: EvaluateConfig) -> int:
     journal = Journal(config.run_dir / "evaluate_calls.jsonl")
     budget = Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
-    own = endpoints[config.role]
-    options = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    client, prompts = own.client(budget), load_prompts()
-    agent = Agent(config.role, own, client, journal, prompts, **options, seed=config.seed)
-    if config.ablations:
-        lessons |= learn_ablated(agent, records, config.run_dir)
+    own = load_endpoints([config.role], config.api_config, max_cost=config.max_cost)[config.role]
+    options = (config.temperature, config.max_tokens, config.seed)
+    agent = Agent(config.role, own, own.client(budget), journal, load_prompts(), *options)
     replies: dict[str, Replies] = {}
     for name, texts in lessons.items():
         terminal.line(f"{name}: {len(texts)} lessons, {agent.model}")

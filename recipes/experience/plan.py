@@ -1,4 +1,4 @@
-"""Parses and executes plans: which quantity causes which, and in what order to compute them.
+"""Parses and checks plans: which quantity causes which, and in what order to compute them.
 
     {"target_variable": "total", "knowns": {"price": 3, "count": 4},
      "causal_graph": [{"cause": ["price", "count"], "effect": "total", "rule": "price * count"}],
@@ -12,36 +12,34 @@ the prompt's name call a plan `scaffold`.
 
 from __future__ import annotations
 
+import ast
 import json
 from contextlib import suppress
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Annotated, Any
 
 import networkx
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from recipes.experience.formulas import Value, evaluate_formula
-from rlm.grading import parse_number, split_completion
+from rlm.grading import split_completion
 
 MAX_TEXT = 50_000  # characters of a reply that are searched for JSON
 MAX_OPENINGS = 50  # "{" at which an object is looked for
+MAX_RULE = 300  # characters
+ARITHMETIC = (ast.BinOp, ast.operator, ast.UnaryOp, ast.USub, ast.UAdd, ast.Call, ast.Constant)
+ARITHMETIC += (ast.Name, ast.Load)
 
 
 class ReplyError(Exception):
     """A model's reply is not what was asked for; for JSON "no_json: …", "bad_json: …" and so on."""
 
 
-def _known_value(value: Any) -> Any:
-    """Read "12 km" as 12 and other words as no value; what is no text is left to the schema."""
-    if not isinstance(value, str):
-        return value
-    number = parse_number(value)
-    return None if number is None else float(number) if number % 1 else int(number)
-
-
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _referenced(value: Any) -> Any:
+    """Read {"ref": "step1"} as step1."""
+    return value.get("ref") if isinstance(value, dict) else value
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -57,20 +55,16 @@ class Link(_Part):
     rule: str = ""
 
 
-class Reference(_Part):
-    ref: Name
-
-
 class Step(_Part):
     id: Name
     target: Name
-    inputs: list[Name | Reference]
+    inputs: list[Annotated[Name, BeforeValidator(_referenced)]]
     description: str = ""
 
 
 class Plan(_Part):
     target_variable: Name
-    knowns: dict[str, Annotated[int | float | None, BeforeValidator(_known_value)]]
+    knowns: dict[str, int | float | str | None]  # text where a unit is given, too
     causal_graph: list[Link] = Field(min_length=1)
     computation_plan: list[Step] = Field(min_length=1)
     constraints: list[str] = Field(
@@ -134,28 +128,32 @@ def parse_plan(reply: str) -> Plan:
         raise ReplyError(f"schema: {where}: {first['msg']}") from error
 
 
-@dataclass(frozen=True)
-class Execution:
-    """Holds the values of the quantities that a plan could compute."""
+def check_plan(plan: Plan) -> dict[str, float]:
+    """Check a plan's form; each check is a share in [0, 1].
 
-    values: dict[str, Value]  # the knowns included
-    targets: frozenset[str]  # computed by a step
-    with_inputs: int  # steps whose inputs were all there
+    Every input of a step is known or was computed before; the steps reach the target, by a rule;
+    the rules are arithmetic.
+    """
+    rules = [(link.effect, is_arithmetic(link.rule)) for link in plan.causal_graph]
+    known, steps, with_inputs = set(plan.knowns), plan.computation_plan, 0
+    computed = set[str]()
+    for step in steps:
+        if known.issuperset(step.inputs):
+            with_inputs += 1
+            if (step.target, True) in rules:
+                computed.add(step.target)
+                known |= {step.id, step.target}
+    return {
+        "inputs_there": with_inputs / len(steps),
+        "target_reached": float(plan.target_variable in computed),
+        "rules_parse": sum(parses for _, parses in rules) / len(rules),
+    }
 
 
-def execute_plan(plan: Plan) -> Execution:
-    """Compute the plan's steps in order. One without a value does not end it; it gives nothing."""
-    values = {k: Fraction(repr(v)) for k, v in plan.knowns.items() if v is not None}
-    names, targets, with_inputs = dict(values), set[str](), 0
-    for step in plan.computation_plan:
-        inputs = [i.ref if isinstance(i, Reference) else i for i in step.inputs]
-        if not all(name in names for name in inputs):
-            continue
-        with_inputs += 1
-        rules = [link.rule for link in plan.causal_graph if link.effect == step.target]
-        for rule in filter(None, rules):
-            if (value := evaluate_formula(rule, names)) is not None:
-                values[step.target] = names[step.target] = names[step.id] = value
-                targets.add(step.target)
-                break
-    return Execution(values, frozenset(targets), with_inputs)
+def is_arithmetic(rule: str) -> bool:
+    """Tell whether `a * b`, or the right-hand side of `c = a * b`, is arithmetic over names."""
+    try:
+        (statement,) = ast.parse(rule.strip()).body if len(rule) <= MAX_RULE else ()
+        return all(isinstance(node, ARITHMETIC) for node in ast.walk(statement.value))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, AttributeError):
+        return False

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from statistics import fmean
 from typing import Any
 
 import networkx
 
 from recipes.experience.agent import Agent
-from recipes.experience.formulas import Value, is_formula
-from recipes.experience.plan import Plan, ReplyError, execute_plan, find_object
+from recipes.experience.plan import Plan, ReplyError, check_plan, find_object
 from rlm.api_client import APIError
 from rlm.cli import UsageError
 from rlm.data import Problem
-from rlm.grading import grade, parse_number, split_completion
+from rlm.grading import grade, parse_number
 
 GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # of r_ans, r_logic, r_graph
 CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # and of r_fusion
 LOGIC_SCORES = ("coherence", "completeness", "verification", "no_errors", "tool_consistency")
-NOT_GRADED = ("not_a_number", "gold_unreadable")  # reasons of the exact grader
 NO_CONFLICT = 0.7  # the share of conflicts settled, where the proposals have none
 
 _POWER_OF_TEN = re.compile(r" ?(?:×|x|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-−+]?\d{1,3})\}?")
@@ -70,36 +70,10 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     verdict = grade(text, problem.answer, strict=False)
     answer = verdict.answer or ""
     if verdict.reason == "wrong" and tolerance:
-        value, gold = parse_number(answer), parse_number(problem.answer)
-        if abs(value - gold) <= Fraction(tolerance) * abs(gold):
+        gold = parse_number(problem.answer)
+        if abs(verdict.value - gold) <= Fraction(tolerance) * abs(gold):
             return True, answer, "correct"
     return verdict.correct, answer, verdict.reason
-
-
-def check_logic(plan: Plan, answer: str, tolerance: float = 0.0) -> dict[str, float]:
-    """Check a plan without a judge; each check is in [0, 1], and r_logic is their mean.
-
-    Every input of a step is known or was computed before; the steps reach the target; the rules
-    are arithmetic; the steps' values can be computed; the target's value is the stated answer.
-    """
-    run, steps = execute_plan(plan), plan.computation_plan
-    rules = [link.rule for link in plan.causal_graph]
-    value, stated = run.values.get(plan.target_variable), parse_number(answer)
-    reached = plan.target_variable in run.targets
-    close = reached and stated is not None and _is_close(value, stated, max(tolerance, 1e-6))
-    return {
-        "inputs_there": run.with_inputs / len(steps),
-        "target_reached": float(reached),
-        "rules_parse": sum(map(is_formula, rules)) / len(rules),
-        "steps_computed": len(run.targets) / len({step.target for step in steps}),
-        "value_is_answer": float(close),
-    }
-
-
-def _is_close(a: Value, b: Value, tolerance: float) -> bool:
-    """Compare as math.isclose, but an exact number may be too large for a float."""
-    a, b = Fraction(a), Fraction(b)
-    return abs(a - b) <= max(Fraction(tolerance) * max(abs(a), abs(b)), Fraction(1, 10**9))
 
 
 def graph_reward(plan: Plan | None) -> float:
@@ -112,13 +86,11 @@ def graph_reward(plan: Plan | None) -> float:
     graph, links = plan.graph(), plan.causal_graph
     needed = {*plan.knowns, plan.target_variable}
     largest = max(map(len, networkx.weakly_connected_components(graph)))
-    return math.fsum(
-        [
-            0.3 * networkx.is_directed_acyclic_graph(graph),
-            0.2 * sum(name in graph for name in needed) / len(needed),
-            0.4 * sum(bool(link.rule.strip()) for link in links) / len(links),
-            0.1 * largest / len(graph),
-        ]
+    return (
+        0.3 * networkx.is_directed_acyclic_graph(graph)
+        + 0.2 * sum(name in graph for name in needed) / len(needed)
+        + 0.4 * sum(bool(link.rule.strip()) for link in links) / len(links)
+        + 0.1 * largest / len(graph)
     )
 
 
@@ -138,18 +110,17 @@ def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
         consistency += weight * (1 - _share(mine - union, mine))
         preservation += weight * (1 - _share(common - mine, common))
     mine, *theirs = map(_rules, (fused, *proposals))
-    effects = set().union(*theirs)
-    rules = {e: set().union(*(other.get(e, set()) for other in theirs)) for e in effects}
-    conflicts = {e for e in effects if len(rules[e]) > 1}
-    settled = {e for e in conflicts if len(mine.get(e, ())) == 1 and mine[e] <= rules[e]}
+    proposed = set().union(*theirs)
+    counts = Counter(effect for effect, _ in proposed)
+    conflicts = {effect for effect, count in counts.items() if count > 1}
+    chosen = {effect: {rule for rule in mine if rule[0] == effect} for effect in conflicts}
+    settled = {effect for effect, rules in chosen.items() if len(rules) == 1 and rules <= proposed}
     gain = graph_reward(fused) - max(map(graph_reward, proposals))
-    return math.fsum(
-        [
-            0.3 * consistency,
-            0.3 * (_share(settled, conflicts) if conflicts else NO_CONFLICT),
-            0.2 * preservation,
-            0.2 * (0.5 + gain / 2),
-        ]
+    return (
+        0.3 * consistency
+        + 0.3 * (_share(settled, conflicts) if conflicts else NO_CONFLICT)
+        + 0.2 * preservation
+        + 0.2 * (0.5 + gain / 2)
     )
 
 
@@ -157,13 +128,10 @@ def _share(part: set, whole: set) -> float:
     return len(part) / len(whole) if whole else 0.0
 
 
-def _rules(plan: Plan) -> dict[str, set[str]]:
-    """Collect the rules by effect, without spaces and left-hand sides."""
-    rules = dict[str, set[str]]()
-    for link in plan.causal_graph:
-        if text := "".join(link.rule.split()).rpartition("=")[2]:
-            rules.setdefault(link.effect, set()).add(text)
-    return rules
+def _rules(plan: Plan) -> set[tuple[str, str]]:
+    """Collect (effect, rule), without spaces and left-hand sides."""
+    rules = {(link.effect, "".join(link.rule.split())) for link in plan.causal_graph}
+    return {(effect, text) for effect, rule in rules if (text := rule.rpartition("=")[2])}
 
 
 def compute_rewards(
@@ -179,46 +147,29 @@ def compute_rewards(
     """Compute a rollout's rewards as its record holds them, with who gave them.
 
     Args:
-        judge: asked for r_logic, and for r_ans where the exact grader cannot tell.
+        judge: asked for r_logic; without one the plan's form is checked.
     """
     correct, answer, reason = grade_answer(solution, problem)
-    r_ans, r_logic, by = float(correct), 0.0, {"answer": "exact", "logic": "checks"}
-    errors: list[str] = []  # of the judge
-
-    def ask(question: Callable[..., float], *about: Any) -> float | None:
+    r_logic, judge_error = 0.0, None
+    if judge and plan:
         try:
-            return question(judge, problem, *about, seed)
+            r_logic = _judge_logic(judge, problem, plan, solution, seed)
         except (APIError, ReplyError) as error:
-            errors.append(str(error))
-            return None
-
-    if reason in NOT_GRADED and judge:
-        by["answer"], r_ans = "judge", ask(_judge_answer, answer)
-    if plan and judge:
-        by["logic"], r_logic = "judge", ask(_judge_logic, plan, solution)
+            r_logic, judge_error = None, str(error)
     elif plan:
-        checks = check_logic(plan, answer, relative_tolerance(problem))
-        r_logic = math.fsum(checks.values()) / len(checks)
-    rewards = {"r_ans": r_ans, "r_logic": r_logic, "r_graph": graph_reward(plan)} | r_fusion
+        r_logic = fmean(check_plan(plan).values())
+    rewards = {"r_ans": float(correct), "r_logic": r_logic, "r_graph": graph_reward(plan)}
+    rewards |= r_fusion
     return {
         "answer": answer,
-        "is_correct": r_ans == 1,
+        "is_correct": correct,
         "rewards": rewards | {"r_total": weighted_mean(rewards, weights)},
         "r_total_of": [name for name, reward in rewards.items() if reward is not None],
         "answer_reason": reason,
-        "scored_by": by,
-        "judge_failed": bool(errors),
-        "judge_error": "; ".join(errors) or None,
+        "scored_by": {"answer": "exact", "logic": "judge" if judge and plan else "checks"},
+        "judge_failed": judge_error is not None,
+        "judge_error": judge_error,
     }
-
-
-def _judge_answer(judge: Agent, problem: Problem, answer: str, seed: str) -> float:
-    values = {"problem": problem.question, "gold": problem.answer, "answer": answer}
-    reply = split_completion(judge.ask("judge_answer", seed, **values).text)[1]
-    verdict = re.match(r"\W*(yes|no)\b", reply, re.I)
-    if not verdict:
-        raise ReplyError("neither YES nor NO")
-    return float(verdict[1].lower() == "yes")
 
 
 def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed: str) -> float:
@@ -228,4 +179,4 @@ def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed
     scores = [found.get(name) for name in LOGIC_SCORES]
     if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
         raise ReplyError(f"not five scores from 0 to 1: {str(scores)[:200]}")
-    return math.fsum(scores) / len(scores)
+    return fmean(scores)

@@ -27,14 +27,13 @@ from recipes.experience.agent import (
     GENERATORS,
     Agent,
     Endpoint,
-    hash_prompts,
     load_endpoints,
     load_prompts,
 )
 from recipes.experience.library import LIBRARIES, Library
 from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
 from recipes.experience.summary import summarize
-from recipes.experience.trainer import Trainer, records_path
+from recipes.experience.trainer import Task, Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import Problem, is_file, load_jsonl, load_problems, only_numbers
@@ -58,13 +57,9 @@ class TrainConfig:
         None, "of r_ans,r_logic,r_graph (none: 0.5,0.25,0.25); of the critic also r_fusion", above=0
     )
     max_tokens: int = flag(2048, "longest reply", min=1)
-    max_cost: float | None = flag(
-        None, "stop before this is passed, in the currency of the prices", min=0
-    )
+    max_cost: float | None = flag(None, "stop before this is passed, as the prices", min=0)
     library_items: int = flag(20, "lessons that a library holds at most", min=1)
-    library_tokens: int = flag(
-        1200, "tokens that its lessons take in a prompt at most, about", min=1
-    )
+    library_tokens: int = flag(1200, "tokens that its lessons take at most, about", min=1)
     seed: int = flag(0, "of problems and requests")
     api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "where the libraries are")
@@ -80,13 +75,12 @@ class TrainConfig:
 
     def options_of(self, role: str) -> tuple[float, tuple[float, ...]]:
         """Return a role's temperature and weights; under `all` the critic keeps its defaults."""
-        if role != "critic":
-            default, temperature, weights = 0.3, self.temperature, self.weights or GENERATOR_WEIGHTS
-        elif self.target == "critic":
-            default, temperature, weights = 0.0, self.temperature, self.weights or CRITIC_WEIGHTS
-        else:
-            default, temperature, weights = 0.0, None, CRITIC_WEIGHTS
-        return default if temperature is None else temperature, weights
+        critic = role == "critic"
+        temperature, weights = (0.0, CRITIC_WEIGHTS) if critic else (0.3, GENERATOR_WEIGHTS)
+        if critic and self.target != "critic":
+            return temperature, weights
+        given = self.temperature
+        return temperature if given is None else given, self.weights or weights
 
 
 def load_problem_set(
@@ -108,8 +102,8 @@ def load_problem_set(
     return problems
 
 
-def load_proposals(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
-    """Load the problems that all three generators practised on, and by problem their rollouts."""
+def load_proposals(run_dir: Path) -> list[Task]:
+    """Load the problems that all three generators practised on, each with their rollouts."""
     records = {}
     for number, name in enumerate(GENERATORS, 1):
         path = records_path(run_dir, name)
@@ -119,15 +113,13 @@ def load_proposals(run_dir: Path) -> tuple[list[Problem], dict[str, list[Any]]]:
                 f"Rollouts file not found: {path}; "
                 f"run: python -m recipes.experience.train generator {number}"
             )
-    first, *others = records.values()
-    rows = [row for key, row in first.items() if all(key in other for other in others)]
-    problems = [
-        Problem(r["problem_id"], r["problem_text"], r["ground_truth"], columns=r["columns"])
-        for r in rows
-    ]
-    return problems, {
-        p.id: [(name, rows[p.id]["rollouts"]) for name, rows in records.items()] for p in problems
-    }
+    tasks = []
+    for key, row in records[GENERATORS[0]].items():
+        if all(key in rows for rows in records.values()):
+            about = (key, row["problem_text"], row["ground_truth"])
+            group = [(name, rows[key]["rollouts"]) for name, rows in records.items()]
+            tasks.append((Problem(*about, columns=row["columns"]), group))
+    return tasks
 
 
 def open_trainer(
@@ -135,11 +127,10 @@ def open_trainer(
     config: TrainConfig,
     endpoints: Mapping[str, Endpoint],
     clients: Mapping[str, APIClient],
-    prompts: Mapping[str, Any],
 ) -> Trainer:
     """Open a role's files, and set up its agent and the judge if there is one."""
     temperature, weights = config.options_of(name)
-    journal = Journal(config.run_dir / f"{name}_calls.jsonl")
+    journal, prompts = Journal(config.run_dir / f"{name}_calls.jsonl"), load_prompts()
 
     def agent(role: str, **options: Any) -> Agent:
         given = (endpoints[role], clients[role], journal, prompts)
@@ -155,32 +146,28 @@ def main(config: TrainConfig) -> int:
     single = f"generator_{config.number}" if config.target == "generator" else config.target
     names = (*GENERATORS, "critic") if config.target == "all" else (single,)
     endpoints = load_endpoints((*names, "judge"), config.api_config, max_cost=config.max_cost)
-    prompts, budget = load_prompts(), Budget(config.max_cost)
+    budget = Budget(config.max_cost)
     clients = {name: endpoint.client(budget) for name, endpoint in endpoints.items()}
-    directories = {path.resolve(): path for path in (config.run_dir, config.library_dir)}
     with ExitStack() as locks:
-        for directory in directories.values():
+        for directory in {config.run_dir.resolve(), config.library_dir.resolve()}:
             directory.mkdir(parents=True, exist_ok=True)
             for name in names:
-                lock = directory / f".{name}.lock"
-                locks.enter_context(lock_file(lock, str(directory), f"runs {name}"))
-        trainers = [open_trainer(name, config, endpoints, clients, prompts) for name in names]
+                lock = lock_file(directory / f".{name}.lock", str(directory), f"runs {name}")
+                locks.enter_context(lock)
+        trainers = [open_trainer(name, config, endpoints, clients) for name in names]
         if config.target == "critic":
-            problems, groups = load_proposals(config.run_dir)
+            tasks = load_proposals(config.run_dir)
         else:
             problems = load_problem_set(config.dataset, "train", config.max_problems, config.seed)
-            groups = {p.id: [(n,) for n in range(1, config.rollouts + 1)] for p in problems}
+            tasks = [(p, [(n,) for n in range(1, config.rollouts + 1)]) for p in problems]
         budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
         for trainer in trainers:
             own = () if trainer.is_critic else ("dataset", "rollouts")
-            options = {name: getattr(config, name) for name in SHARED + own}
-            options["temperature"], weights = config.options_of(trainer.name)
-            options |= {"weights": list(weights), "prompts": hash_prompts(prompts)}
-            trainer.check_options(options)
+            trainer.check_options({name: getattr(config, name) for name in SHARED + own})
         try:
-            train_at_once(trainers[: len(GENERATORS)], problems, groups)
+            train_at_once(trainers[: len(GENERATORS)], tasks)
             if config.target == "all":  # the critic, on what they have just written
-                train_at_once(trainers[-1:], *load_proposals(config.run_dir))
+                train_at_once(trainers[-1:], load_proposals(config.run_dir))
         finally:
             for trainer in trainers:
                 shown = summarize(trainer)
@@ -189,16 +176,14 @@ def main(config: TrainConfig) -> int:
     return 0
 
 
-def train_at_once(
-    trainers: Sequence[Trainer], problems: Sequence[Problem], groups: Mapping[str, Sequence[Any]]
-) -> None:
+def train_at_once(trainers: Sequence[Trainer], tasks: Sequence[Task]) -> None:
     """Train all of them; what ends one, or Ctrl-C, ends all after the problem in hand."""
     stop = threading.Event()
     with ThreadPoolExecutor(len(GENERATORS)) as pool:
-        tasks = [pool.submit(trainer.train, problems, groups, stop) for trainer in trainers]
+        running = [pool.submit(trainer.train, tasks, stop) for trainer in trainers]
         try:
-            for task in as_completed(tasks):
-                task.result()
+            for future in as_completed(running):
+                future.result()
         finally:
             stop.set()
 

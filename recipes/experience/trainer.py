@@ -7,11 +7,12 @@ from it, so that a kill between the two loses nothing; a kill inside a problem l
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import statistics
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +36,9 @@ ROUNDING = 1e-9  # σ > τ means: by more than this
 MAX_SHOWN = 1500  # characters of one solution in a prompt that compares several
 
 Row = dict[str, Any]
+# A problem and what each rollout takes: its number, or for a fusion (generator, its rollouts).
+Task = tuple[Problem, Sequence[tuple[Any, ...]]]
+Proposed = tuple[Plan | None, str, dict[str, float | None]]  # a plan, its text, r_fusion
 
 
 def records_path(run_dir: Path, name: str) -> Path:
@@ -61,120 +65,106 @@ class Trainer:
             del self.records[-part:]  # of a problem whose other lines are missing
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.records)
             replace_file(self._path, "".join(lines))
-        if self.records:
-            self.library.recover(self.records[-1])
+        self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
         """Refuse to go on with other options: records of both would not compare."""
-        agents = filter(None, (self.agent, self.judge))
-        options = options | {f"{agent.name} model": agent.model for agent in agents}
+        agent, judge = self.agent, self.judge
+        prompts = "\0".join(prompt.template for prompt in agent.prompts.values())
+        options |= {"temperature": agent.temperature, "weights": list(self.weights)}
+        options |= {"prompt files": hashlib.sha256(prompts.encode()).hexdigest()[:12]}
+        options |= {f"{self.name} model": agent.model, "judge model": judge and judge.model}
         path = self.run_dir / f"{self.name}_config.json"
         if self.records and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            names = dict.fromkeys([*before, *options])
-            changed = [name for name in names if before.get(name) != options.get(name)]
-            if changed:
-                was = ", ".join(f"{n} {before.get(n)} (now {options.get(n)})" for n in changed)
+            was = [
+                f"{name} {before[name]} (now {value})"
+                for name, value in options.items()
+                if before.get(name, value) != value
+            ]
+            if was:
                 raise UsageError(
-                    f"{self.run_dir} holds a run of {self.name} with {was}; go on with "
+                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; go on with "
                     "that, or name another --run-dir (and --library-dir)"
                 )
         replace_json(path, options)
 
-    def train(
-        self,
-        problems: Sequence[Problem],
-        groups: Mapping[str, Sequence[Any]],
-        stop: threading.Event,
-    ) -> None:
+    def train(self, tasks: Sequence[Task], stop: threading.Event) -> None:
         """Practise on each problem that has no record yet.
 
         Args:
-            groups: by problem what each rollout takes: its number, or for a fusion (generator, its
-                rollouts).
             stop: set by others to end this after the problem in hand.
         """
         done = {row["problem_id"] for row in self.records}
-        rest = [problem for problem in problems if problem.id not in done]
+        rest = [task for task in tasks if task[0].id not in done]
         position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
-        bar = {"desc": self.name, "total": len(problems), "initial": len(problems) - len(rest)}
-        sample = self._sample_fusion if self.is_critic else self._sample_rollout
+        bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
         with tqdm(**bar, position=position, file=sys.stderr) as progress:
-            for problem in rest:
+            for problem, group in rest:
                 if stop.is_set():
                     return
-                given, lessons = groups[problem.id], experience_block(self.library.lessons)
-                with ThreadPoolExecutor(len(given)) as pool:  # the client bounds the requests
-                    tasks = [pool.submit(sample, problem, lessons, *each) for each in given]
-                    group = [task.result() for task in tasks]
-                self._learn(problem, group)
+                lessons = experience_block(self.library.lessons)
+                with ThreadPoolExecutor(len(group)) as pool:  # the client bounds the requests
+                    drawn = [pool.submit(self._sample, problem, lessons, *each) for each in group]
+                    rollouts = [future.result() for future in drawn]
+                self._learn(problem, rollouts)
                 progress.update()
 
-    def _sample_rollout(self, problem: Problem, lessons: str, number: int) -> Row:
-        """Sample a plan and a solution that follows it; text that is no plan is followed as it is.
-
-        A call that failed for good makes a row with an error and without rewards.
-        """
-        seed, plan, text, refused = f"{problem.id} {number}", None, "", None
-        values = {"experiences": lessons, "problem": problem.question}
+    def _sample(self, problem: Problem, lessons: str, number: Any, *proposals: Any) -> Row:
+        """Sample a rollout; a call that failed for good makes one with an error and no rewards."""
+        seed, values = f"{problem.id} {number}", {"problem": problem.question}
+        row = {"generator_id" if self.is_critic else "rollout_id": number, "scaffold_error": None}
+        propose = self._fuse_plans if self.is_critic else self._write_plan
         try:
-            text = self.agent.ask("scaffold", seed, **values).text
-            try:
-                plan = parse_plan(text)
-            except ReplyError as error:
-                refused = str(error)
-            solved = self._solve(problem, plan, text, seed)
+            plan, text, r_fusion = propose(row, seed, values | {"experiences": lessons}, *proposals)
+            reply = self.agent.ask("answer", seed, scaffold=text, **values)
+            about = (problem, plan, reply.text, self.weights)
+            solved = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
+            thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
+            solved |= {"solution": thought + reply.text, "error": None}
         except APIError as error:
-            solved = _failed(error, REWARDS)
-        rewards = solved.pop("rewards")
-        row = {"rollout_id": number, "scaffold": _plan_text(plan, text)}
-        return row | solved | rewards | {"scaffold_error": refused}
+            solved = {"answer": "", "is_correct": False, "r_total_of": [], "scored_by": {}}
+            solved |= {"answer_reason": "no_reply", "judge_failed": False, "judge_error": None}
+            solved |= {"rewards": dict.fromkeys(FUSION_REWARDS if self.is_critic else REWARDS)}
+            solved |= {"solution": "", "error": str(error)}
+        rewards, answer = solved.pop("rewards"), solved.pop("answer")
+        if self.is_critic:
+            return row | {"final_answer": answer, "rewards": rewards} | solved
+        return row | {"answer": answer} | rewards | solved
 
-    def _sample_fusion(
-        self, problem: Problem, lessons: str, generator: str, rollouts: Sequence[Row]
-    ) -> Row:
-        """Fuse a generator's valid plans into one, and sample a solution that follows it.
+    def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
+        """Ask for a plan; text that is none is followed as it is."""
+        row["scaffold"] = _plan_text(None, "")
+        text = self.agent.ask("scaffold", seed, **values).text
+        plan, row["scaffold_error"] = _read_plan(text)
+        row["scaffold"] = _plan_text(plan, text)
+        return plan, plan.text() if plan else text, {}
+
+    def _fuse_plans(
+        self, row: Row, seed: str, values: dict[str, str], rollouts: Sequence[Row]
+    ) -> Proposed:
+        """Ask to fuse a generator's valid plans into one.
 
         fusion: `fused`; `best_of` where the fusion was refused (r_fusion is 0) or only one plan is
         valid; `none` where no one is (r_fusion is None: there was nothing to fuse).
         """
-        proposals = [(p, row["answer"]) for row in rollouts if (p := _valid_plan(row["scaffold"]))]
+        read = [(_read_plan(each["scaffold"])[0], each["answer"]) for each in rollouts]
+        proposals = [(plan, answer or "–") for plan, answer in read if plan]
         plans = [plan for plan, _ in proposals]
-        fused = max(plans, key=graph_reward, default=None)
-        kind, refused = "best_of" if plans else "none", None
-        r_fusion = 0.0 if len(plans) > 1 else None
-        seed = f"{problem.id} {generator}"
-        try:
-            if len(plans) > 1:
-                shown = [
-                    f"Proposal {number}: {plan.text()}\nIts answer: {answer or '–'}"
-                    for number, (plan, answer) in enumerate(proposals, 1)
-                ]
-                values = {"problem": problem.question, "proposals": "\n\n".join(shown)}
-                reply = self.agent.ask("fusion", seed, experiences=lessons, **values)
-                try:
-                    candidate = parse_plan(reply.text)
-                    candidate.raise_if_cyclic()
-                    kind, fused = "fused", candidate
-                    r_fusion = fusion_reward(fused, plans)
-                except ReplyError as error:
-                    refused = str(error)
-            solved = self._solve(problem, fused, "–", seed, r_fusion=r_fusion)
-        except APIError as error:
-            solved = _failed(error, FUSION_REWARDS)
-        row = {"generator_id": generator, "fused_scaffold": _plan_text(fused, "")}
-        row |= {"final_answer": solved.pop("answer")} | solved
-        return row | {"fusion": kind, "scaffold_error": refused}
-
-    def _solve(
-        self, problem: Problem, plan: Plan | None, text: str, seed: str, **r_fusion: float | None
-    ) -> Row:
-        text = plan.text() if plan else text
-        reply = self.agent.ask("answer", seed, problem=problem.question, scaffold=text)
-        thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
-        about = (problem, plan, reply.text, self.weights)
-        rewards = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
-        return rewards | {"solution": thought + reply.text, "error": None}
+        best, r_fusion = max(plans, key=graph_reward, default=None), None
+        row |= {"fused_scaffold": _plan_text(best, ""), "fusion": "best_of" if plans else "none"}
+        if len(plans) > 1:
+            shown = [
+                f"Proposal {number}: {plan.text()}\nIts answer: {answer}"
+                for number, (plan, answer) in enumerate(proposals, 1)
+            ]
+            reply = self.agent.ask("fusion", seed, proposals="\n\n".join(shown), **values)
+            fused, row["scaffold_error"] = _read_plan(reply.text, acyclic=True)
+            r_fusion = fusion_reward(fused, plans) if fused else 0.0
+            if fused:
+                best = fused
+                row |= {"fusion": "fused", "fused_scaffold": fused.text()}
+        return best, best.text() if best else "–", {"r_fusion": r_fusion}
 
     def _learn(self, problem: Problem, group: list[Row]) -> None:
         """Compare a group, learn a lesson if it differs, write the record, then the library."""
@@ -182,7 +172,7 @@ class Trainer:
             raise UsageError(f"{self.name}: no reply for {problem.id}: {group[0]['error']}")
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
         # With fewer than two proposals there was nothing to fuse: no prompt had a lesson.
-        used = [row for row in group if row.get("rewards", {}).get("r_fusion", 0) is not None]
+        used = [row for row in group if _rewards(row).get("r_fusion", 0) is not None]
         self.library.count_use(len(used), sum(row["is_correct"] for row in used))
         mean, std = group_statistics(group)
         teaches = std > self.tau + ROUNDING
@@ -190,8 +180,7 @@ class Trainer:
         _say(f"  {self.name}: μ={'–' if mean is None else f'{mean:.3f}'}, σ={std:.3f} → {verdict}")
         extraction = None
         if teaches:
-            shown = show_group(group)
-            extraction = self.library.learn(self.agent, problem, shown, problem.answer, now)
+            extraction = self.library.learn(self.agent, problem, show_group(group), now)
             _say_extraction(extraction)
         head = {"problem_id": problem.id, "problem_text": problem.question}
         head |= {"ground_truth": problem.answer}
@@ -205,13 +194,7 @@ class Trainer:
             rows = [head | {"generator_id": self.name, "rollouts": group} | tail]
         append_lines(self._path, rows)
         self.records += rows
-        self.library.commit(rows[-1])
-
-
-def _failed(error: APIError, rewards: Sequence[str]) -> Row:
-    row = {"answer": "", "is_correct": False, "rewards": dict.fromkeys(rewards)}
-    row |= {"r_total_of": [], "answer_reason": "no_reply", "scored_by": {}}
-    return row | {"judge_failed": False, "judge_error": None, "solution": "", "error": str(error)}
+        self.library.save()
 
 
 def _plan_text(plan: Plan | None, text: str) -> str:
@@ -219,11 +202,15 @@ def _plan_text(plan: Plan | None, text: str) -> str:
     return plan.text() if plan else json.dumps({"invalid": text}, ensure_ascii=False)
 
 
-def _valid_plan(text: str) -> Plan | None:
+def _read_plan(text: str, *, acyclic: bool = False) -> tuple[Plan | None, str | None]:
+    """Parse a plan; return it, or why there is none."""
     try:
-        return parse_plan(text)
-    except ReplyError:
-        return None
+        plan = parse_plan(text)
+        if acyclic:
+            plan.raise_if_cyclic()
+        return plan, None
+    except ReplyError as error:
+        return None, str(error)
 
 
 def _rewards(row: Row) -> dict[str, float | None]:
@@ -242,20 +229,21 @@ def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
     return (statistics.fmean(totals), statistics.pstdev(totals)) if totals else (None, 0.0)
 
 
-def show_group(group: Sequence[Row], *, with_rewards: bool = True) -> str:
-    """Show a group for the prompt that compares it; without rewards, not who is right."""
+def show_group(group: Sequence[Row]) -> str:
+    """Show a group for the prompt that compares it."""
     texts = []
     for number, row in enumerate(group, 1):
         solution = row["solution"]
         if len(solution) > MAX_SHOWN:
             solution = f"{solution[: MAX_SHOWN // 2]} … {solution[-MAX_SHOWN // 2 :]}"
         listed = [f"{k} {'–' if v is None else f'{v:.3g}'}" for k, v in _rewards(row).items()]
-        verdict = f" ({'right' if row['is_correct'] else 'wrong'}; {', '.join(listed)})"
-        name = f"Fusion of {row['generator_id']}" if "fusion" in row else f"Attempt {number}"
-        plan = row.get("fused_scaffold", row.get("scaffold"))
+        verdict = f"({'right' if row['is_correct'] else 'wrong'}; {', '.join(listed)})"
+        if "fusion" in row:
+            name, plan = f"Fusion of {row['generator_id']}", row["fused_scaffold"]
+        else:
+            name, plan = f"Attempt {number}", row["scaffold"]
         answer = row.get("final_answer", row.get("answer")) or "none found"
-        head = name + verdict if with_rewards else name
-        texts.append(f"{head}\nPlan: {plan}\nSolution: {solution}\nAnswer: {answer}")
+        texts.append(f"{name} {verdict}\nPlan: {plan}\nSolution: {solution}\nAnswer: {answer}")
     return "\n\n".join(texts)
 
 

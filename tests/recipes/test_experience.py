@@ -1,4 +1,4 @@
-"""The experience recipe's parts: formulas, plans, rewards, libraries, prompts. No server."""
+"""The experience recipe's parts: plans, rewards, libraries, prompts. No server."""
 
 import copy
 import json
@@ -6,24 +6,23 @@ import math
 import re
 import subprocess
 import sys
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_model import write_problems
 
 from recipes.experience import train
-from recipes.experience.agent import PLACEHOLDERS, PROMPTS, hash_prompts, load_prompts
-from recipes.experience.formulas import evaluate_formula, is_formula
+from recipes.experience.agent import PLACEHOLDERS, PROMPTS, load_prompts
 from recipes.experience.library import Library, count_tokens, reveals_gold, shorten
-from recipes.experience.plan import Plan, ReplyError, execute_plan, parse_plan
+from recipes.experience.plan import Plan, ReplyError, check_plan, is_arithmetic, parse_plan
 from recipes.experience.rewards import (
     CRITIC_WEIGHTS,
     GENERATOR_WEIGHTS,
     LOGIC_SCORES,
-    check_logic,
     compute_rewards,
     fusion_reward,
     grade_answer,
@@ -36,10 +35,8 @@ from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import experience_block, load_experiences, with_experiences
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
-from rlm.runs.atomic_files import read_lines
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = ROOT.parent / "shared" / "data"
 NOW = "2026-01-01T00:00:00+00:00"
 PENS = Problem("pens", "A box holds 12 pens. How many pens are in 90 boxes?", "1080")
 
@@ -58,56 +55,6 @@ TOTAL = {
     "causal_graph": [link(["pens", "boxes"], "total", "total = pens * boxes")],
     "computation_plan": [{"id": "step1", "target": "total", "inputs": ["pens", "boxes"]}],
 }
-
-
-# --- formulas ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "value"),
-    [
-        ("a + b * 2", 11),
-        ("c = (a - b) / 4", Fraction(-1, 4)),
-        ("0.1 + 0.2", Fraction(3, 10)),  # not 0.30000000000000004
-        ("a ** 2 % 5 // 2", 2),
-        ("-a ** -1", Fraction(-1, 3)),
-        ("max(a, b) + abs(-1) + round(2.6) + floor(1.5)", 9),
-        ("comb(5, 2) + factorial(3) + gcd(12, 18)", 22),
-        ("sqrt(16) + 4 ** 0.5", 6),
-        ("round(sqrt(2), 2)", 1.41),
-        ("round(a / b, 1) + round(1234, -2)", Fraction(6004, 5)),
-        ("2 * pi * sin(pi / 2) + log(exp(1))", 2 * math.pi + 1),
-        ("e", 7),  # a quantity of that name wins over the constant
-    ],
-)
-def test_formulas_are_evaluated_exactly(rule, value):
-    found = evaluate_formula(rule, {"a": Fraction(3), "b": Fraction(4), "e": Fraction(7)})
-    assert found == (pytest.approx(value) if isinstance(value, float) else value)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "", "a", "1 / 0", "sqrt(-1)", "(-8) ** 0.5", "9 ** 9 ** 9", "factorial(10 ** 9)",
-        "2 ** 5000", "comb(301, 3)", "factorial(2.5)", "1e308 * 1e308 * 1e300", "exp(1000)", "x.y",
-        "().__class__", "__import__('os').system('true')", "[1, 2]", "'a' * 9", "lambda: 1",
-        "1 if 1 else 2", "1 < 2", "round(1, 999999999)", "round(1, -301)", "round(1, 0.5)",
-        "print(1)", "min()", "sin(1, 2)", "max(1, key=abs)", "import os", "1; 2", "f'{1}'", "True",
-        "(" * 250 + "1" + ")" * 250, "1" * 301, "a b", "\x00", "3 = 4", "yes, multiply",
-    ],
-)  # fmt: skip
-def test_what_is_no_arithmetic_or_out_of_bounds_has_no_value(rule):
-    assert evaluate_formula(rule, {}) is None
-
-
-@given(st.text(max_size=60))
-def test_any_text_has_a_number_as_its_value_or_none(rule):
-    assert isinstance(evaluate_formula(rule, {}), Fraction | float | None)
-
-
-def test_a_rule_parses_whatever_its_names_are_worth():
-    assert is_formula("f = m * a ** 2 / sqrt(k)")
-    assert not any(map(is_formula, ("multiply them", "a < b", "a = b = c < d", "")))
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -130,14 +77,14 @@ def test_a_plan_is_found_in_a_reply(reply):
 
 def test_what_models_write_loosely():
     loose = plan_of(
-        knowns={"pens": "12 pens", "boxes": 90.0, "unknown": None, "words": "many"},
+        knowns={"pens": "12 pens", "boxes": 90.0, "unknown": None},
         causal_graph=[{"cause": "pens", "effect": "total"}],
         constraints_and_premises=["total is positive"],
         computation_plan=[{"id": "s", "target": "total", "inputs": [{"ref": "s0"}]}],
     )
-    assert loose.knowns == {"pens": 12, "boxes": 90.0, "unknown": None, "words": None}
     assert loose.causal_graph[0].cause == ["pens"]
     assert loose.constraints == ["total is positive"]
+    assert loose.computation_plan[0].inputs == ["s0"]
     assert parse_plan(loose.text()) == loose  # what is stored reads back
 
 
@@ -170,37 +117,75 @@ def test_a_cycle_is_named():
     plan_of().raise_if_cyclic()
 
 
-def test_a_plan_is_followed_through_names_and_references():
-    plan = plan_of(
-        knowns={"price": 3, "count": 4, "discount": 0.5},
-        causal_graph=[
-            link(["price", "count"], "cost", "price * count"),
-            link(["cost", "discount"], "total", "cost - discount"),
-        ],
-        computation_plan=[
-            {"id": "step1", "target": "cost", "inputs": ["price", "count"]},
-            {"id": "step2", "target": "total", "inputs": [{"ref": "step1"}, "discount"]},
-        ],
-    )
-    run = execute_plan(plan)
-    assert run.values["total"] == Fraction(23, 2)
-    assert (run.targets, run.with_inputs) == ({"cost", "total"}, 2)
-    backwards = plan.model_copy(update={"computation_plan": plan.computation_plan[::-1]})
-    run = execute_plan(backwards)  # a step before its input gives nothing
-    assert (run.targets, run.with_inputs) == ({"cost"}, 1)
+ALL_CHECKS = ("inputs_there", "target_reached", "rules_parse")
+CHAIN = {
+    "causal_graph": [
+        link(["pens", "boxes"], "cost", "pens * boxes"),
+        link(["cost"], "total", "cost"),
+    ],
+    "computation_plan": [
+        {"id": "step1", "target": "cost", "inputs": ["pens", "boxes"]},
+        {"id": "step2", "target": "total", "inputs": [{"ref": "step1"}, "cost"]},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({}, {}),
+        (CHAIN, {}),
+        # A step before its input gives nothing.
+        (
+            CHAIN | {"computation_plan": CHAIN["computation_plan"][::-1]},
+            {"inputs_there": 0.5, "target_reached": 0},
+        ),
+        (
+            {"causal_graph": [link(["pens"], "total", "multiply them")]},
+            {"target_reached": 0, "rules_parse": 0},
+        ),
+        # Knowing the target is not computing it.
+        (
+            {"knowns": {"total": 1080}, "causal_graph": [link(["x"], "y", "x")]},
+            {"inputs_there": 0, "target_reached": 0},
+        ),
+    ],
+)
+def test_r_logic_without_a_judge(changes, failed):
+    assert check_plan(plan_of(**changes)) == dict.fromkeys(ALL_CHECKS, 1.0) | failed
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "", "multiply them", "a < b", "a = b = c < d", "x.y", "().__class__", "[1, 2]", "lambda: 1",
+        "1 if 1 else 2", "import os", "1; 2", "f'{1}'", "(" * 250 + "1" + ")" * 250, "1" * 301,
+        "\x00", "3 = 4", "a: int", "max(1, key=abs)",
+    ],
+)  # fmt: skip
+def test_what_is_no_arithmetic_does_not_parse(rule):
+    assert not is_arithmetic(rule)
+    assert is_arithmetic("f = -m * a ** 2 / sqrt(k)")
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_arithmetic_or_not(rule):
+    assert is_arithmetic(rule) in (True, False)
 
 
 # --- rewards ----------------------------------------------------------------------------------
 
 
 def test_the_weighted_totals():
-    parts = ("r_ans", "r_logic", "r_graph", "r_fusion")
-    of = lambda *scores: dict(zip(parts, scores, strict=False))  # noqa: E731
-    assert weighted_mean(of(0, 0.75, 0.80), GENERATOR_WEIGHTS) == 0.3875
-    assert weighted_mean(of(1, 0.85, 0.90, 0.75), CRITIC_WEIGHTS) == 0.875
+    def mean(*rewards):
+        weights = CRITIC_WEIGHTS if len(rewards) == 4 else GENERATOR_WEIGHTS
+        return weighted_mean(dict(enumerate(rewards)), weights)
+
+    assert mean(0, 0.75, 0.80) == 0.3875
+    assert mean(1, 0.85, 0.90, 0.75) == 0.875
     # Without r_logic: (0.5 · 1 + 0.25 · 0.8) / 0.75, not a number made up in its place.
-    assert weighted_mean(of(1, None, 0.80), GENERATOR_WEIGHTS) == pytest.approx(0.7 / 0.75)
-    assert weighted_mean(of(None, None, None), GENERATOR_WEIGHTS) is None
+    assert mean(1, None, 0.80) == pytest.approx(0.7 / 0.75)
+    assert mean(None, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -208,10 +193,7 @@ def test_the_weighted_totals():
     [
         ("12 * 90 = 1080\nFinal answer: 1,080", "1080", 0, "correct"),
         ("<think>x</think>\n<answer>025</answer>", "25", 0, "correct"),
-        ("Final answer: 3.0", "3", 0, "correct"),
-        ("Final answer: 7", "3", 0, "wrong"),
         ("Final answer: 3 + 4", "7", 0, "not_a_number"),
-        ("I give up.", "7", 0, "no_answer"),
         ("Final answer: 29.9 m/s", "29.71", 0.01, "correct"),
         ("Final answer: 29.9 m/s", "29.71", 0, "wrong"),
         ("Final answer: 30.1", "29.71", 0.01, "wrong"),  # 1.3 % off
@@ -223,35 +205,6 @@ def test_the_weighted_totals():
 def test_answers_are_exact_or_within_the_tolerance(text, gold, tolerance, reason):
     correct, _, why = grade_answer(text, Problem("p", "?", gold, columns={"rel_tol": tolerance}))
     assert (correct, why) == (reason == "correct", reason)
-
-
-ALL_CHECKS = ("inputs_there", "target_reached", "rules_parse", "steps_computed", "value_is_answer")
-
-
-@pytest.mark.parametrize(
-    ("changes", "answer", "tolerance", "failed"),
-    [
-        ({}, "1080", 0, ()),
-        ({}, "1081", 0, ("value_is_answer",)),
-        ({}, "", 0, ("value_is_answer",)),
-        ({}, "1070", 0.01, ()),  # 1080 / 1070 is 0.9 % off
-        ({}, "1070", 0.009, ("value_is_answer",)),
-        ({"causal_graph": [link(["pens"], "total", "multiply them")]}, "1080", 0, ALL_CHECKS[1:]),
-        # 9 ** 500 has 478 digits: more than a float has room for.
-        (
-            {"causal_graph": [link(["pens"], "total", "9 ** 500 + pens * 0")]},
-            *("1080", 0, ("value_is_answer",)),
-        ),
-        # Knowing the target is not computing it.
-        (
-            {"knowns": {"total": 1080}, "causal_graph": [link(["x"], "y", "x")]},
-            *("1080", 0, ("inputs_there", "target_reached", "steps_computed", "value_is_answer")),
-        ),
-    ],
-)
-def test_r_logic_without_a_judge(changes, answer, tolerance, failed):
-    checks = check_logic(plan_of(**changes), answer, tolerance)
-    assert checks == {name: float(name not in failed) for name in ALL_CHECKS}
 
 
 def test_r_graph_by_hand():
@@ -273,6 +226,11 @@ def test_r_fusion_by_hand():
     # Equal to the better proposal; the one conflict (total) is settled; what both have survives,
     # and so does all that half of them have. r_graph is 1 for all three: improvement 0.5.
     assert fusion_reward(other, [first, other]) == pytest.approx(0.3 + 0.3 + 0.2 + 0.1)
+    # The conflict is not settled by both rules, nor by a third.
+    for rules in (("pens * boxes", "pens + boxes"), ("pens / boxes",)):
+        links = [link(["pens", "boxes"], "total", rule) for rule in rules]
+        odd = plan_of(causal_graph=[*links, link(["total"], "tax", "1")])
+        assert fusion_reward(odd, [first, other]) == pytest.approx(0.3 + 0.2 + 0.1)
     # The tax is dropped: half of the proposals had it. Nodes 3 of 4, edges 2 of 3.
     expected = 0.3 + 0.3 + 0.2 * (0.4 * 3 / 4 + 0.6 * 2 / 3) + 0.1
     assert fusion_reward(first, [first, other]) == pytest.approx(expected)
@@ -285,33 +243,20 @@ def test_r_fusion_by_hand():
         assert 0 <= fusion_reward(worse, [first] * 3) < fusion_reward(first, [first] * 3) <= 1
 
 
-class FakeJudge:
-    """Says what it is told to, or fails."""
-
-    def __init__(self, *replies):
-        self.replies, self.asked = list(replies), []
-
-    def ask(self, stage, seed, **values):
-        self.asked.append((stage, values))
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return SimpleNamespace(text=reply)
-
-
-def scored(judge, solution="Final answer: 1080"):
+def scored(reply=None, judge=None):
+    if reply:
+        replies = [reply if isinstance(reply, Exception) else SimpleNamespace(text=reply)]
+        judge = Mock(**{"ask.side_effect": replies})
+    solution = "Final answer: 1080"
     return compute_rewards(PENS, plan_of(), solution, GENERATOR_WEIGHTS, judge=judge)
 
 
 def test_a_judge_gives_r_logic_as_the_mean_of_five():
     parts = dict(zip(LOGIC_SCORES, (1, 0.5, 0, 1, 0.75), strict=True))
-    role = FakeJudge(json.dumps({"score": 0.1, "breakdown": parts, "errors": []}))
-    row = scored(role)
+    row = scored(json.dumps({"score": 0.1, "breakdown": parts, "errors": []}))
     assert row["rewards"]["r_logic"] == pytest.approx(0.65)
     assert row["scored_by"] == {"answer": "exact", "logic": "judge"}
     assert not row["judge_failed"]
-    (stage, values) = role.asked[0]
-    assert (stage, values["problem"]) == ("judge_logic", PENS.question)
 
 
 @pytest.mark.parametrize(
@@ -328,35 +273,13 @@ def test_a_judge_gives_r_logic_as_the_mean_of_five():
     ids=str,
 )
 def test_a_judge_that_fails_is_null_and_flagged_never_a_number(reply, why):
-    row = scored(FakeJudge(reply))
+    row = scored(reply)
     assert row["rewards"]["r_logic"] is None
     assert row["judge_failed"]
     assert row["judge_error"].startswith(why)
     assert row["r_total_of"] == ["r_ans", "r_graph"]
     assert row["rewards"]["r_total"] == pytest.approx(1.0)  # (0.5 + 0.25) / 0.75
-    assert group_statistics([row, scored(None)])[1] == 0.0  # left out
-
-
-@pytest.mark.parametrize(
-    ("reply", "r_ans", "failed"),
-    [
-        ("YES", 1.0, False),
-        ("No, it is not.", 0.0, False),
-        ("<think>No … but wait.</think>\n**Yes**", 1.0, False),
-        ("perhaps", None, True),
-    ],
-)
-def test_the_judge_is_asked_only_where_the_exact_grader_cannot_tell(reply, r_ans, failed):
-    role = FakeJudge(reply, json.dumps(dict.fromkeys(LOGIC_SCORES, 1)))
-    row = scored(role, "Final answer: 12 * 90 pens")
-    assert [stage for stage, *_ in role.asked] == ["judge_answer", "judge_logic"]
-    assert (row["rewards"]["r_ans"], row["judge_failed"]) == (r_ans, failed)
-    assert row["is_correct"] is (r_ans == 1.0)
-    assert row["judge_error"] == ("neither YES nor NO" if failed else None)
-    role = FakeJudge(json.dumps(dict.fromkeys(LOGIC_SCORES, 1)))
-    scored(role, "Final answer: 7")
-    assert [stage for stage, *_ in role.asked] == ["judge_logic"]
-    assert scored(None, "Final answer: 12 * 90 pens")["rewards"]["r_ans"] == 0.0
+    assert group_statistics([row, scored()])[1] == 0.0  # left out
 
 
 def totals(*values):
@@ -402,27 +325,17 @@ def learn(library, *operations, problem=PENS):
 def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
     library = library_in(tmp_path)
     learn(library, add(LESSONS[0]))
-    library.commit(record(library))
+    library.save()
     path = tmp_path / "generator_1_experiences.json"
     (item,) = json.loads(path.read_text())
     expected = {"id": "G1-001", "content": LESSONS[0], "category": "validation"}
+    expected |= {"source_problem": "pens", "created_at": NOW}
     assert item | expected == item
-    assert (item["source_problem"], item["created_at"]) == ("pens", NOW)
     assert load_experiences(path) == (LESSONS[0],)
     for role, first in (("generator_2", "G2-001"), ("generator_3", "G3-001"), ("critic", "C-001")):
         assert learn(library_in(tmp_path, role), add(LESSONS[0]))[0]["id"] == first
     assert not learn(library_in(tmp_path, "critic"), add(LESSONS[1], "causal_graph"))[0]["kept"]
     assert not learn(library, add(LESSONS[1], "fusion_strategy"))[0]["kept"]
-
-
-def record(library, before="", operations=(), problem="pens") -> dict:
-    return {
-        "problem_id": problem,
-        "library_before": before,
-        "library_after": copy.deepcopy(library.items),
-        "extraction": {"operations": list(operations)},
-        "timestamp": NOW,
-    }
 
 
 def test_add_modify_delete_and_no_id_twice(tmp_path):
@@ -435,13 +348,13 @@ def test_add_modify_delete_and_no_id_twice(tmp_path):
         {"action": "modify", "id": "G1-009", "content": "x"},
         {"action": "delete"},
     )
-    assert [d["kept"] for d in done] == [True] * 5 + [False] * 2
-    assert [d["reason"] for d in done[5:]] == ["unknown_id"] * 2
+    assert [d["reason"] for d in done] == [None] * 5 + ["unknown_id"] * 2
     first = library.items[0]
     assert first["content"] == "Convert lengths to metres at the start."
     assert (first["updated_at"], first["last_modified_by"]) == (NOW, "generator_1")
-    library.commit(record(library, operations=done))
-    again = library_in(tmp_path)  # the audit log remembers the deleted id
+    library.save()
+    again = library_in(tmp_path)
+    again.resume([{"extraction": {"operations": done}, "library_before": "?"}])  # a run's records
     assert learn(again, add(LESSONS[2]))[0]["id"] == "G1-004"
 
 
@@ -486,11 +399,8 @@ def test_no_stored_lesson_has_more_than_32_words(text):
     ("lesson", "gold", "leaks"),
     [
         ("The total is 1080.", "1080", True),
-        ("The total is 1,080 pens", "1080", True),
         ("It gives 1080.0, or -1080", "1080", True),
         ("Expect 0.75 here", "3/4", True),
-        ("Expect 3/4 here", "3/4", True),
-        ("Use 1.602e-19 C", "1.602e-19", True),
         ("Multiply by 12 for a dozen", "12", False),  # the problem names it
         ("Try 3 cases", "3", False),  # too common
         ("Use 10800 or 108", "1080", False),
@@ -527,20 +437,15 @@ def test_a_full_library_drops_what_helped_least(tmp_path):
 
 def test_a_kill_between_record_and_library_loses_and_repeats_nothing(tmp_path):
     library = library_in(tmp_path)
-    before = library.digest
-    done = learn(library, add(LESSONS[0]))
-    row = record(library, before, done)
-    fresh = library_in(tmp_path)  # nothing was written
+    record = {"library_before": library.digest}
+    record |= {"extraction": {"operations": learn(library, add(LESSONS[0]))}}
+    record |= {"library_after": copy.deepcopy(library.items)}
     for _ in range(2):
-        fresh.recover(row)
-        assert fresh.lessons == [LESSONS[0]]
-        assert len(read_lines(tmp_path / "generator_1_audit.jsonl")) == 1
-        assert load_experiences(fresh.path) == (LESSONS[0],)
-        fresh.path.unlink()  # as killed between the audit log and the library
-        fresh = library_in(tmp_path)
-    fresh.items = []  # the user's own change is not undone
+        fresh = library_in(tmp_path)  # at first nothing was written
+        fresh.resume([record])
+        assert load_experiences(fresh.path) == tuple(fresh.lessons) == (LESSONS[0],)
     fresh.items = [{"id": "G1-005", "content": "Mine.", "category": "validation"}]
-    fresh.recover(row)
+    fresh.resume([record])  # the user's own change is not undone
     assert fresh.lessons == ["Mine."]
 
 
@@ -578,10 +483,10 @@ def test_every_prompt_file_is_used_and_filled():
     assert {path.stem for path in PROMPTS.glob("*.txt")} == set(PLACEHOLDERS)
     prompts = load_prompts()
     for name, fields in PLACEHOLDERS.items():
+        fields = fields.split()
         text = prompts[name].substitute(**{field: f"<{field} $5 ${{x}}>" for field in fields})
         for field in fields:
             assert f"<{field} $5 ${{x}}>" in text  # and a $ in a value does no harm
-    assert hash_prompts(prompts) == hash_prompts(load_prompts())
 
 
 @pytest.mark.parametrize(
@@ -612,7 +517,7 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
         columns = problem.columns
         assert columns["unit"]
         assert 0 < columns["rel_tol"] <= 0.02
-        value = evaluate_formula(columns["expression"], {})
+        value = eval(columns["expression"], {"__builtins__": {}}, vars(math))  # our own file
         stated = parse_number(problem.answer)
         assert math.isclose(value, stated, rel_tol=5.1e-4), problem.id  # four digits
         assert grade_answer(f"Final answer: {problem.answer} {columns['unit']}", problem)[0]
@@ -620,12 +525,11 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
     assert topics == {"mechanics", "circuits", "optics", "thermodynamics", "waves", "modern"}
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published files are not here")
-@pytest.mark.parametrize("year", [2024, 2025])
-def test_aime_from_files(year):
-    for dataset in (f"aime{year}:{PUBLISHED}", str(PUBLISHED / f"aime{year}.jsonl")):
-        problems = train.load_problem_set(dataset, "train", None)
-        assert [p.id for p in problems] == [f"aime{year}_{i:03d}" for i in range(1, 31)]
+def test_aime_problems_are_numbered(tmp_path):
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(30)]
+    write_problems(tmp_path / "aime2024.jsonl", rows)
+    problems = train.load_problem_set(f"aime2024:{tmp_path}", "train", None)
+    assert [p.id for p in problems] == [f"aime2024_{i:03d}" for i in range(1, 31)]
 
 
 def test_word_problems_to_practise_and_to_evaluate_share_none():
@@ -634,21 +538,21 @@ def test_word_problems_to_practise_and_to_evaluate_share_none():
     assert not {p.question for p in practised} & {p.question for p in asked}
 
 
-def test_the_defaults_are_those_of_the_seed():
-    config = parse(train.TrainConfig, ["generator", "1"])
-    assert (config.dataset, config.max_problems, config.rollouts) == ("aime2024", None, 3)
-    assert config.options_of("generator_1")[0] == 0.3
-    assert parse(train.TrainConfig, ["critic"]).options_of("critic")[0] == 0.0
-    everyone = parse(train.TrainConfig, ["all", "--temperature", "0.7"])
-    assert [everyone.options_of(n)[0] for n in ("generator_2", "critic")] == [0.7, 0.0]
-    assert config.tau == 0.05
-    assert config.options_of("generator_1")[1] == (0.5, 0.25, 0.25)
-    assert parse(train.TrainConfig, ["critic"]).options_of("critic")[1] == (0.3, 0.2, 0.2, 0.3)
+@pytest.mark.parametrize(
+    ("command", "role", "temperature", "weights"),
+    [
+        ("generator 1", "generator_1", 0.3, (0.5, 0.25, 0.25)),
+        ("critic", "critic", 0.0, (0.3, 0.2, 0.2, 0.3)),
+        ("all --temperature 0.7 --weights 1,2,3", "generator_2", 0.7, (1, 2, 3)),
+        ("all --temperature 0.7 --weights 1,2,3", "critic", 0.0, (0.3, 0.2, 0.2, 0.3)),
+    ],
+)
+def test_the_options_of_a_role(command, role, temperature, weights):
+    config = parse(train.TrainConfig, command.split())
+    assert config.options_of(role) == (temperature, weights)
+    assert (config.rollouts, config.tau) == (3, 0.05)
 
 
 def test_importing_the_recipe_loads_no_torch():
-    code = (
-        "import recipes.experience.train, recipes.experience.evaluate, sys\n"
-        "assert 'torch' not in sys.modules"
-    )
+    code = "import recipes.experience.evaluate, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

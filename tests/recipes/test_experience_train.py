@@ -1,6 +1,7 @@
 """The experience recipe as commands, against a scripted server."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -143,10 +144,8 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
             assert isinstance(json.loads(r["scaffold"]), dict)
             assert r["is_correct"] is (r["answer"] == problem["answer"])
             assert r["r_ans"] == float(r["is_correct"])
-            # The plan's value is the stated answer or not: one of the five checks.
-            assert r["r_logic"] == pytest.approx(1.0 if r["is_correct"] else 0.8)
-            total = 0.5 * r["r_ans"] + 0.25 * r["r_logic"] + 0.25 * r["r_graph"]
-            assert r["r_total"] == pytest.approx(total)
+            assert (r["r_logic"], r["r_graph"]) == (1.0, 1.0)
+            assert r["r_total"] == pytest.approx(0.5 * r["r_ans"] + 0.5)
             assert r["scored_by"] == {"answer": "exact", "logic": "checks"}
     assert place.summary()["plans"] == "30 parsed"
     assert place.items()
@@ -165,13 +164,10 @@ def test_flags_reach_the_requests(place):
     assert len({body["seed"] for body in bodies}) == len(bodies)
     assert len(place.asked("scaffold")) == 4
     assert place.asked("generator_extraction") == []  # no group differs that much
-
-
-def test_an_endpoint_with_short_replies_is_not_asked_for_longer_ones(place):
-    place.configure(max_tokens=50, model="")
+    place.configure(max_tokens=50, model="")  # the endpoint's longest reply, and its first model
     assert place.run("generator", 1, "--max-problems", 1) == 0
-    assert {body["max_tokens"] for body in place.asked()} == {50}
-    assert {body["model"] for body in place.asked()} == {"base"}  # the first of the endpoint
+    sent = {(body["max_tokens"], body["model"]) for body in place.asked()}
+    assert sent == {(77, "m"), (50, "base")}
 
 
 def test_a_lesson_stands_in_the_prompts_of_the_next_problem(place, model):
@@ -201,14 +197,11 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
 
 @pytest.mark.parametrize(
     ("weights", "said"),
-    [("0.05,0.25,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.0502,0.25,0.6998", "σ=0.050 → Extract (σ>τ)")],
+    [("0.1,0.2,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.1002,0.2,0.6998", "σ=0.050 → Extract (σ>τ)")],
     ids=["0.05", "0.0501"],
 )
 def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, weights, said):
-    """One attempt right, one wrong: r_ans 1 and 0, r_logic 1 and 0.8, r_graph 1 and 1.
-
-    The totals differ by 0.05 + 0.25 · 0.2 = 0.1 with the first weights: σ is half of that.
-    """
+    """One attempt right, one wrong: the totals differ by the weight of r_ans, and σ is half."""
     assert place.run_group("--weights", weights) == 0
     taught = "Extract" in said
     assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
@@ -230,19 +223,6 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
     assert place.summary()["plans"] == "6 no_json"
 
 
-def test_what_a_library_refuses_is_told_counted_and_recorded(place, model, capsys):
-    lesson = {"action": "add", "content": "It is 2,232 pens.", "category": "validation"}
-    model.generator_extraction = lambda prompt, seed: operations(lesson)
-    assert place.run_group() == 0
-    assert place.lessons() == ()
-    (done,) = place.rows()[0]["extraction"]["operations"]
-    assert (done["kept"], done["reason"]) == (False, "gold_leak")
-    assert place.summary()["operations"] == "1 gold_leak"
-    assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
-    (audit,) = read_lines(place.libraries / "generator_1_audit.jsonl")
-    assert audit["operations"] == [done]
-
-
 def test_what_no_file_can_hold_ends_no_run(place, model):
     """Half a character, spelled in JSON; what was paid for would end each resumed run too."""
     model.scaffold = lambda prompt, seed: json.dumps(
@@ -254,18 +234,27 @@ def test_what_no_file_can_hold_ends_no_run(place, model):
     assert place.lessons() == ("Check ? it.",)
 
 
-def test_operations_are_counted_as_proposed_parsed_kept(place, model):
-    add = operations({"action": "add", "content": "Check it.", "category": "validation"})
-    replies = iter([add, "garbage", add, operations(), '{"operations": 3}'])
+def test_operations_are_told_recorded_and_counted_as_proposed_parsed_kept(place, model, capsys):
+    add, leak = (
+        operations({"action": "add", "content": text, "category": "validation"})
+        for text in ("Check it.", "It is GOLD pens.")
+    )
+    replies = iter([add, "garbage", add, leak, '{"operations": 3}'])
     model.answer = lambda prompt, seed: f"Final answer: {numbers(prompt)[0] * 103 + seed}"
     model.scaffold = lambda prompt, seed: json.dumps(plan(*numbers(prompt))) if seed % 2 else "none"
-    model.generator_extraction = lambda prompt, seed: next(replies)
+    model.generator_extraction = lambda prompt, seed: next(replies).replace(
+        "GOLD", str(math.prod(numbers(prompt)))
+    )
     assert place.run("generator", 1, "--rollouts", 5, "--max-problems", 5) == 0
     summary = place.summary()
     assert summary["groups with σ > τ"] == "5 of 5"  # the seeds give each both kinds of plan
     assert summary["extractions"] == "3 parsed, 2 failed"
-    assert summary["operations"] == "1 kept, 1 duplicate"
+    assert summary["operations"] == "1 kept, 1 duplicate, 1 gold_leak"
     assert summary["lessons"] == 1
+    assert place.lessons() == ("Check it.",)
+    (refused,) = place.rows()[3]["extraction"]["operations"]
+    assert (refused["kept"], refused["reason"]) == (False, "gold_leak")
+    assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
 
 
 # --- the critic, and all of them ------------------------------------------------------------
@@ -420,23 +409,21 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     assert place.summary()["failed calls"] == 1
 
 
-def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(place, capsys):
-    place.configure(attempts=2)
-    place.server.script(*[refuse(500, "broken")] * 100)
-    assert place.run("all", "--max-problems", 3) == 2
-    assert "no reply for pens_000" in capsys.readouterr().err
-    assert place.rows() == []
-
-
-@pytest.mark.parametrize("status", [401, 404])
-def test_a_refused_key_or_model_names_the_role(place, status, capsys):
-    place.configure(api_key=KEY)
-    place.server.script(*[refuse(status, f"bad key {KEY}")] * 9)
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [(401, "generator_1: "), (404, "generator_1: "), (500, "generator_1: no reply for pens_000")],
+)
+def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(
+    place, status, says, capsys
+):
+    place.configure(api_key=KEY, attempts=2)
+    place.server.script(*[refuse(status, f"bad key {KEY}")] * 100)
     assert place.run("generator", 1, "--max-problems", 1) == 2
     output = capsys.readouterr()
-    assert "error: generator_1: " in output.err
+    assert f"error: {says}" in output.err
     assert KEY not in output.err + output.out
     assert "Traceback" not in output.err
+    assert place.rows() == []
 
 
 PRICE = {"prompt": 0.0, "completion": 1e6}  # a token written costs 1; the server writes 5 a reply
@@ -456,11 +443,9 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
     assert place.run(*options, "--max-cost", 83) == 2  # spent is spent
     assert len(place.asked()) == paid
     assert place.run(*options, "--max-cost", 1000) == 0
-    everything = len(place.asked())
     assert len(place.rows()) == 3
-    fresh = Place(place.path / "fresh", place.server)
-    assert fresh.run(*options) == 0
-    assert len(fresh.asked()) == 2 * everything  # no paid call was repeated
+    seeds = [body["seed"] for body in place.asked()]
+    assert len(set(seeds)) == len(seeds)  # no paid call was repeated
 
 
 def test_a_cap_needs_prices(place, capsys):
@@ -548,21 +533,20 @@ def test_a_kill_after_any_paid_call_repeats_none(tmp_path, server, monkeypatch):
 def test_a_kill_beside_the_library_is_made_good(tmp_path, server, monkeypatch, when):
     whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
     assert whole.run("all", "--max-problems", 3) == 0
-    commit = Library.commit
+    save = Library.save
     for name, number in (("generator_1", 1), ("generator_1", 2), ("critic", 1)):
-        commits = []
+        saves = []
 
-        def commit_and_die(library, record, name=name, number=number, commits=commits):
-            if when == "after":
-                commit(library, record)
-            commits.append(library.role)
-            if commits.count(name) == number:
+        def save_and_die(library, name=name, number=number, saves=saves):
+            saves.append(library.role)
+            dies = saves.count(name) == number
+            if when == "after" or not dies:
+                save(library)
+            if dies:
                 raise Killed
-            if when == "before":
-                commit(library, record)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Library, "commit", commit_and_die)
+            patch.setattr(Library, "save", save_and_die)
             with pytest.raises(Killed):
                 place.run("all", "--max-problems", 3)
     assert place.run("all", "--max-problems", 3) == 0
@@ -592,29 +576,12 @@ def test_more_problems_go_on_where_it_stopped(place):
         assert (len(place.rows()), len(place.asked("scaffold"))) == (count, asked)
 
 
-def test_kill_9_and_again(tmp_path, server):
-    whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
-    options = ("generator", 1, "--max-problems", 4)
-    assert whole.run(*options) == 0
-    total = len(whole.asked())
-    server.delay = 0.05
-    process = start(place, *options)
-    wait_for_lines(records_path(place.run_dir, "generator_1"), 2, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    server.delay = 0.0
-    again = start(place, *options)
-    out, said = again.communicate()
-    assert again.returncode == 0
-    assert "generator_1: 100%" in said
-    assert re.search(r"  generator_1: μ=0\.\d{3}, σ=0\.\d{3} → (Extract \(σ>τ\)|Skip)", said)
-    assert "plans: 12 parsed" in out
-    assert_same(place, whole)
-    assert len(place.asked()) - total <= total + 3  # at most what was in flight is asked again
-
-
-@pytest.mark.parametrize("name", ["generator_1", "critic"])
-def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [("generator_1", signal.SIGINT), ("critic", signal.SIGINT), ("generator_1", signal.SIGKILL)],
+)
+def test_a_process_that_is_ended_goes_on(tmp_path, server, name, sent):
+    """Ctrl-C ends it after the problem in hand, a kill at once."""
     whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
     assert whole.run("all", "--max-problems", 3) == 0
     if name == "critic":
@@ -625,13 +592,17 @@ def test_ctrl_c_ends_a_run_after_the_problem_in_hand(tmp_path, server, name):
     process = start(place, *target)
     wait_for_lines(place.run_dir / f"{name}_calls.jsonl", 9, process)
     wait_for_lines(records_path(place.run_dir, name), 1, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     assert "Traceback" not in process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    problems_done = len(place.rows(name)) // (3 if name == "critic" else 1)
-    assert problems_done == 2  # the first, and the one in hand
-    assert place.summary(name)["problems"] == 2
+    if sent == signal.SIGINT:
+        assert process.returncode == 130
+        assert place.summary(name)["problems"] == 2  # the first, and the one in hand
     server.delay = 0.0
+    again = start(place, *target)
+    out, said = again.communicate()
+    assert (again.returncode, f"{name}: 100%" in said) == (0, True)
+    assert re.search(rf"  {name}: μ=0\.\d{{3}}, σ=0\.\d{{3}} → (Extract \(σ>τ\)|Skip)", said)
+    assert "plans: 9 parsed" in out
     assert place.run("all", "--max-problems", 3) == 0
     assert_same(place, whole)
 
@@ -768,13 +739,9 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
     assert found["critic"].api_key.get_secret_value() == "b"
     assert (found["critic"].model, set(found)) == ("m", {"critic", "judge"})
     assert KEY not in repr(Endpoint(api_key=KEY))
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://localhost/v1", "http://[::1]:9"])
-def test_a_loopback_address_needs_no_key(tmp_path, url):
-    path = tmp_path / "api_config.json"
-    path.write_text(json.dumps({"critic": {"base_url": url}}))
-    assert load_endpoints(["critic"], path, {})["critic"].base_url == url
+    for url in ("http://127.0.0.1:1/v1", "http://localhost/v1", "http://[::1]:9"):  # need no key
+        path.write_text(json.dumps({"critic": {"base_url": url}}))
+        assert load_endpoints(["critic"], path, {})["critic"].base_url == url
 
 
 @pytest.mark.parametrize(
