@@ -34,7 +34,8 @@ class Results:
         """
         found = [read_json(file) for file in sorted(folder.glob("*.json"))]
         for one in found[1:]:
-            if one["settings"] != found[0]["settings"]:
+            mine, first = one["settings"], found[0]["settings"]
+            if any(mine[name] != first[name] for name in mine.keys() & first.keys()):
                 names = f"{one['cell']} and {found[0]['cell']}"
                 raise UsageError(f"{folder}: {names} have other settings")
         by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
