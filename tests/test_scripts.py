@@ -523,9 +523,7 @@ CONFIGS = [
     "recipes.experience.evaluate.EvaluateConfig",
     "recipes.orchestrator.benchmark.BenchmarkConfig",
     "benchmarks.grpo_step.GRPOStepConfig",
-    "benchmarks.learning_curve.LearningCurveConfig",
     "benchmarks.rollout.RolloutConfig",
-    "benchmarks.scaling.ScalingConfig",
     "benchmarks.serving.ServingConfig",
     "benchmarks.evidence.plan.EvidenceConfig",
 ]
