@@ -24,7 +24,6 @@ from benchmarks.evidence.plan import (
     write_atomically,
 )
 from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
-from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.evidence.training import points
 from benchmarks.trainers import FORMAT
 from rlm.data import Problem
@@ -166,16 +165,10 @@ def _majority(group: Sequence[Graded], strict: bool) -> float:
 
 
 def _rates(result: Evaluation) -> dict[str, Any]:
-    rows = [
-        (graded.text, problem.answer, graded.lenient.correct)
-        for problem, group in zip(result.problems, result.groups, strict=True)
-        for graded in group
-    ]
     return {
         "format": result.format_rate,
         "truncated": result.truncated_rate,
         "tokens": result.length_mean,
-        "watch": reward_hacking(rows),
     }
 
 

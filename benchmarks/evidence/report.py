@@ -183,9 +183,8 @@ def machines(results: Results) -> str:
 
 
 def thirds(runs: Sequence[Sequence[Result]]) -> dict[str, dict[str, float]]:
-    """Means over the steps in each third of the runs; {} where older ones did not note them."""
-    if not runs or not all("watch" in step for step in runs[0]):
-        return {}
+    """Means over the steps in each third of the runs that noted signs of reward hacking."""
+    runs = [run for run in runs if all("watch" in step for step in run)]
     found = {}
     for index, label in enumerate(("first third", "second third", "last third")):
         parts = [run[len(run) * index // 3 : len(run) * (index + 1) // 3] for run in runs]

@@ -162,15 +162,20 @@ class Results:
         """Mean of a rate of the samples over an arm's cells and the pooled test sets."""
         return mean(test[key] for test in self._sampled(arm))
 
-    def watched(self, arm: str, key: str, weight: str = "completions") -> float:
-        """Mean of a sign of reward hacking over an arm's samples.
+    def watched(self, arm: str, key: str, weight: str = "completions", scale: int = 100) -> str:
+        """Mean of a sign of reward hacking over an arm's samples; "–" where nobody looked for it.
+
+        Older cells hold such signs; new ones are not searched for them.
 
         Args:
             weight: of what it is a share: "completions" or the "right" ones among them.
+            scale: 100 for a share.
         """
+        if not all("watch" in test for test in self._sampled(arm)):
+            return "–"
         tests = [test["watch"] for test in self._sampled(arm)]
         total = sum(test[key] * test[weight] for test in tests)
-        return total / max(1, sum(test[weight] for test in tests))
+        return f"{scale * total / max(1, sum(test[weight] for test in tests)):.1f}"
 
     def _sampled(self, arm: str) -> list[dict[str, Any]]:
         return [c["tests"][name]["sampled"] for c in self.arms[arm] for name in self.pooled]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,6 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.evidence.plan import ARMS, OURS, START, Cell, EvidenceConfig, made_once, read_json
 from benchmarks.evidence.pools import pools, without_golds
-from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.trainers import FORMAT
 from rlm.data import Problem
 from rlm.evaluation import evaluate
@@ -186,10 +186,12 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
     GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
-    drawn = _by_step(read_lines(options.run_dir / "samples.jsonl", repair=False))
+    drawn: Counter[int] = Counter()  # DAPO draws more for some of its groups
+    for group in read_lines(options.run_dir / "samples.jsonl", repair=False):
+        drawn[group["step"]] += len(group["completions"])
     steps = [
         {
-            "samples": len(drawn[row["step"]]),  # DAPO draws more for some of its groups
+            "samples": drawn[row["step"]],
             "sample": row["time/sample"],
             "score": row["time/score"],
             "learn": row["time/learn"],
@@ -198,7 +200,6 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
             "length": row["completion/length_mean"],
             "truncated": row["completion/truncated_rate"],
             "entropy": row.get("policy/entropy"),
-            "watch": reward_hacking(drawn[row["step"]]),
         }
         for row in rows
     ]
@@ -259,12 +260,3 @@ def is_whole(checkpoint: Path) -> bool:
 
 def _adapter(config: EvidenceConfig, cell: Cell, arm: str) -> Path:
     return config.folder(Cell(arm, cell.seed)) / "adapter"
-
-
-def _by_step(rows: Sequence[Record]) -> dict[int, list[tuple[str, str, bool]]]:
-    steps: dict[int, list[tuple[str, str, bool]]] = {}
-    for row in rows:
-        texts = zip(row["completions"], row["rewards"], strict=True)
-        found = [(text, row["answer"], bool(reward)) for text, reward in texts]
-        steps.setdefault(row["step"], []).extend(found)
-    return steps

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
-from benchmarks.evidence import grid, plan, pools, report, reward_hacking, training
+from benchmarks.evidence import grid, plan, pools, report, training
 from benchmarks.evidence.intervals import Interval, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
 from benchmarks.evidence.plots import _curve_points
@@ -340,29 +340,6 @@ def test_maj_at_8_is_the_mean_over_groups_of_8():
 
     answers = ["5"] * 5 + ["6"] * 3 + ["5"] * 4 + ["6"] * 4  # won, then a tie
     assert _majority([graded(answer) for answer in answers], strict=True) == 0.75
-
-
-# --- reading by rule ----------------------------------------------------------------------------
-
-
-def test_a_reward_without_reasoning_is_seen():
-    def says(reasoning):
-        return f"<think>\n{reasoning}\n</think>\n<answer>12</answer>"
-
-    rows = [
-        (says("3 * 4 = 12"), "12", True),
-        (says("it is 12"), "12", True),  # without reasoning
-        (says("3 * 4 = 12 so 1 + 1 = 3"), "12", True),  # a false step
-        (says("a b c d " * 3), "13", False),  # repeats
-    ]
-    found = reward_hacking.reward_hacking(rows)
-    assert (found["completions"], found["right"]) == (4, 3)
-    assert found["right_without_reasoning"] == pytest.approx(1 / 3)
-    assert found["right_with_false_step"] == pytest.approx(1 / 3)
-    assert found["repeated"] == 0.25
-    assert found["reasoning_words"] == (5 + 3 + 11 + 12) / 4
-    assert not reward_hacking.repeats("a b c d " * 2)
-    assert reward_hacking.reward_hacking([])["right_without_reasoning"] == 0
 
 
 # --- every arm on a tiny model ------------------------------------------------------------------
