@@ -21,6 +21,8 @@ from rlm.cli import UsageError
 from rlm.sampling import Completion, Request, Sampler, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
+Lengths = Sequence[Sequence[int]]  # of the completions of each prompt
+Seeds = Sequence[int]  # of the prompts
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
 PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
 
@@ -32,7 +34,7 @@ class Ours:
     sampler: Sampler
     max_num_seqs: int  # of `lengths`; `fixed` takes all its rows at once
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
         sampler, ends = self.sampler, self.sampler.stop_ids
         sampler.stop_ids, sampler.max_num_seqs = frozenset(), len(prompts) * n
         try:
@@ -40,9 +42,7 @@ class Ours:
         finally:
             sampler.stop_ids = ends
 
-    def lengths(
-        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
-    ) -> int:
+    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
         """An end token is put where the recording had one, another where one is drawn early."""
         stop_ids, self.sampler.max_num_seqs = self.sampler.stop_ids, self.max_num_seqs
         end = min(stop_ids)
@@ -98,15 +98,12 @@ class Generate:
         # `generate` fills in from the model's own config what a call leaves open.
         self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
         torch.manual_seed(seeds[0])
         rows = [prompt for prompt in prompts for _ in range(n)]
-        drawn = self._generate(rows, new_tokens, None)
-        return drawn.numel()
+        return self._generate(rows, new_tokens, None).numel()
 
-    def lengths(
-        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
-    ) -> int:
+    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
         torch.manual_seed(seeds[0])
         rows = [
             (prompt, length)
@@ -146,7 +143,7 @@ class Generate:
         )
         return output[:, longest:]
 
-    def choose_options(self, prompts: Prompts, n: int, seeds: Sequence[int]) -> dict[str, float]:
+    def choose_options(self, prompts: Prompts, n: int, seeds: Seeds) -> dict[str, float]:
         """Try each kind of cache once, keep the fastest; the seconds of each."""
         kinds: dict[str, dict[str, Any]] = {
             "dynamic cache": {},
@@ -178,14 +175,12 @@ class VLLM:
         self.url = self.url.rstrip("/").removesuffix("/v1")
         self.model = self._ask("GET", "/v1/models")["data"][0]["id"]
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
         """One request a prompt, so that it is read once."""
         jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
         return self._complete(jobs)
 
-    def lengths(
-        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
-    ) -> int:
+    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
         return self._complete(
             [
                 (prompt, 1, length, seed + row)
