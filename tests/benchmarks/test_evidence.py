@@ -453,7 +453,7 @@ def test_curves_are_joined_by_samples_not_by_place():
 
     way, end, more = point(20, 1, 0), point(40, 1, 1), point(10, 0, 0)
     start = cells("sft", [point(0, 0, 0)], [point(0, 0, 0)], [point(0, 1, 1)])  # no GRPO of seed 2
-    arms = {"sft": start, "grpo": cells("grpo", [way, end], [more, way, end])}
+    arms = {"sft": start, "grpo": cells("grpo", [more, way, end], [way, end])}
     arms["trl"] = cells("trl", [point(40, 1, 1)], [point(60, 0, 0)])  # its ends are apart
     found = Results(arms)
     expected = {"grpo": [(0, 0.0), (20, 0.5), (40, 1.0)], "trl": [(0, 0.0), (50, 0.5)]}
@@ -697,6 +697,8 @@ def test_the_report_renders_every_section(finished, page):
         assert (finished.docs / picture).stat().st_size > 5000
     assert "Over fewer than 10 seeds they are too narrow as to seeds" in page
     assert "Wrong answers" not in page  # nobody wrote any down
+    for row in section(page, "Is the reward earned").splitlines()[6:8]:  # signs of older cells
+        assert row.endswith(" | – | – | – | – |")
     assert "Not run" not in page
     assert str(finished.grid.parent) not in page
     for block in page.split("\n\n"):  # every row of a table has as many entries as its head
