@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from rlm.cli import check_values, flag, terminal
+from rlm.evaluation import show_table
 from rlm.model import hardware as machine
+from rlm.runs import git_commit, replace_json
 
 T = TypeVar("T")
 
@@ -145,34 +144,27 @@ def summary(runs: Sequence[float]) -> dict[str, Any]:
     return {"runs": list(runs), "median": median, "min": min(runs), "max": max(runs)}
 
 
-def ahead(ours: float, peer: float, *, more_is_better: bool) -> float:
-    """By which factor ours is ahead: above 1 is better, whichever way the unit points.
-
-    >>> ahead(30.0, 10.0, more_is_better=True), ahead(2.0, 8.0, more_is_better=False)
-    (3.0, 4.0)
-    """
-    return ours / peer if more_is_better else peer / ours
-
-
 def cell(
-    name: str, unit: str, runs: Mapping[str, Sequence[float]], *, more_is_better: bool, **more: Any
+    name: str, unit: str, runs: Mapping[str, Sequence[float]], *, more_is_better: bool
 ) -> dict[str, Any]:
-    """One line of a report. The ratio is that of the medians; its range is over repetitions.
+    """One line of a report. A ratio above 1 says that ours is ahead, whichever way the unit points.
+
+    It is that of the medians; its range is over repetitions.
 
     Args:
         runs: by arm, "ours" among them; repetition i of every arm is the same work.
-        more: further entries, kept as they are.
     """
     arms = {arm: summary(values) for arm, values in runs.items()}
     ratio, ranges = {}, {}
+
+    def ahead(mine: float, theirs: float) -> float:
+        return mine / theirs if more_is_better else theirs / mine
+
     for arm in [arm for arm in arms if arm != OURS]:
-        pairs = [
-            ahead(mine, theirs, more_is_better=more_is_better)
-            for mine, theirs in zip(runs[OURS], runs[arm], strict=True)
-        ]
-        ratio[arm] = ahead(arms[OURS]["median"], arms[arm]["median"], more_is_better=more_is_better)
+        ratio[arm] = ahead(arms[OURS]["median"], arms[arm]["median"])
+        pairs = [ahead(*pair) for pair in zip(runs[OURS], runs[arm], strict=True)]
         ranges[arm] = [min(pairs), max(pairs)]
-    return {"name": name, "unit": unit, "arms": arms, "ratio": ratio, "ratio_range": ranges, **more}
+    return {"name": name, "unit": unit, "arms": arms, "ratio": ratio, "ratio_range": ranges}
 
 
 def report(
@@ -214,8 +206,6 @@ def provenance(benchmark: str) -> dict[str, Any]:
 
 def code_commit() -> str | None:
     """The commit of this code, with -dirty behind it where tracked files were changed since."""
-    from rlm.runs import git_commit
-
     commit = git_commit()
     if commit is None:
         return None
@@ -250,47 +240,24 @@ def describe_machine() -> dict[str, Any]:
 
 
 def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
-    """A table: for each cell the median of each arm (smallest – largest), then the ratios.
-
-    All cells have the same arms.
-    """
-    names, peers = list(cells[0]["arms"]), list(cells[0]["ratio"])
-    headers = [title, *names, *(f"ahead of {peer}" for peer in peers), "note"]
-    rows = []
+    """A table: for each cell the median of each arm (smallest – largest), then the ratios."""
+    rows = {}
     for row in cells:
-        figures = [_spread(row["arms"][name]) for name in names]
-        ratios = [_ratio(row, peer) for peer in peers]
-        rows.append([f"{row['name']}, {row['unit']}", *figures, *ratios, row.get("note", "")])
-    print_table(headers, rows)
+        columns = {
+            arm: f"{found['median']:.4g} ({found['min']:.4g} – {found['max']:.4g})"
+            for arm, found in row["arms"].items()
+        }
+        for peer, (low, high) in row["ratio_range"].items():
+            columns[f"ahead of {peer}"] = f"{row['ratio'][peer]:.2f} × ({low:.2f} – {high:.2f})"
+        rows[f"{row['name']}, {row['unit']}"] = columns | {"note": row.get("note", "")}
+    show_table("", rows, title)
 
 
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    table = Table(box=SIMPLE_HEAD)
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*(str(entry) for entry in row))
-    # In a file nothing limits a line: a table needs no line breaks there.
-    console = terminal.console if terminal.console.is_terminal else Console(width=200)
-    console.print(table)
-
-
-def _spread(figures: Mapping[str, float]) -> str:
-    return f"{figures['median']:.4g} ({figures['min']:.4g} – {figures['max']:.4g})"
-
-
-def _ratio(row: Mapping[str, Any], peer: str) -> str:
-    low, high = row["ratio_range"][peer]
-    return f"{row['ratio'][peer]:.2f} × ({low:.2f} – {high:.2f})"
-
-
-def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-    terminal.line(f"written: {path}")
+def write_report(path: Path | None, content: Mapping[str, Any]) -> None:
+    """Write what `--json` asks for, if it does."""
+    if path is not None:
+        replace_json(path, content)
+        terminal.line(f"written: {path}")
 
 
 if __name__ == "__main__":

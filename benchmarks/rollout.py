@@ -7,11 +7,11 @@ headline is 64 rows of fixed length. Ours is also set against the floor of this 
     python -m benchmarks.rollout --json docs/results/rollout.json
     python -m benchmarks.rollout --adapter weights/sft_lora
     python -m benchmarks.rollout --vllm-url http://127.0.0.1:8000
-    python -m benchmarks.rollout --record-lengths weights/sft_lora     # makes lengths.json
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,20 +22,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor, harness, lengths, samplers, shapes
-from benchmarks.lengths import GROUP
+from benchmarks import floor, harness, samplers, shapes
 from rlm.cli import flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems, render_prompt
-from rlm.model import (
-    QUANTIZATIONS,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    pick_device,
-    prepare_process,
-)
+from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler, prompt_seed
 
+LENGTHS = Path(__file__).with_name("lengths.json")  # of a real run's completions
+GROUP = 8  # completions of a prompt
 HEADLINE_ROWS = 64
 MAX_NUM_SEQS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
 # A server's threads go on spinning for a second or two after its last token (vLLM's do), on the
@@ -46,15 +40,11 @@ SERVER_REST = 4.0
 @dataclass
 class RolloutConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter that ours and generate draw with")
-    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each", min=1)
     new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length", min=1)
     lengths: bool = flag(True, "also replay the recorded lengths")
-    memory: bool = flag(True, "also measure each arm's peak memory, in processes of their own")
     repeats: int = flag(3, "measured repetitions of each cell, after a warm-up", min=1)
     vllm_url: str | None = flag(None, "a running `vllm serve` with the same model")
-    llama_url: str | None = flag(None, "a running llama-server with the same model")
-    record_lengths: Path | None = flag(None, "sample with this adapter, write lengths.json, end")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +63,7 @@ class Bench:
     problems: Sequence[Problem]
     tokenizer: Any
     cost: floor.ModelCost
-    arms: dict[str, samplers.Ours | samplers.Generate | samplers.Server]
+    arms: dict[str, samplers.Ours | samplers.Generate | samplers.VLLM]
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
         """Prompts and seeds of a repetition: new ones each time, the same for every arm."""
@@ -89,7 +79,7 @@ class Bench:
             method: "fixed" or "lengths"; `args` are what it takes between prompts and seeds.
             tokens: how many it draws.
         """
-        rest = SERVER_REST if self.config.vllm_url or self.config.llama_url else 0
+        rest = SERVER_REST if self.config.vllm_url else 0
 
         def run(arm: Any, repetition: int) -> float:
             texts, seeds = self.work(prompts, repetition)
@@ -107,19 +97,16 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
     device = pick_device()
     problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
     tokenizer = load_tokenizer(model)
-    base = load_base(model, device, quantize=config.quantize)
+    base = load_base(model, device)
     cost = floor.ModelCost.of(base)
-    policy = base
-    if config.adapter:
-        policy = load_adapter(base, config.adapter, trainable=False)
+    policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
     arms: dict[str, Any] = {}
     if only in (None, harness.OURS):
         arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer), MAX_NUM_SEQS)
     if only in (None, "generate"):
         arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id, MAX_NUM_SEQS)
-    for name, url in {"vllm": config.vllm_url, "llama.cpp": config.llama_url}.items():
-        if url and only is None:
-            arms[name] = samplers.Server(url, **samplers.SERVERS[name])
+    if config.vllm_url and only is None:
+        arms["vllm"] = samplers.VLLM(config.vllm_url)
     return Bench(config, problems, tokenizer, cost, arms)
 
 
@@ -182,28 +169,20 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
 
 def main(config: RolloutConfig) -> int:
     prepare_process()
-    recorded = None
-    if config.lengths and not config.record_lengths:
-        recorded = lengths.read()  # before minutes of work
     with shapes.model_at(config.model) as model:
-        if config.record_lengths:
-            lengths.record(config, model)
-            return 0
-        harness.write_json(config.json, measure(config, model, recorded))
+        harness.write_report(config.json, measure(config, model))
     return 0
 
 
-def measure(
-    config: RolloutConfig, model: str, recorded: tuple[list[list[int]], int] | None
-) -> dict[str, Any]:
+def measure(config: RolloutConfig, model: str) -> dict[str, Any]:
     """Load, choose the peer's options, run all cells; the report."""
     memory = {}
-    if config.memory:  # first: these processes want the memory that the models below will hold
-        for arm in (harness.OURS, "generate"):
-            arguments = {"arm": arm, "config": to_dict(config), "model": model}
-            child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
-            memory[arm] = child["peak_memory_gb"]
-            terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
+    # First: these processes want the memory that the models below will hold.
+    for arm in (harness.OURS, "generate"):
+        arguments = {"arm": arm, "config": to_dict(config), "model": model}
+        child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
+        memory[arm] = child["peak_memory_gb"]
+        terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
     bench = load_bench(config, model)
     device = pick_device()
     rates = floor.measure(device.type, device.dtype)
@@ -222,8 +201,9 @@ def measure(
         medians = (f"{arm} {runs['median']:.0f}" for arm, runs in cells[-1]["arms"].items())
         terminal.line(f"{cells[-1]['name']}: {', '.join(medians)} tokens/s")
     headline = next((c for c in cells if c["name"].startswith(f"{HEADLINE_ROWS} rows")), cells[-1])
-    if recorded:
-        cells.append(lengths_cell(bench, *recorded))
+    if config.lengths:
+        recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))
+        cells.append(lengths_cell(bench, recorded["lengths"], recorded["limit"]))
     harness.show("rollouts", cells)
     return harness.report(
         "rollout",

@@ -1,4 +1,4 @@
-"""The arms of `rollout.py`: our sampler, transformers' `generate`, servers of OpenAI's API.
+"""The arms of `rollout.py`: our sampler, transformers' `generate`, a server of vLLM.
 
 Each has two methods: `fixed` (every row draws the same number of tokens, ends ignored) and
 `lengths` (each row ends at its own). Both return how many useful tokens were drawn.
@@ -6,15 +6,14 @@ Each has two methods: `fixed` (every row draws the same number of tokens, ends i
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import httpx2
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
@@ -22,6 +21,8 @@ from rlm.cli import UsageError
 from rlm.sampling import Completion, Request, Sampler, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
+Lengths = Sequence[Sequence[int]]  # of the completions of each prompt
+Seeds = Sequence[int]  # of the prompts
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
 PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
 
@@ -33,7 +34,7 @@ class Ours:
     sampler: Sampler
     max_num_seqs: int  # of `lengths`; `fixed` takes all its rows at once
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
         sampler, ends = self.sampler, self.sampler.stop_ids
         sampler.stop_ids, sampler.max_num_seqs = frozenset(), len(prompts) * n
         try:
@@ -41,9 +42,7 @@ class Ours:
         finally:
             sampler.stop_ids = ends
 
-    def lengths(
-        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
-    ) -> int:
+    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
         """An end token is put where the recording had one, another where one is drawn early."""
         stop_ids, self.sampler.max_num_seqs = self.sampler.stop_ids, self.max_num_seqs
         end = min(stop_ids)
@@ -99,15 +98,12 @@ class Generate:
         # `generate` fills in from the model's own config what a call leaves open.
         self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
         torch.manual_seed(seeds[0])
         rows = [prompt for prompt in prompts for _ in range(n)]
-        drawn = self._generate(rows, new_tokens, None)
-        return drawn.numel()
+        return self._generate(rows, new_tokens, None).numel()
 
-    def lengths(
-        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
-    ) -> int:
+    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
         torch.manual_seed(seeds[0])
         rows = [
             (prompt, length)
@@ -147,7 +143,7 @@ class Generate:
         )
         return output[:, longest:]
 
-    def choose_options(self, prompts: Prompts, n: int, seeds: Sequence[int]) -> dict[str, float]:
+    def choose_options(self, prompts: Prompts, n: int, seeds: Seeds) -> dict[str, float]:
         """Try each kind of cache once, keep the fastest; the seconds of each."""
         kinds: dict[str, dict[str, Any]] = {
             "dynamic cache": {},
@@ -165,42 +161,26 @@ class Generate:
         return seconds
 
 
-SERVERS: dict[str, dict[str, Any]] = {
-    # -1 is "off" in every version of it; 0 only in the newer ones.
-    "vllm": {"one_request_a_prompt": True, "options": {"top_k": -1, "ignore_eos": True}},
-    # Nothing but the temperature between logits and draw: its default chain filters and penalises.
-    "llama.cpp": {
-        "one_request_a_prompt": False,
-        "options": {"samplers": ["temperature"], "ignore_eos": True},
-    },
-}
-
-
 @dataclass
-class Server:
-    """A server of OpenAI's completions API that holds the same model. Prompts are token ids.
+class VLLM:
+    """A running `vllm serve` that holds the same model. Prompts are token ids.
 
     All requests are sent at once; the server does its own batching.
     """
 
     url: str
-    one_request_a_prompt: bool  # with n completions, so that the prompt is read once
-    options: dict[str, Any]
     model: str = ""
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/").removesuffix("/v1")
-        self.model = self._ask("/v1/models")["data"][0]["id"]
+        self.model = self._ask("GET", "/v1/models")["data"][0]["id"]
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Sequence[int]) -> int:
-        if not self.one_request_a_prompt:
-            return self.lengths(prompts, [[new_tokens] * n for _ in prompts], seeds)
+    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
+        """One request a prompt, so that it is read once."""
         jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
         return self._complete(jobs)
 
-    def lengths(
-        self, prompts: Prompts, lengths: Sequence[Sequence[int]], seeds: Sequence[int]
-    ) -> int:
+    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
         return self._complete(
             [
                 (prompt, 1, length, seed + row)
@@ -220,9 +200,11 @@ class Server:
                 "seed": seed % 2**31,  # what a server takes
                 "temperature": 1.0,
                 "top_p": 1.0,
-                **self.options,
+                "top_k": -1,  # "off" in every version of it; 0 only in the newer ones
+                "ignore_eos": True,
             }
-            drawn = self._ask("/v1/completions", body)["usage"]["completion_tokens"]
+            answer = self._ask("POST", "/v1/completions", body)
+            drawn = answer["usage"]["completion_tokens"]
             if drawn != n * max_tokens:
                 raise RuntimeError(f"{self.url} drew {drawn} tokens instead of {n * max_tokens}")
             return drawn
@@ -230,14 +212,9 @@ class Server:
         with ThreadPoolExecutor(len(jobs)) as pool:
             return sum(pool.map(ask, jobs))
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                return json.load(answer)
-        except OSError as error:
+            answer = httpx2.request(method, self.url + path, json=body, timeout=TIMEOUT)
+            return answer.raise_for_status().json()
+        except httpx2.HTTPError as error:
             raise UsageError(f"{self.url}{path}: {error}") from error

@@ -41,7 +41,6 @@ class ServingConfig(harness.BenchmarkConfig):
     max_tokens: int = flag(64, "longest completion", min=1)
     repeats: int = flag(3, "measured repetitions, after a warm-up", min=1)
     peer: bool = flag(True, "also run transformers serve")
-    continuous: bool = flag(True, "its continuous batching (without, it takes one at a time)")
 
 
 @dataclass(frozen=True)
@@ -184,11 +183,9 @@ def main(config: ServingConfig) -> int:
         if config.peer:
             directory = model_directory(model)
             peer = ["-m", "transformers.cli.transformers", "serve"]
-            peer += ["--device", "cpu", "--dtype", "float32"]
-            peer += ["--continuous-batching"] if config.continuous else []
-            peer += [directory]
+            peer += ["--device", "cpu", "--dtype", "float32", "--continuous-batching", directory]
             servers[PEER] = stack.enter_context(running(peer, directory, "/health"))
-        harness.write_json(config.json, measure(config, servers))
+        harness.write_report(config.json, measure(config, servers))
     return 0
 
 

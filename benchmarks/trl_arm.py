@@ -1,12 +1,11 @@
 """TRL's GRPOTrainer as an arm of a benchmark: the same work as `trainers.run_ours`.
 
 Imported only in the arm's own process: TRL takes seconds and memory to load. `settings` are what a
-user of TRL can choose without changing what is learned (`TRLFlags`, `grpo_step --tune`).
+user of TRL can choose without changing what is learned (`TRLFlags`).
 """
 
 from __future__ import annotations
 
-import resource
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,17 +18,15 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from benchmarks.trainers import FORMAT, Recorder, Work, reward_function
+from benchmarks.trainers import FORMAT, ScriptedReward, Work
 from rlm.data import Problem, render_prompt, stop_token_ids
 from rlm.model import (
-    base_model_hash,
     load_adapter,
     load_base,
     load_tokenizer,
     new_adapter,
     pick_device,
     prepare_process,
-    save_adapter,
 )
 
 
@@ -57,16 +54,12 @@ class TimedTrainer(trl.GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Cuts the run into steps, and ends it when the minutes are over."""
+    """Cuts the run into steps."""
 
-    def __init__(self, minutes: float | None) -> None:
-        self.minutes = minutes
+    def __init__(self) -> None:
         self.trainer: TimedTrainer | None = None
         self.steps: list[dict[str, float]] = []
-        self.run_started = self.step_started = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run_started = time.monotonic()
+        self.step_started = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.step_started = time.monotonic()
@@ -78,38 +71,26 @@ class Clock(TrainerCallback):
             raise RuntimeError(f"no time was noted for a part of the step: {spent}")
         learn = now - self.step_started - sum(spent.values())
         self.steps.append({**spent, "learn": learn, "length_mean": self.trainer.length_mean})
-        if self.minutes is not None and now - self.run_started >= 60 * self.minutes:
-            control.should_training_stop = True
 
 
-def run_trl(
-    work: dict[str, Any], settings: dict[str, Any], memory_limit: int | None = None
-) -> dict[str, Any]:
-    """Train as `work` says; seconds of every step (the first is the warm-up), snapshots."""
-    if memory_limit:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Train as `work` says; seconds of every step, of which the first is the warm-up."""
     work = Work(**work)
     if settings["malloc"]:
         prepare_process()
     policy, tokenizer = load_policy(work, settings["attn"])
-    base_hash = base_model_hash(work.model)
-    recorder = Recorder(
-        work,
-        lambda path: save_adapter(policy, tokenizer, path, {"base_hash": base_hash}),
-    )
-    clock = Clock(work.minutes)
+    reward, clock = ScriptedReward(work.reward, work.group_size), Clock()
     with tempfile.TemporaryDirectory() as folder:
         clock.trainer = TimedTrainer(
             model=policy,
-            reward_funcs=recorder.around(reward_function(work.reward, work.group_size)),
+            reward_funcs=reward.score,
             args=config_for(work, settings, folder),
             train_dataset=dataset(work.problems(work.pool()), tokenizer),
             processing_class=tokenizer,
             callbacks=[clock],
         )
         clock.trainer.train()
-    recorder.snapshot(len(clock.steps))
-    return recorder.result(clock.steps)
+    return reward.result(clock.steps)
 
 
 def load_policy(work: Work, attn: str = "sdpa") -> tuple[PeftModel, PreTrainedTokenizerBase]:
@@ -130,7 +111,7 @@ def config_for(work: Work, settings: Mapping[str, Any], folder: str, **more: Any
     Args:
         more: other options of TRL's, which win.
     """
-    rows = work.prompts * work.group_size
+    rows = work.batch_size * work.group_size
     if rows % settings["batch"]:
         raise ValueError(f"a batch of {settings['batch']} does not divide the {rows} rows")
     use_cpu = pick_device().type == "cpu"

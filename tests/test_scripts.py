@@ -513,9 +513,7 @@ CONFIGS = [
     "recipes.experience.train.TrainConfig",
     "recipes.experience.evaluate.EvaluateConfig",
     "benchmarks.grpo_step.GRPOStepConfig",
-    "benchmarks.learning_curve.LearningCurveConfig",
     "benchmarks.rollout.RolloutConfig",
-    "benchmarks.scaling.ScalingConfig",
     "benchmarks.serving.ServingConfig",
     "benchmarks.evidence.plan.EvidenceConfig",
 ]

@@ -1,4 +1,4 @@
-"""The command line: run the grid, show it, report it, read its failures, ship an adapter."""
+"""The command line: run the grid, show it, report it, ship an adapter."""
 
 import sys
 
@@ -30,10 +30,6 @@ def main(config: EvidenceConfig) -> int:
         from benchmarks.evidence.report import write_report
 
         write_report(config)
-    elif config.command == "failures":
-        from benchmarks.evidence.failures import write_failures
-
-        write_failures(config)
     else:
         from benchmarks.evidence.ship import ship
 

@@ -1,6 +1,6 @@
 """Run the cells that are not done, each in processes of its own; nothing that is done is repeated.
 
-A cell's directory: `train/` (checkpoints), `adapter/`, `train.json` (trained), `judged/` (a file
+A cell's directory: `train/` (checkpoints), `adapter/`, `train.json` (trained), `scores/` (a file
 for each test set), `result.json` (done), `log.txt`. The JSON files are renamed into place when they
 are complete, so a kill at any moment leaves either the work or no trace of it, and the same command
 goes on: our trainer and TRL's from their last checkpoint, SFT from its start, judging from the
@@ -9,19 +9,18 @@ test set it was at. A cell that fails is named with its log, and the others go o
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import harness
 from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json, write_atomically
 from rlm.cli import UsageError, terminal
+from rlm.evaluation import show_table
+from rlm.runs import lock_file
 
 THIS = "benchmarks.evidence.grid"
 
@@ -58,16 +57,22 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
         if not all(is_trained(config, needed) for needed in cell.needs):
             terminal.line(f"{cell.name}: left for later, what it needs is not done")
             continue
-        with locked(config.folder(cell)) as lock:
-            if lock is None:
-                terminal.line(f"{cell.name}: another process is at it")
-            elif not is_done(config, cell) and not run_cell(config, cell, lock):
+        config.folder(cell).mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_file(config.folder(cell) / "lock", cell.name, "is at it")
+        except UsageError as held:
+            terminal.line(str(held))
+            continue
+        with lock:
+            if not is_done(config, cell) and not run_cell(config, cell, lock.fileno()):
                 failed.append(cell)
     return [cell for cell in chosen if not is_done(config, cell)], failed
 
 
 def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     """Train and judge a cell, each in a process of its own that keeps the lock while it lives.
+
+    So where the grid is killed and a child lives on, no second process writes into its cell.
 
     Returns:
         False if a process ended badly; what was done stays.
@@ -83,23 +88,6 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
             return False
     terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
     return True
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[int | None]:
-    """The lock on a cell, or none: another process holds it.
-
-    It belongs to all who hold the descriptor: a killed grid's child lives on, inherits it, and no
-    second process writes into its cell. The system frees it when the last of them ends.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-        else:
-            yield stream.fileno()
 
 
 # --- in a cell's own process --------------------------------------------------------------------
@@ -132,14 +120,13 @@ def state(config: EvidenceConfig, cell: Cell) -> str:
     folder = config.folder(cell)
     if is_done(config, cell):
         return "done"
-    if (folder / "judged").exists():
-        return f"judged on {len(list((folder / 'judged').glob('*.json')))} sets"
+    if (folder / "scores").exists():
+        return f"judged on {len(list((folder / 'scores').glob('*.json')))} sets"
     if (folder / "train.json").exists():
         return "trained"
-    metrics = [folder / "train" / name for name in ("metrics.jsonl", "steps.jsonl")]
-    for file in metrics:
-        if file.exists():
-            return f"step {len(file.read_text(encoding='utf-8').splitlines())} of {config.steps}"
+    steps = [*folder.glob("train/metrics.jsonl"), *folder.glob("train/steps.jsonl")]
+    if steps:
+        return f"step {len(steps[0].read_text(encoding='utf-8').splitlines())} of {config.steps}"
     return "left"
 
 
@@ -153,8 +140,8 @@ def show(config: EvidenceConfig) -> None:
         took.setdefault(cell.arm, []).append(seconds)
     left = [cell for cell in chosen if not is_done(config, cell)]
     expected = {arm: terminal.duration(mean(seconds)) for arm, seconds in took.items()}
-    rows = [[cell.name, state(config, cell), expected.get(cell.arm, "?")] for cell in chosen]
-    harness.print_table(["cell", "state", "time"], rows)
+    rows = {c.name: {"state": state(config, c), "time": expected.get(c.arm, "?")} for c in chosen}
+    show_table("", rows, "cell")
     known = [mean(took[cell.arm]) for cell in left if cell.arm in took]
     unknown = len(left) - len(known)
     more = f", and {unknown} cells of arms that none is done of" if unknown else ""

@@ -1,4 +1,4 @@
-"""A cell on the test sets: every completion in `judged/`, what the report needs in `result.json`.
+"""A cell on the test sets: scores and texts in `scores/`, what the report needs in `result.json`.
 
 Each test set is written when it is complete, so a kill costs one set at most.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks import harness
-from benchmarks.evidence.base_prompts import AS_TRAINED, Prompt, candidate_prompts
 from benchmarks.evidence.plan import (
     ARMS,
     Cell,
@@ -25,28 +24,27 @@ from benchmarks.evidence.plan import (
     write_atomically,
 )
 from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
-from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.evidence.training import points
 from benchmarks.trainers import FORMAT
 from rlm.data import Problem
-from rlm.evaluation import Evaluation, Graded, evaluate
+from rlm.evaluation import GRADINGS, Evaluation, Graded, evaluate
 from rlm.grading import majority_score
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
 
 VOTERS = 8  # of maj@8
-GRADINGS = {"strict": True, "lenient": False}
+SHOTS = 8  # worked examples that `base_few` is shown: the best of 2, 4 and 8 (docs/results)
 
 
 @dataclass
 class Judge:
-    """A model on problems, under one prompt."""
+    """A model on problems. The base may be shown (question, completion) pairs first."""
 
     sampler: Sampler
     tokenizer: Any
     max_new_tokens: int
     seed: int
-    prompt: Prompt = AS_TRAINED
+    examples: Sequence[tuple[str, str]] = ()
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
         """One greedy completion of each (k = 1), or k drawn at the training temperature."""
@@ -59,8 +57,7 @@ class Judge:
             temperature=0.0 if k == 1 else 1.0,
             k=k,
             seed=self.seed,
-            examples=self.prompt.examples,
-            system_prompt=self.prompt.system_prompt,
+            examples=self.examples,
         )
 
 
@@ -76,15 +73,15 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
         model = load_adapter(model, folder / "adapter", trainable=False)
         training = read_json(folder / "train.json")
     limit = config.base_new_tokens if is_base else config.max_new_tokens
-    examiner = Judge(Sampler(model, tokenizer), tokenizer, limit, cell.seed)
-    if is_base:
-        training = _best_prompt(config, cell, examiner)
+    learned = pools(config, cell.seed)
+    shown = learned.solved[:SHOTS] if cell.arm == "base_few" else ()
+    examples = [(p.question, FORMAT.completion(p.solution, p.answer)) for p in shown]
+    examiner = Judge(Sampler(model, tokenizer), tokenizer, limit, cell.seed, examples)
     tests = {}
     for test in judged_sets(config, base=is_base):
-        file = folder / "judged" / f"{test.name}.json"
-        tests[test.name] = summed_up(made_once(file, partial(_judged, config, examiner, test)))
-    validation = pools(config, cell.seed).validation
-    curve = [] if is_base else _curve(config, cell, examiner, model, validation, training)
+        file = folder / "scores" / f"{test.name}.json"
+        tests[test.name] = made_once(file, partial(_judged, config, examiner, test))["scores"]
+    curve = [] if is_base else _curve(config, cell, examiner, model, learned.validation, training)
     result = {
         "cell": cell.name,
         "arm": cell.arm,
@@ -98,12 +95,6 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
     }
     made_by = harness.provenance("evidence") | {"command": command_of(config, cell)}
     write_atomically(folder / "result.json", result | made_by)
-
-
-def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
-    greedy = examiner(test.problems, 1)
-    sampled = examiner(test.problems[: test.sampled], config.samples)
-    return {"greedy": as_rows(greedy), "sampled": as_rows(sampled)}
 
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
@@ -126,33 +117,43 @@ def _public(name: str, value: object) -> object:
     return Path(str(value)).name if name == "model" and Path(str(value)).is_dir() else value
 
 
-# --- rows and sums ------------------------------------------------------------------------------
+# --- a test set ---------------------------------------------------------------------------------
 
 
-def as_rows(result: Evaluation) -> list[dict[str, Any]]:
-    """Problems and completions, to read and to sum up."""
-    return [
-        {
-            "id": problem.id,
-            "family": str(problem.columns.get("family", "")),
-            "question": problem.question,
-            "answer": problem.answer,
-            "solution": problem.solution,
-            "completions": [_row(graded) for graded in group],
-            "majority": {name: _majority(group, strict) for name, strict in GRADINGS.items()},
+def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
+    """One test set: `scores` for the report, and the texts to read."""
+    greedy = examiner(test.problems, 1)
+    sampled = examiner(test.problems[: test.sampled], config.samples)
+    texts = {
+        kind: {
+            problem.id: [graded.text for graded in group]
+            for problem, group in zip(found.problems, found.groups, strict=True)
         }
-        for problem, group in zip(result.problems, result.groups, strict=True)
-    ]
-
-
-def _row(graded: Graded) -> dict[str, Any]:
-    return {
-        "text": graded.text,
-        "strict": graded.strict.reason,
-        "lenient": graded.lenient.reason,
-        "tokens": graded.tokens,
-        "truncated": graded.truncated,
+        for kind, found in (("greedy", greedy), ("sampled", sampled))
     }
+    return {"scores": scores_of(greedy, sampled), "texts": texts}
+
+
+def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
+    """One test set as the report keeps it: a zero or a one for each completion, no texts."""
+    majority = {
+        name: [_majority(group, strict) for group in sampled.groups]
+        for name, strict in GRADINGS.items()
+    }
+    return {
+        "problems": [problem.id for problem in greedy.problems],
+        "families": [str(problem.columns.get("family", "")) for problem in greedy.problems],
+        "greedy": {name: "".join(_bits(greedy, strict)) for name, strict in GRADINGS.items()}
+        | _rates(greedy),
+        "sampled": {name: _bits(sampled, strict) for name, strict in GRADINGS.items()}
+        | {"majority": majority}
+        | _rates(sampled),
+    }
+
+
+def _bits(result: Evaluation, strict: bool) -> list[str]:
+    """For each problem a text of zeros and ones, one for each of its completions."""
+    return ["".join(str(int(g.verdict(strict).correct)) for g in group) for group in result.groups]
 
 
 def _majority(group: Sequence[Graded], strict: bool) -> float:
@@ -163,33 +164,11 @@ def _majority(group: Sequence[Graded], strict: bool) -> float:
     return sum(votes) / len(votes)
 
 
-def summed_up(judged: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """One test set as the report keeps it: a zero or a one for each completion, no texts."""
-    greedy, sampled = judged["greedy"], judged["sampled"]
+def _rates(result: Evaluation) -> dict[str, Any]:
     return {
-        "problems": [row["id"] for row in greedy],
-        "families": [row["family"] for row in greedy],
-        "greedy": {name: "".join(_bits(row, name) for row in greedy) for name in GRADINGS}
-        | _rates(greedy),
-        "sampled": {name: [_bits(row, name) for row in sampled] for name in GRADINGS}
-        | {"majority": {n: [row["majority"][n] for row in sampled] for n in GRADINGS}}
-        | _rates(sampled),
-    }
-
-
-def _bits(row: dict[str, Any], grading: str) -> str:
-    return "".join("1" if c[grading] == "correct" else "0" for c in row["completions"])
-
-
-def _rates(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    drawn = [(row, c) for row in rows for c in row["completions"]]
-    read = [(c["text"], row["answer"], c["lenient"] == "correct") for row, c in drawn]
-    count = len(drawn)
-    return {
-        "format": sum(c["strict"] in ("correct", "wrong") for _, c in drawn) / count,
-        "truncated": sum(c["truncated"] for _, c in drawn) / count,
-        "tokens": sum(c["tokens"] for _, c in drawn) / count,
-        "watch": reward_hacking(read),
+        "format": result.format_rate,
+        "truncated": result.truncated_rate,
+        "tokens": result.length_mean,
     }
 
 
@@ -205,8 +184,8 @@ def _curve(
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Validation after some of the steps and at the end, against seconds and samples."""
-    rows, judged = [], config.folder(cell) / "judged"
-    final = {name: tensor.clone() for name, tensor in _lora(model).items()}
+    rows, scores = [], config.folder(cell) / "scores"
+    final = {n: t.clone() for n, t in model.named_parameters() if "lora_" in n}
     validate = partial(_validate, config, examiner, validation)
     on_the_way = {}  # SFT's checkpoints are by the clock, and of no curve
     if not ARMS[cell.arm].role and "seconds_until" in training:
@@ -214,10 +193,10 @@ def _curve(
     for step, folder in on_the_way.items():
         model.load_state_dict(_adapter_of(folder, set(final)), strict=False)
         cost = {name: training[f"{name}_until"][step - 1] for name in ("seconds", "samples")}
-        rows.append(cost | made_once(judged / f"step_{step}.json", validate))
+        rows.append(cost | made_once(scores / f"step_{step}.json", validate))
     model.load_state_dict(final, strict=False)
     end = {"seconds": training["seconds"], "samples": training.get("samples", 0)}
-    return [*rows, end | made_once(judged / "end.json", validate)]
+    return [*rows, end | made_once(scores / "end.json", validate)]
 
 
 def _validate(
@@ -230,10 +209,6 @@ def _validate(
         kind: {name: result.per_problem(strict) for name, strict in GRADINGS.items()}
         for kind, result in found.items()
     }
-
-
-def _lora(model: Any) -> dict[str, Any]:
-    return {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
 
 
 def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
@@ -251,28 +226,4 @@ def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
         found = {n.replace(".weight", ".default.weight"): t for n, t in saved.items()}
     if set(found) != names:
         raise RuntimeError(f"{folder} holds another adapter's tensors")
-    return found
-
-
-# --- the base at its best -----------------------------------------------------------------------
-
-
-def _best_prompt(config: EvidenceConfig, cell: Cell, examiner: Judge) -> dict[str, Any]:
-    """Choose the prompt under which the base is right most often on validation problems, leniently.
-
-    The base did not learn our tags: it is asked in several ways and takes the best of them.
-    """
-    candidates = {p.name: p for p in candidate_prompts(config, few=cell.arm == "base_few")}
-
-    def try_all() -> dict[str, Any]:
-        validation = pools(config, cell.seed).validation[: config.prompt_problems]
-        tried = {}
-        for name, prompt in candidates.items():
-            scores = replace(examiner, prompt=prompt)(validation, 1).per_problem(strict=False)
-            tried[name] = sum(scores) / len(scores)
-        best = max(tried, key=tried.__getitem__)
-        return {"prompts": tried, "prompt": best, "tried_on": len(validation)}
-
-    found = made_once(config.folder(cell) / "prompts.json", try_all)
-    examiner.prompt = candidates[found["prompt"]]
     return found

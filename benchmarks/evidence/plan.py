@@ -1,31 +1,8 @@
-"""The arms, the sizes, and why.
+"""The arms of the grid, its sizes and its cells; README.md says why they are what they are.
 
 A *cell* is one arm with one seed: it trains an adapter (or none) and is judged on all test sets.
 A seed decides everything about it: the worked solutions, the practice problems, the new adapter,
 what is drawn. Cells of one seed share data and SFT start.
-
-The setting: worked solutions are scarce (`solved`, from the *taught* families), problems with an
-answer alone are not (half from the taught families, half from the *practised* ones). All arms get
-the same worked solutions; what GRPO adds comes out of answers. "SFT, all solved" has worked
-solutions for GRPO's problems too: it is no rival at equal information but says what a teacher
-would be worth.
-
-Sizes, for SmolLM2-135M on two cores (AVX2, fp32; docs/performance.md):
-
-- one-step word problems: after SFT on 400 examples (200 solutions, twice) most groups of 8 hold a
-  difference; of two-step problems only 2 to 8 % of the samples were right (docs/log.md).
-- 6 steps of 16 × 8 = 768 completions of about 31 tokens: six minutes on one core. The demo's
-  longer run gains more (docs/results/demo); here every arm gets as little, so that there is time
-  for all of them three times. At a higher rate so few completions cost greedy accuracy (the log).
-- the rivals get the same samples, or the seconds that GRPO of the same seed took. TRL gets the
-  same samples, which takes it about five times as long: its cell is the one long one, and resumes.
-- judging: 80 problems greedily and 16 samples of 16, for each of three sets of word problems, and
-  fewer of another hand's: about 1,200 completions. More of the same minutes would go into seeds,
-  not into problems.
-
-Cells may run side by side, each on its share of the cores (two shells, `OMP_NUM_THREADS=1` on two
-cores): a cell that another process is at is left alone. One thread a cell wastes less in waiting,
-about a quarter here. All cells of a grid must be run alike, or their seconds cannot be compared.
 """
 
 from __future__ import annotations
@@ -94,7 +71,7 @@ class Cell(NamedTuple):
         return [Cell(arm, self.seed) for arm in ARMS[self.arm].needs]
 
 
-COMMANDS = ("run", "report", "failures", "ship")
+COMMANDS = ("run", "report", "ship")
 
 
 def setting(default: Any, help: str, **bounds: Any) -> Any:
@@ -109,7 +86,7 @@ def count(default: int, help: str, at_least: int = 1) -> Any:
 @dataclass
 class EvidenceConfig(TRLFlags):
     command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
-    cell: str | None = flag(None, "failures: a cell; ship: a demo run", positional=True)
+    demo: Path = flag(Path("runs/demo"), "ship: a demo run's directory", positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
     minutes: float | None = flag(None, "start no cell after this many minutes", min=0)
@@ -141,7 +118,6 @@ class EvidenceConfig(TRLFlags):
     curve_problems: int = count(40, "to validate on along the way")
     curve_samples: int = count(2, "completions of each, besides the greedy one")
     curve_every: int = count(3, "steps of GRPO from point to point")
-    prompt_problems: int = count(24, "to choose the base's prompts on")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -173,24 +149,12 @@ class EvidenceConfig(TRLFlags):
             return cells
         return [c for c in cells if any(fnmatch(c.name, pattern) for pattern in self.cells)]
 
-    def named_cell(self) -> Cell:
-        """
-        Raises:
-            UsageError: no cell, or no name of one.
-        """
-        arm, _, seed = (self.cell or "").rpartition("-s")
-        if arm not in ARMS or not seed.isdecimal():
-            raise UsageError(f"{self.command}: {self.cell or 'which cell'}? --list shows them")
-        return Cell(arm, int(seed))
-
     def folder(self, cell: Cell) -> Path:
         return self.grid / "cells" / cell.name
 
-    # --- what must not change between two runs of one grid --------------------------------------
-
     def settings(self) -> dict[str, Any]:
-        """Everything that decides what a cell measures."""
-        free = {"command", "cell", "cells", "list", "minutes", "seeds", "grid", "docs", "weights"}
+        """Everything that decides what a cell measures, and must not change within a grid."""
+        free = {"command", "demo", "cells", "list", "minutes", "seeds", "grid", "docs", "weights"}
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
@@ -199,26 +163,25 @@ class EvidenceConfig(TRLFlags):
         Raises:
             UsageError: the grid was begun with others, or with other test sets.
         """
+        from benchmarks.evidence.pools import OTHER, gym_installed  # they import this file
+
+        file = self.grid / "settings.json"
+        # No flag: results name all settings, and those of older grids do not have it.
+        settings = self.settings() | {OTHER: gym_installed()}
         self.grid.mkdir(parents=True, exist_ok=True)
         with (self.grid / "lock").open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)  # another process may begin the grid just now
-            self._fix(self.grid / "settings.json")
-
-    def _fix(self, file: Path) -> None:
-        from benchmarks.evidence.pools import OTHER, gym_installed  # they import this file
-
-        # No flag: results name all settings, and those of older grids do not have it.
-        settings = self.settings() | {OTHER: gym_installed()}
-        begun = read_json(file) if file.exists() else {}
-        for name, value in settings.items() if begun else ():
-            if begun.get(name, value) != value:
-                what = "reasoning-gym installed" if name == OTHER else f"--{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{self.grid} was begun with {what} {begun[name]}, not {value}: "
-                    "name another --grid"
-                )
-        if OTHER not in begun:
-            write_atomically(file, settings)
+            begun = read_json(file) if file.exists() else {}
+            for name in settings.keys() & begun.keys():
+                if begun[name] != settings[name]:
+                    flag = f"--{name.replace('_', '-')}"
+                    what = "reasoning-gym installed" if name == OTHER else flag
+                    raise UsageError(
+                        f"{self.grid} was begun with {what} {begun[name]}, not {settings[name]}: "
+                        "name another --grid"
+                    )
+            if OTHER not in begun:
+                write_atomically(file, settings | begun)
 
     def payload(self) -> dict[str, Any]:
         """Its fields as JSON, for a cell's own process."""

@@ -55,15 +55,25 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
 
 
 def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Point]:
+    """Where every seed has a point: the start, after as many samples, the end.
+
+    A run that was interrupted has a checkpoint, and so a point, that the other seeds lack.
+    """
     starts = {cell["seed"]: cell["curve"][-1] for cell in results.arms[START]}
-    cells = [cell for cell in results.arms[arm] if cell["seed"] in starts]
-    rows = [[starts[c["seed"]] | {"seconds": 0, "samples": 0}, *c["curve"]] for c in cells]
+    rows = []
+    for cell in results.arms[arm]:
+        if start := starts.get(cell["seed"]):
+            *way, end = cell["curve"]
+            row = {0: start | {"seconds": 0, "samples": 0}}
+            row |= {point["samples"]: point for point in way}
+            rows.append(row | {"end": end})
+    places = [[row[at] for row in rows] for at in rows[0] if all(at in row for row in rows)]
     return [
         (
             mean(point[axis] for point in place),
             crossed_bootstrap([point[kind]["strict"] for point in place]),
         )
-        for place in zip(*rows, strict=False)
+        for place in places
     ]
 
 

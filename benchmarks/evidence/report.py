@@ -4,7 +4,8 @@
 for each completion); the page and its pictures are made from these copies alone, so anybody can
 make them again. The page is report.md.jinja; a section without data is left out. Sentences about
 an interval are written by rule: above zero, below zero (with few seeds: for these alone), or zero
-lies inside. What a person concludes stands in docs/results/conclusions.md and goes on top.
+lies inside. What a person wrote is taken as it is: docs/results/conclusions.md on top, and what was
+read of wrong answers, failures/summary.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 import jinja2
 
 from benchmarks.evidence import plots
-from benchmarks.evidence.failures import SORTS, read_failures
 from benchmarks.evidence.intervals import FEW_SEEDS
 from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig
 from benchmarks.evidence.pools import TITLES
@@ -29,7 +29,6 @@ from rlm.cli import UsageError, terminal
 GRADINGS, HEADLINE = ("strict", "lenient"), ("greedy", "sampled")
 METRICS = (*HEADLINE, "majority")
 PAIRS = [(metric, grading) for metric in HEADLINE for grading in GRADINGS]
-SHOWN_FAILURES = 5
 
 
 def write_report(config: EvidenceConfig) -> None:
@@ -70,7 +69,6 @@ def template(name: str, results: Results | None = None) -> jinja2.Template:
         "timed_alike": partial(timed_alike, results),
         "short": short,
     }
-    environment.tests["sorted_anew"] = lambda entry: entry["by_hand"] != entry["sort"]
     return environment.get_template(name)
 
 
@@ -80,21 +78,23 @@ def contents(results: Results, docs: Path) -> dict[str, Any]:
     uncontrolled = [arm for arm in arms if ARMS[arm].role != "control"]
     trained = [rows for arm, rows in results.arms.items() if ARMS[arm].kind != "base"]
     beside_ours = [arm for arm in uncontrolled if arm != OURS and share(OURS, arm)]
+    # The base was once asked in several ways, and took the best; new cells have no "prompts".
     bases = {a: results.arms[a][0]["training"] for a in arms if ARMS[a].kind == "base"}
+    bases = {arm: tried for arm, tried in bases.items() if "prompts" in tried}
     theirs = {cell["seed"]: cell for cell in results.arms.get("trl", ())}
     ours = results.arms.get(OURS, [])
     most = results.settings["samples"]
-    conclusions = docs / "conclusions.md"
     grids = all_grids(results, docs)
     seconds = [c["training"].get("wall", 0) + c["judging_seconds"] for c in results.cells]
-    constants = {"ARMS": ARMS, "OURS": OURS, "START": START, "SORTS": SORTS, "FEW_SEEDS": FEW_SEEDS}
+    constants = {"ARMS": ARMS, "OURS": OURS, "START": START, "FEW_SEEDS": FEW_SEEDS}
     constants |= {"GRADINGS": GRADINGS, "HEADLINE": HEADLINE, "METRICS": METRICS, "PAIRS": PAIRS}
     return constants | {
         "results": results,
         "settings": results.settings,
         "tests": results.cells[0]["tests"],
         "machines": machines(results),
-        "conclusions": conclusions.read_text("utf-8").strip() if conclusions.exists() else "",
+        "conclusions": by_hand(docs / "conclusions.md"),
+        "failures": by_hand(docs / "failures" / "summary.md"),
         "other_starts": len({tuple(cell["seed"] for cell in rows) for rows in trained}) > 1,
         "beside_ours": beside_ours,
         "rivals": [arm for arm in beside_ours if ARMS[arm].role == "rival"],
@@ -120,7 +120,6 @@ def contents(results: Results, docs: Path) -> dict[str, Any]:
         "tried_on": next((tried["tried_on"] for tried in bases.values()), 0),
         "hours": sum(seconds) / 3600,
         "not_run": not_run(results),
-        **failures(docs / "failures"),
     }
 
 
@@ -184,9 +183,8 @@ def machines(results: Results) -> str:
 
 
 def thirds(runs: Sequence[Sequence[Result]]) -> dict[str, dict[str, float]]:
-    """Means over the steps in each third of the runs; {} where older ones did not note them."""
-    if not runs or not all("watch" in step for step in runs[0]):
-        return {}
+    """Means over the steps in each third of the runs that noted signs of reward hacking."""
+    runs = [run for run in runs if all("watch" in step for step in run)]
     found = {}
     for index, label in enumerate(("first third", "second third", "last third")):
         parts = [run[len(run) * index // 3 : len(run) * (index + 1) // 3] for run in runs]
@@ -197,27 +195,9 @@ def thirds(runs: Sequence[Sequence[Result]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def failures(folder: Path) -> dict[str, Any]:
-    """The files of wrong answers, how they were sorted, and some answers of the last."""
-    files = sorted(folder.glob("*.yaml"), key=lambda f: (not f.stem.startswith(START), f.stem))
-    read = {file.stem: read_failures(file) for file in files}
-    rules, final = (
-        [Counter(sort_of(entry) for entry in content["wrong"]) for content in read.values()]
-        for sort_of in (lambda e: e["sort"], lambda e: e["by_hand"] or e["sort"])
-    )
-    pairs = list(zip(final, rules, strict=True))
-    counts = {sort: [(by_hand[sort], rule[sort]) for by_hand, rule in pairs] for sort in SORTS}
-    shown = []
-    for content in list(read.values())[-1:]:
-        name = content["cell"]
-        wrong, doubtful = content["wrong"][:SHOWN_FAILURES], content["doubtful"][:1]
-        shown = [(f"{name}: {entry['by_hand'] or entry['sort']}", entry) for entry in wrong]
-        shown += [(f"{name}: right, but {entry['why']}", entry) for entry in doubtful]
-    return {
-        "failures": read,
-        "failure_counts": {s: row for s, row in counts.items() if any(map(any, row))},
-        "shown_failures": shown,
-    }
+def by_hand(file: Path) -> str:
+    """What a person wrote for the page; "" if nobody did."""
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 def not_run(results: Results) -> str:

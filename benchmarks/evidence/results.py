@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -34,7 +34,8 @@ class Results:
         """
         found = [read_json(file) for file in sorted(folder.glob("*.json"))]
         for one in found[1:]:
-            if one["settings"] != found[0]["settings"]:
+            mine, first = one["settings"], found[0]["settings"]
+            if any(mine[name] != first[name] for name in mine.keys() & first.keys()):
                 names = f"{one['cell']} and {found[0]['cell']}"
                 raise UsageError(f"{folder}: {names} have other settings")
         by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
@@ -88,43 +89,45 @@ class Results:
     def lead_where_sampled(self, arm: str, over: str, grading: str = "strict") -> Interval:
         """The greedy lead on those problems alone that are sampled, too: the first of each set."""
         tests = self.arms[arm][0]["tests"]
-        counts = {name: len(tests[name]["sampled"][grading]) for name in self.pooled}
-        pairs = [self.paired(over, arm, "greedy", grading, [name]) for name in counts]
-        first = [
-            [scores[:, :count] for scores in pair]
-            for pair, count in zip(pairs, counts.values(), strict=True)
-        ]
-        return difference(*(np.concatenate(side, axis=1) for side in zip(*first, strict=True)))
+        sampled = {name: len(tests[name]["sampled"][grading]) for name in self.pooled}
+        return difference(*self.paired(over, arm, "greedy", grading, first=sampled))
 
-    def share_a_seed(self, one: str, other: str) -> bool:
-        """Whether both arms are there and have a seed in common; the base stands beside each."""
-        if one not in self.arms or other not in self.arms:
-            return False
-        if "base" in (ARMS[one].kind, ARMS[other].kind):
-            return True
-        seeds = [{cell["seed"] for cell in self.arms[arm]} for arm in (one, other)]
-        return bool(seeds[0] & seeds[1])
+    def shared(self, a: str, b: str) -> list[list[Result]]:
+        """Both arms' cells of the seeds that both have; the base stands beside each."""
+        rows = [self.arms.get(a, []), self.arms.get(b, [])]
+        if "base" in (ARMS[a].kind, ARMS[b].kind):
+            return rows
+        seeds = set.intersection(*({cell["seed"] for cell in side} for side in rows))
+        return [[cell for cell in side if cell["seed"] in seeds] for side in rows]
+
+    def share_a_seed(self, a: str, b: str) -> bool:
+        return all(self.shared(a, b))
 
     def paired(
-        self, a: str, b: str, metric: str, grading: str = "strict", sets: Sets = None
+        self,
+        a: str,
+        b: str,
+        metric: str,
+        grading: str = "strict",
+        sets: Sets = None,
+        first: Mapping[str, int] | None = None,
     ) -> tuple[Scores, Scores]:
         """Both arms' scores where both have them: same seeds, same problems (prefixes of each set).
 
-        The base samples fewer problems than the others, and has no seeds: it stands beside each.
+        The base samples fewer problems than the others.
+
+        Args:
+            first: how many problems of each set, where not all.
 
         Raises:
             ValueError: no seed is done for both.
         """
         if not self.share_a_seed(a, b):
             raise ValueError("no seed is done for both arms")
-        rows = [self.arms[a], self.arms[b]]
-        if "base" not in (ARMS[a].kind, ARMS[b].kind):
-            seeds = {r["seed"] for r in rows[0]} & {r["seed"] for r in rows[1]}
-            rows = [[r for r in side if r["seed"] in seeds] for side in rows]
         left, right = [], []
         for name in sets or self.pooled:
-            mine, theirs = (matrix(side, [name], metric, grading) for side in rows)
-            count = min(mine.shape[1], theirs.shape[1])
+            mine, theirs = (matrix(side, [name], metric, grading) for side in self.shared(a, b))
+            count = first[name] if first else min(mine.shape[1], theirs.shape[1])
             left.append(mine[:, :count])
             right.append(theirs[:, :count])
         return np.concatenate(left, axis=1), np.concatenate(right, axis=1)
@@ -161,15 +164,20 @@ class Results:
         """Mean of a rate of the samples over an arm's cells and the pooled test sets."""
         return mean(test[key] for test in self._sampled(arm))
 
-    def watched(self, arm: str, key: str, weight: str = "completions") -> float:
-        """Mean of a sign of reward hacking over an arm's samples.
+    def watched(self, arm: str, key: str, weight: str = "completions", scale: int = 100) -> str:
+        """Mean of a sign of reward hacking over an arm's samples; "–" where nobody looked for it.
+
+        Older cells hold such signs; new ones are not searched for them.
 
         Args:
             weight: of what it is a share: "completions" or the "right" ones among them.
+            scale: 100 for a share.
         """
+        if not all("watch" in test for test in self._sampled(arm)):
+            return "–"
         tests = [test["watch"] for test in self._sampled(arm)]
         total = sum(test[key] * test[weight] for test in tests)
-        return total / max(1, sum(test[weight] for test in tests))
+        return f"{scale * total / max(1, sum(test[weight] for test in tests)):.1f}"
 
     def _sampled(self, arm: str) -> list[dict[str, Any]]:
         return [c["tests"][name]["sampled"] for c in self.arms[arm] for name in self.pooled]

@@ -8,10 +8,9 @@ the run itself wrote.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.evidence.intervals import crossed_bootstrap
-from benchmarks.evidence.judging import GRADINGS, Judge, as_rows
+from benchmarks.evidence.judging import Judge
 from benchmarks.evidence.plan import EvidenceConfig, read_json
 from benchmarks.evidence.pools import OTHER, TITLES, gym_installed, gym_problems, made
 from benchmarks.evidence.report import template
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, load_problems
-from rlm.evaluation import Evaluation, wilson_interval
+from rlm.data import load_problems
+from rlm.evaluation import GRADINGS, Evaluation
 from rlm.model import (
     EMBEDDED_MODEL,
     AdapterInfo,
@@ -36,6 +35,7 @@ from rlm.model import (
     pick_device,
     prepare_process,
 )
+from rlm.runs import replace_json
 from rlm.sampling import Sampler
 
 LARGEST_MB = 12
@@ -54,7 +54,7 @@ def ship(config: EvidenceConfig) -> None:
         UsageError: the directory does not hold a finished run, or the adapter is too large.
     """
     prepare_process()
-    run = Path(config.cell or "runs/demo")
+    run = config.demo
     adapter, summary_file = run / "final_rlm_lora", run / "summary.json"
     if not (adapter / "run.json").exists() or not summary_file.exists():
         raise UsageError(f"{run} holds no finished run: make demo")
@@ -65,8 +65,9 @@ def ship(config: EvidenceConfig) -> None:
         raise UsageError(f"{run} was made by an earlier version of the demo: run it again")
     with replacing(config.weights) as folder:
         write_rounded(adapter, folder, config.model)
-        judged = judge(config, folder, problem_sets(config, history, summary))
-        write_json(folder / "run.json", run_json(history, summary, judged))
+        total = summary["accuracy"]["grpo"]["strict"]["total"]
+        judged = judge(config, folder, history, total)
+        replace_json(folder / "run.json", run_json(history, summary, judged))
         card = model_card(history, AdapterInfo.load(run / "sft_lora").run, summary, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
     terminal.line(f"{config.weights}: the adapter of {run} in bf16")
@@ -99,32 +100,26 @@ def write_rounded(adapter: Path, folder: Path, model: str) -> None:
     """The adapter's weights in bf16, and its config with the model's name instead of a place."""
     peft_config = read_json(adapter / "adapter_config.json")
     peft_config["base_model_name_or_path"] = model
-    write_json(folder / "adapter_config.json", peft_config)
+    replace_json(folder / "adapter_config.json", peft_config)
     weights = load_file(adapter / "adapter_model.safetensors")
     rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
     save_file(rounded, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def judge(
+    config: EvidenceConfig, adapter: Path, history: Mapping[str, Any], total: int
+) -> dict[str, Evaluation]:
+    """One greedy completion of each test problem, from the rounded weights.
 
-
-def problem_sets(
-    config: EvidenceConfig, history: Mapping[str, Any], summary: Mapping[str, Any]
-) -> dict[str, list[Problem]]:
-    """As many problems of the run's own test split as it was judged on itself, and others."""
-    total = summary["accuracy"]["grpo"]["strict"]["total"]
+    Args:
+        total: how many problems of its own test split the run was judged on.
+    """
     sets = {
         LEARNED: load_problems(history["dataset"], "test", max_samples=total),
         UNSEEN: made("test_families", config.greedy_problems, 0, None),
     }
-    return sets | ({OTHER: gym_problems(config.other_problems)} if gym_installed() else {})
-
-
-def judge(
-    config: EvidenceConfig, adapter: Path, sets: Mapping[str, Sequence[Problem]]
-) -> dict[str, Evaluation]:
-    """One greedy completion of each test problem, from the rounded weights."""
+    if gym_installed():
+        sets[OTHER] = gym_problems(config.other_problems)
     tokenizer = load_tokenizer(config.model)
     base = load_base(config.model, pick_device())
     policy = load_adapter(base, adapter, trainable=False)
@@ -157,59 +152,30 @@ def model_card(
     summary: Mapping[str, Any],
     judged: Mapping[str, Evaluation],
 ) -> str:
+    """The card of model_card.md.jinja.
+
+    Args:
+        history, sft: run.json of the adapter, and of the one it started from.
+        summary: of the demo run; `judged` is of the rounded weights.
+    """
     embedded = history["base_model"] == EMBEDDED_MODEL
-    words = history["dataset"].startswith("word-problems")
-    before, after = history.get("start_accuracy"), history["accuracy"]
-    measured = before is not None and after is not None
+    scores = {
+        TITLES.get(name, name): {
+            "problems": len(found.problems),
+            **{n: crossed_bootstrap([found.per_problem(s)]).percent for n, s in GRADINGS.items()},
+        }
+        for name, found in judged.items()
+    }
+    first, examples = next(iter(judged.values())), {}  # the first right and the first wrong answer
+    for problem, (graded,) in zip(first.problems, first.groups, strict=True):
+        title = "Right" if graded.strict.correct else "Wrong"
+        examples.setdefault(title, (problem, graded.text))
     return template("model_card.md.jinja").render(
-        {
-            "history": history,
-            "sft": sft,
-            "summary": summary,
-            "embedded": embedded,
-            "hub_id": EMBEDDED_HUB_ID if embedded else history["base_model"],
-            "data": "word problems from this project's own generator (Apache-2.0)"
-            if words
-            else "GSM8K's train file (MIT)",
-            "scores": [_score_row(name, found) for name, found in judged.items()],
-            "total": summary["accuracy"]["grpo"]["strict"]["total"],
-            "measured": _measured_rows(summary),
-            "validation": f"GRPO went from {100 * before:.0f} to {100 * after:.0f} %"
-            if measured
-            else "nothing was measured",
-            "examples": _examples(as_rows(next(iter(judged.values())))),
-        },
+        history=history,
+        sft=sft,
+        summary=summary,
+        embedded=embedded,
+        hub_id=EMBEDDED_HUB_ID if embedded else history["base_model"],
+        scores=scores,
+        examples=examples,
     )
-
-
-def _score_row(name: str, found: Evaluation) -> list[str]:
-    """A test set, with intervals over problems."""
-    intervals = [crossed_bootstrap([found.per_problem(strict)]) for strict in GRADINGS.values()]
-    return [TITLES.get(name, name), str(len(found.problems)), *(i.percent for i in intervals)]
-
-
-def _measured_rows(summary: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
-    for name, title in (("base", "base model"), ("sft", "after SFT"), ("grpo", "after GRPO")):
-        found, drawn = summary["accuracy"][name], summary["sampled_accuracy"].get(name)
-        greedy = [_share(found[grading]) for grading in GRADINGS]
-        rows.append([title, *greedy, "–" if drawn is None else _percent(drawn["strict"])])
-    return rows
-
-
-def _share(found: Mapping[str, Any]) -> str:
-    low, high = wilson_interval(found["correct"], found["total"])
-    return _percent({"mean": found["correct"] / found["total"], "low": low, "high": high})
-
-
-def _percent(found: Mapping[str, float]) -> str:
-    return "{:.1f} ({:.1f}–{:.1f})".format(*(100 * found[key] for key in ("mean", "low", "high")))
-
-
-def _examples(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The first right and the first wrong greedy answer, as they came."""
-    found = []
-    for title, right in (("Right", True), ("Wrong", False)):
-        matching = [r for r in rows if (r["completions"][0]["strict"] == "correct") is right]
-        found += [(title, row) for row in matching[:1]]
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,13 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.evidence.plan import ARMS, OURS, START, Cell, EvidenceConfig, made_once, read_json
 from benchmarks.evidence.pools import pools, without_golds
-from benchmarks.evidence.reward_hacking import reward_hacking
 from benchmarks.trainers import FORMAT
 from rlm.data import Problem
+from rlm.evaluation import evaluate
 from rlm.grading import grade, split_completion
-from rlm.model import pick_device, prepare_process
+from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.runs import read_lines
+from rlm.sampling import Sampler
 from rlm.training import problems_for_step
 
 Record = dict[str, Any]
@@ -76,41 +78,44 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     practice = pools(config, cell.seed).practice
     file = config.folder(cell) / "drawn.json"
     drawn = made_once(file, partial(_draw, config, cell, practice))
+    right = [
+        (problem, *found)
+        for problem, texts in zip(practice, drawn["texts"], strict=True)
+        for text in texts
+        if (found := _kept(text, problem.answer))
+    ]
+    if not right:
+        raise RuntimeError("the start never answered right: there is nothing to learn from")
     kept = {
         (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
-        for problem, texts in zip(practice, drawn["texts"], strict=True)
-        for reasoning, answer in filter(None, (_kept(text, problem.answer) for text in texts))
+        for problem, reasoning, answer in right
     }
-    if not kept:
-        raise RuntimeError("the start never answered right: there is nothing to learn from")
-    right = sum(bool(_kept(t, p.answer)) for p, ts in zip(practice, drawn["texts"]) for t in ts)  # noqa: B905
     fits = _examples_for(config, cell, _budget(config, cell) - drawn["seconds"])
     shown = problems_for_step(list(kept.values()), 0, max(len(kept), fits), cell.seed)
     start = _adapter(config, cell, START)
     record = _fine_tune(config, cell, shown, config.more_rate, start)
     samples = len(practice) * config.group_size
     record["seconds"] += drawn["seconds"]
-    return record | {"samples": samples, "right": right, "kept": len(kept)}
+    return record | {"samples": samples, "right": len(right), "kept": len(kept)}
 
 
 def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
-    from rlm.data import render_prompt
-    from rlm.model import load_adapter, load_base, load_tokenizer
-    from rlm.sampling import Sampler, SamplingParams, prompt_seed
-
     tokenizer = load_tokenizer(config.model)
     base = load_base(config.model, pick_device())
     policy = load_adapter(base, _adapter(config, cell, START), trainable=False)
+    sampler = Sampler(policy, tokenizer, max_num_seqs=config.batch_size * config.group_size)
     started = time.monotonic()
-    groups = Sampler(policy, tokenizer, max_num_seqs=config.batch_size * config.group_size).sample(
-        [render_prompt(tokenizer, problem.question, FORMAT) for problem in practice],
-        config.group_size,
-        SamplingParams(config.max_new_tokens),
-        [prompt_seed(cell.seed, problem.id) for problem in practice],
+    drawn = evaluate(
+        sampler,
+        tokenizer,
+        practice,
+        FORMAT,
+        max_new_tokens=config.max_new_tokens,
+        temperature=1.0,
+        k=config.group_size,
+        seed=cell.seed,
     )
-    texts = [
-        [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group] for group in groups
-    ]
+    texts = [[graded.text for graded in group] for group in drawn.groups]
     return {"seconds": time.monotonic() - started, "texts": texts}
 
 
@@ -181,10 +186,12 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
     GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
-    drawn = _by_step(read_lines(options.run_dir / "samples.jsonl", repair=False))
+    drawn: Counter[int] = Counter()  # DAPO draws more for some of its groups
+    for group in read_lines(options.run_dir / "samples.jsonl", repair=False):
+        drawn[group["step"]] += len(group["completions"])
     steps = [
         {
-            "samples": len(drawn[row["step"]]),  # DAPO draws more for some of its groups
+            "samples": drawn[row["step"]],
             "sample": row["time/sample"],
             "score": row["time/score"],
             "learn": row["time/learn"],
@@ -193,7 +200,6 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
             "length": row["completion/length_mean"],
             "truncated": row["completion/truncated_rate"],
             "entropy": row.get("policy/entropy"),
-            "watch": reward_hacking(drawn[row["step"]]),
         }
         for row in rows
     ]
@@ -254,12 +260,3 @@ def is_whole(checkpoint: Path) -> bool:
 
 def _adapter(config: EvidenceConfig, cell: Cell, arm: str) -> Path:
     return config.folder(Cell(arm, cell.seed)) / "adapter"
-
-
-def _by_step(rows: Sequence[Record]) -> dict[int, list[tuple[str, str, bool]]]:
-    steps: dict[int, list[tuple[str, str, bool]]] = {}
-    for row in rows:
-        texts = zip(row["completions"], row["rewards"], strict=True)
-        found = [(text, row["answer"], bool(reward)) for text, reward in texts]
-        steps.setdefault(row["step"], []).extend(found)
-    return steps

@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from benchmarks.evidence.plan import Cell, EvidenceConfig
 from benchmarks.evidence.pools import pools
 from benchmarks.evidence.training import is_whole
-from benchmarks.trainers import Work, reward_function
+from benchmarks.trainers import Work, strict_reward
 from benchmarks.trl_arm import Clock, TimedTrainer, config_for, dataset, load_policy
 from rlm.model import adapter_tensors, base_model_hash, save_adapter
 
@@ -27,7 +27,7 @@ class KeptClock(Clock):
     """Writes each step's seconds down, so that they outlive a kill."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(minutes=None)
+        super().__init__()
         self.file = file
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
@@ -45,7 +45,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     work = Work(
         model=config.model,
         adapter=str(start),
-        prompts=config.batch_size,
+        batch_size=config.batch_size,
         group_size=config.group_size,
         max_new_tokens=config.max_new_tokens,
         steps=config.steps,
@@ -63,7 +63,7 @@ def train_with_trl(config: EvidenceConfig, cell: Cell, start: Path) -> list[dict
     clock = KeptClock(steps_file)
     clock.trainer = TimedTrainer(
         model=policy,
-        reward_funcs=reward_function("strict", config.group_size),
+        reward_funcs=strict_reward,
         args=config_for(work, config.trl_settings(), str(folder), **saving),
         train_dataset=dataset(work.problems(pools(config, cell.seed).practice), tokenizer),
         processing_class=tokenizer,

@@ -10,29 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import tiny_model
 
-from benchmarks import (
-    floor,
-    grpo_step,
-    harness,
-    learning_curve,
-    rollout,
-    samplers,
-    scaling,
-    serving,
-    trainers,
-)
-from rlm.cli.main import run_main
-from rlm.cli.options import UsageError
+from benchmarks import floor, grpo_step, harness, rollout, samplers, scaling, serving, trainers
+from rlm.cli import UsageError, run_main
 from rlm.sampling import Sampler
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = {
-    rollout: rollout.RolloutConfig,
-    grpo_step: grpo_step.GRPOStepConfig,
-    learning_curve: learning_curve.LearningCurveConfig,
-    scaling: scaling.ScalingConfig,
-    serving: serving.ServingConfig,
-}
 PROMPTS, SEEDS = [[10, 11, 12, 13, 14], [10, 11, 20]], [1, 100]
 
 
@@ -41,14 +23,9 @@ PROMPTS, SEEDS = [[10, 11, 12, 13, 14], [10, 11, 20]], [1, 100]
 
 def test_arms_alternate_on_the_same_work_after_a_warm_up():
     seen = []
-    runs = harness.alternate(
-        {name: lambda i, name=name: seen.append((name, i)) or 10 * i for name in "ab"}, repeats=2
-    )
+    arms = {name: lambda i, name=name: seen.append((name, i)) or 10 * i for name in "ab"}
+    assert harness.alternate(arms, repeats=2) == {"a": [10, 20], "b": [10, 20]}
     assert seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert runs == {"a": [10, 20], "b": [10, 20]}
-
-
-def test_without_a_warm_up_nothing_is_thrown_away():
     assert harness.alternate({"a": lambda i: i}, repeats=2, warm_up=False) == {"a": [1, 2]}
 
 
@@ -63,47 +40,54 @@ def test_a_rate_and_a_time_both_say_that_ours_is_ahead():
     assert rates["ratio_range"] == {"peer": [1.0, 6.0]}
     times = harness.cell("c", "s", {"ours": [2.0], "peer": [8.0]}, more_is_better=False)
     assert times["ratio"] == {"peer": 4.0}
-
-
-def test_arms_of_a_cell_need_equally_many_runs():
     with pytest.raises(ValueError, match="shorter"):
         harness.cell("c", "s", {"ours": [1.0, 2.0], "peer": [1.0]}, more_is_better=False)
 
 
 def test_a_report_says_what_it_takes_to_run_it_again(tmp_path, capsys):
-    cell = harness.cell("c", "s", {"ours": [1.0], "peer": [2.0]}, more_is_better=False)
+    cell = harness.cell("64 rows", "s", {"ours": [1.0], "peer": [2.0]}, more_is_better=False)
     report = harness.report("rollout", cell, [cell], {"ours": 1.0, "peer": 4.0}, extra=1)
-    harness.write_json(tmp_path / "new" / "report.json", report)
+    harness.write_report(tmp_path / "new" / "report.json", report)
     report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert report["ratio"] == {"peer": 2.0}
     assert report["memory_ratio"] == {"peer": 0.25}  # ours over the peer's
-    assert (report["headline"], report["extra"], len(report["cells"])) == ("c", 1, 1)
+    assert (report["headline"], report["extra"], len(report["cells"])) == ("64 rows", 1, 1)
     assert report["command"].startswith("python -m benchmarks.rollout")
     assert {"commit", "date"} <= set(report)
-    assert {"cpu", "cores", "threads", "dtype", "instruction_sets", "versions"} <= set(
-        report["machine"]
-    )
+    machine = {"cpu", "cores", "threads", "dtype", "instruction_sets", "versions"}
+    assert machine <= set(report["machine"])
     assert set(report["machine"]["versions"]) == {"torch", "transformers", "trl", "peft"}
-
-
-def test_a_table_shows_medians_and_ratios(capsys):
-    cell = harness.cell("64 rows", "s", {"ours": [1.0], "peer": [2.0]}, more_is_better=False)
     harness.show("t", [cell | {"note": "of the floor"}])
     shown = capsys.readouterr().out
-    assert "64 rows" in shown
-    assert "2.00 ×" in shown
-    assert "of the floor" in shown
+    for text in ("64 rows, s", "2.00 ×", "of the floor"):
+        assert text in shown
 
 
 def test_a_child_returns_its_dict_and_its_peak_memory():
     result = harness.run_child("builtins", "dict", {"a": 1})
     assert result["a"] == 1
     assert 0.05 < result["peak_memory_gb"] < 4
-
-
-def test_a_child_that_fails_is_an_error_with_its_last_words():
-    with pytest.raises(harness.ChildFailed, match="missing 1 required"):
+    with pytest.raises(harness.ChildFailed, match="missing 1 required"):  # its last words
         harness.run_child("json", "loads", {"nonsense": 1})
+
+
+def test_the_commit_is_marked_where_files_were_changed(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        name = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True)
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1\n")
+    git("add", "code.py")
+    git("commit", "-q", "-m", "x")
+    (tmp_path / "notes").write_text("untracked")
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setattr(harness, "git_commit", lambda: 40 * "a")
+    assert harness.code_commit() == 40 * "a"
+    (tmp_path / "code.py").write_text("2\n")
+    assert harness.code_commit() == 40 * "a" + "-dirty"
+    monkeypatch.setattr(harness, "git_commit", lambda: None)  # no checkout
+    assert harness.code_commit() is None
 
 
 # --- the floor ----------------------------------------------------------------------------------
@@ -133,17 +117,15 @@ def test_the_cost_of_a_model_counts_each_weight_once():
 # --- rollouts -----------------------------------------------------------------------------------
 
 
-def test_ours_draws_as_many_tokens_as_asked_for(tokenizer):
-    arm = samplers.Ours(Sampler(tiny_model(), tokenizer), max_num_seqs=2)
+@pytest.mark.parametrize("arm", ["ours", "generate", "generate, static cache"])
+def test_arms_draw_as_many_tokens_as_asked_for(tokenizer, arm):
+    options = {"cache_implementation": "static"} if "static" in arm else {}
+    if arm == "ours":
+        arm = samplers.Ours(Sampler(tiny_model(), tokenizer), max_num_seqs=2)
+    else:
+        arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
     assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
-    assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
-
-
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
-def test_generate_draws_as_many_tokens_as_asked_for(tokenizer, options):
-    arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
-    assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
-    # Batches of 4 rows: it raises by itself unless each ends with its longest row.
+    # `generate` in batches of 4 rows: it raises by itself unless each ends with its longest row.
     assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
 
 
@@ -176,21 +158,16 @@ class _Completions(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def vllm():
     _Completions.asked.clear()
     with HTTPServer(("127.0.0.1", 0), _Completions) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_port}/v1"
+        yield samplers.VLLM(f"http://127.0.0.1:{http.server_port}/v1")
         http.shutdown()
 
 
-def connect(name, url):
-    return samplers.Server(url, **samplers.SERVERS[name])
-
-
-def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(server):
-    arm = connect("vllm", server)
-    assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 42
+def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(vllm):
+    assert vllm.fixed(PROMPTS, 3, 7, SEEDS) == 42
     assert sorted(body["prompt"] for body in _Completions.asked) == sorted(PROMPTS)
     body = _Completions.asked[0]
     assert (body["model"], body["n"], body["max_tokens"]) == ("served", 3, 7)
@@ -198,21 +175,17 @@ def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(server):
     assert body["ignore_eos"]
 
 
-def test_rows_of_their_own_length_are_requests_of_their_own(server):
-    arm = connect("llama.cpp", server)
-    assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
+def test_rows_of_their_own_length_are_requests_of_their_own(vllm):
+    assert vllm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
     assert sorted(body["max_tokens"] for body in _Completions.asked) == [1, 1, 2, 3, 4, 9]
     assert len({body["seed"] for body in _Completions.asked}) == 6
 
 
-def test_a_server_that_stops_early_is_refused(server):
+def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
     with pytest.raises(RuntimeError, match="drew 6 tokens instead of 7"):
-        connect("vllm", server).fixed([[0]], 1, 7, [1])
-
-
-def test_a_server_that_is_not_there_is_a_usage_error():
+        vllm.fixed([[0]], 1, 7, [1])
     with pytest.raises(UsageError, match="refused"):
-        connect("vllm", "http://127.0.0.1:9")
+        samplers.VLLM("http://127.0.0.1:9")
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -220,50 +193,40 @@ def test_a_server_that_is_not_there_is_a_usage_error():
 
 @pytest.mark.parametrize(("kind", "share"), [("half", 0.5), ("all", 1.0)])
 def test_scripted_rewards_give_a_known_share_of_signal(kind, share):
-    work = trainers.Work(model="", adapter=None, prompts=4, group_size=2)
-    recorder = trainers.Recorder(work, save=lambda path: None)
-    reward = recorder.around(trainers.reward_function(kind, 2))
-    rewards = reward(completions=["x"] * 8, answer=["1"] * 8)
-    assert rewards[:2] == [1.0, 0.0]
-    assert recorder.signal == [share]
+    reward = trainers.ScriptedReward(kind, group_size=2)
+    assert reward.score(completions=["x"] * 8, answer=["1"] * 8)[:2] == [1.0, 0.0]
+    assert reward.signal == [share]
+    reward.score(completions=["x"] * 8)
+    steps = [{"sample": 1.0, "score": 1.0, "learn": 1.0, "length_mean": 8.0} for _ in range(2)]
+    result = reward.result(steps)
+    assert [(step["total"], step["signal"]) for step in result["steps"]] == [(3.0, share)] * 2
+    assert len(result["between_calls"]) == 1
 
 
 def test_the_strict_reward_is_the_one_of_training():
-    reward = trainers.reward_function("strict", 2)
     right = "<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>"
-    assert reward(completions=[right, "2"], answer=["2", "2"], prompts=[]) == [1.0, 0.0]
+    found = trainers.strict_reward(completions=[right, "2"], answer=["2", "2"], prompts=[])
+    assert found == [1.0, 0.0]
 
 
-def test_snapshots_carry_the_steps_done_and_take_no_time_from_a_step(tmp_path):
+@pytest.mark.parametrize("arm", ["ours", "trl"])
+def test_arms_train_and_account_for_every_step(model_dir, arm):
+    from benchmarks import trl_arm  # loads TRL
+
     work = trainers.Work(
-        "", None, prompts=1, group_size=2, snapshots=str(tmp_path), snapshot_every=2
-    )
-    saved = []
-    recorder = trainers.Recorder(work, save=lambda path: saved.append(path.name))
-    reward = recorder.around(trainers.reward_function("all", 2))
-    for _ in range(3):
-        reward(completions=["x"] * 2)
-    recorder.snapshot(3)
-    recorder.saving = [0.5, 0.0, 0.25]
-    steps = [{"sample": 1.0, "score": 1.0, "learn": 1.0, "length_mean": 8.0} for _ in range(3)]
-    result = recorder.result(steps)
-    assert saved == ["step_000000", "step_000002", "step_000003"]
-    assert result["snapshots"] == [0, 2, 3]
-    assert [step["total"] for step in result["steps"]] == [2.5, 3.0, 2.75]
-    assert len(result["between_calls"]) == 2
-
-
-def test_our_arm_trains_and_accounts_for_every_step(model_dir, tmp_path):
-    work = trainers.Work(
-        str(model_dir), None, prompts=2, group_size=2, max_new_tokens=4, steps=2,
-        ignore_ends=True, snapshots=str(tmp_path),
+        str(model_dir), None, batch_size=2, group_size=2, max_new_tokens=4, steps=2,
+        ignore_ends=True,
     )  # fmt: skip
-    result = trainers.run_ours(**vars(work))
-    assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
+    if arm == "ours":
+        result = trainers.run_ours(**vars(work))
+        assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
+        assert result["planned_memory_gb"] > 0
+    else:
+        settings = grpo_step.GRPOStepConfig(trl_batch=2).trl_settings()
+        result = trl_arm.run_trl(vars(work), settings)
     assert [step["signal"] for step in result["steps"]] == [0.5, 0.5]
     assert all(step["learn"] > 0 for step in result["steps"])
-    assert result["snapshots"] == [0, 1, 2]
-    assert (tmp_path / "step_000002" / "adapter_model.safetensors").exists()
+    assert len(result["between_calls"]) == 1
 
 
 def test_the_first_step_of_a_process_is_not_measured():
@@ -286,86 +249,67 @@ def test_the_first_step_of_a_process_is_not_measured():
 def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, model_dir, tmp_path):
     from benchmarks import trl_arm  # loads TRL
 
-    work = trainers.Work(str(model_dir), None, prompts=2, group_size=4, max_new_tokens=8, steps=3)
+    options = grpo_step.GRPOStepConfig(batch_size=2, group_size=4, trl_batch=2, steps=2)
+    work = options.work(str(model_dir), "half")
     problems = work.problems(work.pool())
-    assert len(problems) == 2 * 3
+    assert len(problems) == 2 * 3  # one step more, to warm up
     assert [row["answer"] for row in trl_arm.dataset(problems, tokenizer)] == [
         problem.answer for problem in problems
     ]
-    settings = trainers.TRLFlags(trl_batch=2).trl_settings()
-    config = trl_arm.config_for(work, settings, str(tmp_path))
+    config = trl_arm.config_for(work, options.trl_settings(), str(tmp_path))
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 8
     assert config.generation_batch_size == 8
     assert (config.top_k, config.temperature, config.beta) == (0, 1.0, 0.0)
 
 
-# --- curves and scaling -------------------------------------------------------------------------
+# --- how a step grows ---------------------------------------------------------------------------
 
 
-def test_curves_are_compared_where_both_have_as_many_samples():
-    def row(samples, bits):
-        return {"samples": samples, "seconds": float(samples), "bits": bits}
-
-    ours = [row(0, [0, 0]), row(10, [1, 0]), row(20, [1, 1]), row(30, [1, 1])]
-    trl = [row(0, [0, 0]), row(10, [1, 0]), row(20, [0, 0])]
-    compared = learning_curve.compare({"ours": ours, "trl": trl})
-    assert compared["last_equal_samples"]["samples"] == 20
-    assert compared["last_equal_samples"]["points"] == 100
-    assert compared["mean_equal_samples"]["points"] == 50
-    assert compared["end"]["samples"] == {"ours": 30, "trl": 20}
-
-
-def test_a_curve_counts_training_seconds_up_to_each_snapshot():
-    work = trainers.Work("", None, prompts=2, group_size=5)
-    run = {"steps": [{"total": 1.0}, {"total": 2.0}], "snapshots": [0, 2]}
-    rows = learning_curve.curve(work, run, [[0, 1], [1, 1]])
-    assert [(r["seconds"], r["samples"], r["correct"]) for r in rows] == [(0.0, 0, 1), (3.0, 20, 2)]
-    assert rows[0]["low"] < 0.5 < rows[0]["high"]
-
-
-def test_the_picture_is_drawn(tmp_path, capsys):
-    work = trainers.Work("", None)
-    run = {"steps": [{"total": 1.0}], "snapshots": [0, 1]}
-    rows = learning_curve.curve(work, run, [[0, 1], [1, 1]])
-    learning_curve.draw({"ours": rows, "trl": rows}, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
-def test_growth_in_proportion_has_exponent_one():
-    assert scaling.exponent([1, 2, 4], [5, 10, 20]) == pytest.approx(1)
-    assert scaling.exponent([1, 10], [1, 100]) == pytest.approx(2)
-
-
-def test_sizes_of_models_are_those_of_their_shapes():
+def test_exponents_and_sizes_of_a_growing_step(monkeypatch, capsys):
+    """Learning grows in proportion, sampling with the square."""
     assert scaling.parameters("random:smollm2-135m") == 134_515_008
-    assert scaling.parameters("random:qwen2.5-0.5b") == 494_032_768
+
+    def run_work(work):
+        size = work.group_size * work.max_new_tokens
+        if work.model == "short":
+            size -= work.group_size
+        parts = {"total": size + size**2, "sample": size**2, "learn": size}
+        step = parts | {"length_mean": size / work.group_size}
+        return {"steps": [{}, step], "peak_memory_gb": 1.0, "planned_memory_gb": 2.0}
+
+    monkeypatch.setattr(scaling, "run_work", run_work)
+    monkeypatch.setattr(scaling, "MODELS", ("random:smollm2-135m", "random:qwen2.5-0.5b"))
+    monkeypatch.setattr(scaling.shapes, "save_random_model", lambda *_: None)
+    work = trainers.Work("m", None, reward="all", ignore_ends=True)
+    found = scaling.measure_growth(work)
+    assert [c["name"] for c in found["cells"]][:6] == ["4", "8", "16", "64", "128", "256"]
+    assert found["cells"][-1]["size"] == 494_032_768
+    assert found["exponents"]["length"]["learn"] == pytest.approx(1)
+    assert found["exponents"]["group size"]["sample"] == pytest.approx(2)
+    assert found["exponents"]["model size"]["learn"] == pytest.approx(0)
+    with pytest.raises(RuntimeError, match="ended early"):
+        scaling.run_cell(trainers.Work("short", None))
 
 
 # --- the scripts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_help_works(script, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_main(script.main, SCRIPTS[script], argv=["--help"], description=script.__doc__)
-    assert not end.value.code
-    assert "--json" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("script", "config", "mistake"),
     [
-        (rollout, ["--rows", "12"]),
-        (grpo_step, ["--trl-batch", "7"]),
-        (learning_curve, ["--minutes", "0"]),
-        (scaling, ["--group-size", "1"]),
-        (serving, ["--requests", "0"]),
+        (rollout, rollout.RolloutConfig, ["--rows", "12"]),
+        (grpo_step, grpo_step.GRPOStepConfig, ["--trl-batch", "7"]),
+        (serving, serving.ServingConfig, ["--requests", "0"]),
     ],
 )
-def test_contradictions_are_refused(script, arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_main(script.main, SCRIPTS[script], argv=arguments)
-    assert end.value.code == 2
+def test_help_works_and_contradictions_are_refused(script, config, mistake, capsys):
+    for arguments, code in ((["--help"], 0), (mistake, 2)):
+        with pytest.raises(SystemExit) as end:
+            run_main(script.main, config, argv=arguments, description=script.__doc__)
+        assert (end.value.code or 0) == code
+    said = capsys.readouterr()
+    assert "--json" in said.out
+    assert said.err.startswith("error: ")
 
 
 @pytest.mark.slow
@@ -384,7 +328,7 @@ def test_rollouts_of_the_embedded_model(tmp_path):
     assert report["cells"][0]["floor"]["share"] > 0
 
 
-@pytest.mark.parametrize("script", ["scaling", "evidence"])
+@pytest.mark.parametrize("script", ["rollout", "grpo_step", "serving", "evidence"])
 def test_a_script_run_by_its_path_says_how_it_is_run(script):
     path = ROOT / "benchmarks" / (script if script == "evidence" else f"{script}.py")
     done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)

@@ -4,12 +4,14 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -18,17 +20,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from benchmarks.evidence import __main__ as command_line
-from benchmarks.evidence import failures, grid, plan, pools, report, reward_hacking, training
+from benchmarks.evidence import grid, plan, pools, report, training
 from benchmarks.evidence.intervals import Interval, crossed_bootstrap, difference, scores
 from benchmarks.evidence.plan import ARMS, PRESETS, Cell, EvidenceConfig, read_json
+from benchmarks.evidence.plots import _curve_points
 from benchmarks.evidence.results import Results, matrix
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
-from rlm.runs import atomic_files as records
+from rlm.runs import lock_file
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data"
@@ -37,7 +39,7 @@ TOY = {
     "solved": 8, "sft_batch": 4, "lora_r": 4, "steps": 2, "batch_size": 2, "group_size": 2,
     "max_new_tokens": 6, "base_new_tokens": 6, "greedy_problems": 4, "sampled_problems": 3,
     "base_sampled": 2, "samples": 3, "other_problems": 4, "other_sampled": 2, "curve_problems": 4,
-    "curve_every": 1, "prompt_problems": 2, "trl_batch": 2, "seeds": (0,),
+    "curve_every": 1, "trl_batch": 2, "seeds": (0,),
 }  # fmt: skip
 
 
@@ -56,6 +58,8 @@ def test_cells_come_seed_by_seed_after_what_they_need():
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
     assert seeds == sorted(seeds)
+    bases = [c for c in EvidenceConfig(seeds=(9,)).all_cells() if ARMS[c.arm].kind == "base"]
+    assert bases == [Cell("base_zero", 0), Cell("base_few", 0)]  # whatever the seeds
 
 
 def test_cells_are_chosen_by_pattern():
@@ -65,11 +69,6 @@ def test_cells_are_chosen_by_pattern():
     assert set(names[2:]) == {f"{arm}-s2" for arm in ARMS if not arm.startswith("base")}
     with pytest.raises(UsageError, match="no such cell"):
         EvidenceConfig(cells=("gpro-*",)).chosen_cells()
-
-
-def test_the_base_is_one_cell_whatever_the_seeds():
-    bases = [c for c in EvidenceConfig(seeds=(9,)).all_cells() if ARMS[c.arm].kind == "base"]
-    assert bases == [Cell("base_zero", 0), Cell("base_few", 0)]
 
 
 def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, monkeypatch):
@@ -127,8 +126,8 @@ def test_a_config_travels_to_a_cells_process():
 
 
 def test_presets_and_positions_are_read():
-    config = parse(EvidenceConfig, ["ship", "grpo-s1", "--preset", "gsm8k"], presets=PRESETS)
-    assert (config.command, config.cell, config.greedy_problems) == ("ship", "grpo-s1", 1319)
+    config = parse(EvidenceConfig, ["ship", "runs/x", "--preset", "gsm8k"], presets=PRESETS)
+    assert (config.command, config.demo, config.greedy_problems) == ("ship", Path("runs/x"), 1319)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +179,8 @@ def test_seeds_differ_in_what_is_learned_and_not_in_what_is_judged():
     assert one.solved != other.solved
     assert one.validation == other.validation
     assert pools.pools(config, 0) == one
+    sizes = [pools.judged_sets(config, base=base)[0].sampled for base in (True, False)]
+    assert sizes == [config.base_sampled, config.sampled_problems] == [8, 16]
 
 
 def test_shuffled_golds_are_other_problems_golds():
@@ -189,12 +190,6 @@ def test_shuffled_golds_are_other_problems_golds():
     assert sorted(p.answer for p in mixed) == sorted(p.answer for p in problems)
     kept = sum(a.answer == b.answer for a, b in zip(mixed, problems, strict=True))
     assert kept < 0.1 * len(problems)
-
-
-def test_the_base_samples_fewer():
-    config = EvidenceConfig(base_sampled=3, sampled_problems=5)
-    sizes = [pools.judged_sets(config, base=base)[0].sampled for base in (True, False)]
-    assert sizes == [3, 5]
 
 
 def test_gsm8k_must_be_the_published_files(tmp_path):
@@ -340,65 +335,6 @@ def test_maj_at_8_is_the_mean_over_groups_of_8():
     assert _majority([graded(answer) for answer in answers], strict=True) == 0.75
 
 
-# --- reading by rule ----------------------------------------------------------------------------
-
-
-ROW = {
-    "question": "Ann, 9, buys 3 pens at 4 dollars.",
-    "solution": "cost: 3 * 4 = 12",
-    "answer": "12",
-}
-
-
-@pytest.mark.parametrize(
-    ("reasoning", "answer", "sort", "row"),
-    [
-        ("cost: 3 + 4 = 7", "7", "wrong operation", {}),
-        ("cost: 3 * 4 = 13", "13", "arithmetic", {}),
-        ("cost: 4 * 3 = 13", "13", "arithmetic", {}),  # the order of factors is no mistake
-        ("cost: 3 * 3 = 9", "9", "wrong numbers", {}),
-        ("cost: 3 * 9 = 27", "27", "distractor", {}),
-        ("cost: 3 * 8 = 24", "24", "invented number", {}),
-        ("cost: 3 * 4 = 12\nleft: 12 - 4 = 8", "8", "extra step", {}),
-        ("cost: 3 * 4 = 12", "13", "answer differs", {}),
-        ("twelve", "13", "no equation", {}),
-        ("3 * 4 = 12", "12", "dropped step", {"solution": "a: 3 * 4 = 12\nb: 12 - 4 = 8"}),
-        ("5 - 29 = 2", "2", "wrong order", {"question": "5, 29", "solution": "29 - 5 = 24"}),
-    ],
-)
-def test_a_wrong_answer_is_sorted(reasoning, answer, sort, row):
-    text = f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>"
-    completion = {"text": text, "strict": "wrong", "truncated": False}
-    assert failures.sort_by_rule(ROW | row, completion) == sort
-    assert sort in failures.SORTS
-
-
-def test_sorts_that_come_before_reading():
-    wrong = {"text": "<think>", "strict": "unclosed_reasoning", "truncated": True}
-    assert failures.sort_by_rule(ROW, wrong) == "truncated"
-    assert failures.sort_by_rule(ROW, wrong | {"truncated": False}) == "format"
-
-
-def test_a_reward_without_reasoning_is_seen():
-    def says(reasoning):
-        return f"<think>\n{reasoning}\n</think>\n<answer>12</answer>"
-
-    rows = [
-        (says("3 * 4 = 12"), "12", True),
-        (says("it is 12"), "12", True),  # without reasoning
-        (says("3 * 4 = 12 so 1 + 1 = 3"), "12", True),  # a false step
-        (says("a b c d " * 3), "13", False),  # repeats
-    ]
-    found = reward_hacking.reward_hacking(rows)
-    assert (found["completions"], found["right"]) == (4, 3)
-    assert found["right_without_reasoning"] == pytest.approx(1 / 3)
-    assert found["right_with_false_step"] == pytest.approx(1 / 3)
-    assert found["repeated"] == 0.25
-    assert found["reasoning_words"] == (5 + 3 + 11 + 12) / 4
-    assert not reward_hacking.repeats("a b c d " * 2)
-    assert reward_hacking.reward_hacking([])["right_without_reasoning"] == 0
-
-
 # --- every arm on a tiny model ------------------------------------------------------------------
 
 
@@ -506,6 +442,27 @@ def test_a_rate_of_zero_changes_nothing_and_a_random_reward_something(finished):
         assert before == after
 
 
+def test_curves_are_joined_by_samples_not_by_place():
+    """A run that was interrupted has a point that the other seeds lack."""
+
+    def point(samples, *bits):
+        return {"seconds": samples / 2, "samples": samples, "greedy": {"strict": bits}}
+
+    def cells(arm, *curves):
+        return [{"arm": arm, "seed": seed, "curve": curve} for seed, curve in enumerate(curves)]
+
+    way, end, more = point(20, 1, 0), point(40, 1, 1), point(10, 0, 0)
+    start = cells("sft", [point(0, 0, 0)], [point(0, 0, 0)], [point(0, 1, 1)])  # no GRPO of seed 2
+    arms = {"sft": start, "grpo": cells("grpo", [more, way, end], [way, end])}
+    arms["trl"] = cells("trl", [point(40, 1, 1)], [point(60, 0, 0)])  # its ends are apart
+    found = Results(arms)
+    expected = {"grpo": [(0, 0.0), (20, 0.5), (40, 1.0)], "trl": [(0, 0.0), (50, 0.5)]}
+    for arm, by_samples in expected.items():
+        for axis, scale in (("samples", 1), ("seconds", 0.5)):
+            points = _curve_points(found, arm, axis, "greedy")
+            assert [(x, i.mean) for x, i in points] == [(scale * x, y) for x, y in by_samples]
+
+
 def test_curves_have_a_point_for_each_snapshot(finished):
     ours, theirs = (result_of(finished, f"{arm}-s0") for arm in ("grpo", "trl"))
     for one in (ours, theirs):
@@ -556,24 +513,31 @@ def test_no_cell_starts_after_the_minutes(model_dir, tmp_path, in_process, capsy
     assert "minutes 0 are over" in capsys.readouterr().out
 
 
+@contextmanager
+def held(folder: Path):
+    """What a cell's process holds; UsageError where another one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_file(folder / "lock", "cell", "is at it") as stream:
+        yield stream.fileno()
+
+
 def test_a_cell_that_another_process_is_at_is_left_alone(model_dir, tmp_path, in_process, capsys):
     config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
-    with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
-        assert lock is not None
+    with held(config.folder(Cell("base_zero", 0))):
         assert grid.run(config) == ([Cell("base_zero", 0)], [])
-    assert "another process is at it" in capsys.readouterr().out
+    assert re.search(r"base_zero-s0: process \d+ on .* is at it", capsys.readouterr().out)
 
 
 def test_a_killed_grid_leaves_its_cell_to_the_child(tmp_path):
     """The child inherits the lock: while it lives nobody else may begin the cell."""
-    with grid.locked(tmp_path) as lock:
+    with held(tmp_path) as lock:
         child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
-    with grid.locked(tmp_path) as lock:
-        assert lock is None
+    with pytest.raises(UsageError, match="is at it"), held(tmp_path):
+        pass
     child.kill()
     child.wait()
-    with grid.locked(tmp_path) as lock:
-        assert lock is not None
+    with held(tmp_path):
+        pass
 
 
 def test_a_cell_is_locked_from_training_to_judging(model_dir, tmp_path, monkeypatch):
@@ -581,8 +545,8 @@ def test_a_cell_is_locked_from_training_to_judging(model_dir, tmp_path, monkeypa
     parts = []
 
     def run_child(module, function, payload, log, inherited):
-        with grid.locked(config.folder(Cell("base_zero", 0))) as lock:
-            assert lock is None
+        with pytest.raises(UsageError), held(config.folder(Cell("base_zero", 0))):
+            pass
         assert len(inherited) == 1
         os.fstat(*inherited)
         parts.append(function)
@@ -697,25 +661,6 @@ def test_a_checkpoint_that_a_kill_tore_is_no_point(tmp_path):
     assert list(training.points(config, cell)) == [1]
 
 
-def test_the_commit_of_training_is_marked_where_files_were_changed(tmp_path, monkeypatch):
-    def git(*words: str) -> None:
-        name = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True)
-
-    git("init", "-q")
-    (tmp_path / "code.py").write_text("1\n")
-    git("add", "code.py")
-    git("commit", "-q", "-m", "x")
-    (tmp_path / "notes").write_text("untracked")
-    monkeypatch.setattr(training.harness, "ROOT", tmp_path)
-    monkeypatch.setattr("rlm.runs.git_commit", lambda: 40 * "a")
-    assert training.harness.code_commit() == 40 * "a"
-    (tmp_path / "code.py").write_text("2\n")
-    assert training.harness.code_commit() == 40 * "a" + "-dirty"
-    monkeypatch.setattr("rlm.runs.git_commit", lambda: None)  # no checkout
-    assert training.harness.code_commit() is None
-
-
 def test_a_coin_falls_the_same_again():
     texts = {"prompts": ["p"] * 400, "completions": [f"{i}" for i in range(400)]}
     once, again, other = (training.random_reward(seed)(**texts) for seed in (0, 0, 1))
@@ -744,8 +689,7 @@ def section(page: str, title: str) -> str:
 def test_the_report_renders_every_section(finished, page):
     for title in (
         "All arms", "GRPO's lead", "Controls", "By test set", "pass@k", "Along the way",
-        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "The base's prompts",
-        "Cells",
+        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "Cells",
     ):  # fmt: skip
         assert f"## {title}" in page
     for picture in ("pass_at_k.png", "curves.png", "families.png"):
@@ -753,6 +697,8 @@ def test_the_report_renders_every_section(finished, page):
         assert (finished.docs / picture).stat().st_size > 5000
     assert "Over fewer than 10 seeds they are too narrow as to seeds" in page
     assert "Wrong answers" not in page  # nobody wrote any down
+    for row in section(page, "Is the reward earned").splitlines()[6:8]:  # signs of older cells
+        assert row.endswith(" | – | – | – | – |")
     assert "Not run" not in page
     assert str(finished.grid.parent) not in page
     for block in page.split("\n\n"):  # every row of a table has as many entries as its head
@@ -760,25 +706,13 @@ def test_the_report_renders_every_section(finished, page):
         assert len({line.count(" | ") for line in rows}) <= 1
 
 
-def test_a_report_needs_no_grid_but_its_copies(finished, page, tmp_path):
-    report.write_report(replace(finished, grid=tmp_path / "none"))
-    assert (finished.docs / "README.md").read_text() == page
-
-
-def test_seconds_of_two_machines_are_not_compared(finished, page, tmp_path):
-    """A cell that another machine trained is named, and its ratio is left out."""
-    shutil.copytree(finished.docs / "evidence", tmp_path / "docs" / "evidence")
-    file = tmp_path / "docs" / "evidence" / "trl-s0.json"
-    cell = json.loads(file.read_text())
-    cell["machine"] |= {"instruction_sets": ["avx2", "sme"], "onednn_max_cpu_isa": "AVX2"}
-    file.write_text(json.dumps(cell))
-    report.write_report(replace(finished, grid=tmp_path / "none", docs=tmp_path / "docs"))
-    other = (tmp_path / "docs" / "README.md").read_text()
-    for text in ("; trl-s0: ", "(sme)", "(ONEDNN_MAX_CPU_ISA=AVX2)"):
-        assert text in other
-    for text in ("other machine", "whose seconds do not compare"):
-        assert text in other
-        assert text not in page
+def test_the_committed_page_comes_out_of_the_committed_cells():
+    """With several machines, other grids and older cells; digits apart, which rounding may move."""
+    docs = ROOT / "docs/results"
+    found = Results.load(docs / "evidence")
+    pages = [report.render(found, report.contents(found, docs)), (docs / "README.md").read_text()]
+    made, committed = (re.sub(r"[\d.,–−+-]+", "#", page).splitlines() for page in pages)
+    assert made == committed
 
 
 def test_grids_in_folders_of_the_docs_stand_beside_this_one(finished, page, tmp_path):
@@ -948,73 +882,6 @@ def test_few_seeds_speak_for_themselves_alone(low, high, seeds, verdict):
     assert Interval((low + high) / 2, low, high, seeds, 9).verdict == verdict
 
 
-def test_failures_are_written_for_reading_and_keep_what_a_person_wrote(finished, capsys):
-    config = replace(finished, command="failures", cell="grpo-s0")
-    failures.write_failures(config)
-    folder = config.docs / "failures"
-    assert {file.name for file in folder.iterdir()} == {"sft-s0.yaml", "grpo-s0.yaml"}
-    content = yaml.safe_load((folder / "grpo-s0.yaml").read_text())
-    assert content["wrong_of"] == [12, 12]
-    assert len(content["wrong"]) == 12
-    assert {"question", "gold", "solution", "completion", "sort"} <= set(content["wrong"][0])
-    content["wrong"][3]["by_hand"] = "wrong operation"
-    (folder / "grpo-s0.yaml").write_text(yaml.safe_dump(content))
-    failures.write_failures(config)
-    again = failures.read_failures(folder / "grpo-s0.yaml")
-    assert [e["by_hand"] for e in again["wrong"]].count("wrong operation") == 1
-    report.write_report(config)
-    page = (config.docs / "README.md").read_text()
-    assert "| wrong operation | " in page
-    assert "1 (0)" in page  # one by hand, none by rule
-    content["wrong"][3]["by_hand"] = "whim"
-    (folder / "grpo-s0.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(UsageError, match="'whim' is none of"):
-        failures.write_failures(config)
-    (folder / "grpo-s0.yaml").unlink()
-    (folder / "sft-s0.yaml").unlink()
-
-
-def test_corrections_survive_a_kill_and_may_be_deleted(finished, tmp_path, monkeypatch):
-    config = replace(finished, command="failures", cell="sft-s0", docs=tmp_path)
-    failures.write_failures(config)
-    file = tmp_path / "failures" / "sft-s0.yaml"
-    content = yaml.safe_load(file.read_text())
-    content["wrong"][0]["by_hand"] = "arithmetic"
-    del content["wrong"][1]["by_hand"]
-    file.write_text(yaml.safe_dump(content))
-    before = file.read_text()
-
-    def killed(path):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "sync", killed)
-        with pytest.raises(Killed):
-            failures.write_failures(config)
-    assert file.read_text() == before
-    page = text_of({"sft": [result_of(finished, "sft-s0")]}, file.parent.parent)
-    anew = content["wrong"][0]["sort"] != "arithmetic"
-    assert f"; 1 of them read and sorted by hand, {anew:d} otherwise than by the rule; " in page
-    failures.write_failures(config)
-    assert [e["by_hand"] for e in failures.read_failures(file)["wrong"]][:2] == ["arithmetic", None]
-
-
-def test_right_answers_with_doubtful_reasoning_are_listed():
-    def row(name, reasoning):
-        text = f"<think>\n{reasoning}\n</think>\n<answer>12</answer>"
-        done = {"text": text, "strict": "correct", "truncated": False}
-        return ROW | {"id": name, "set": "taught", "completions": [done]}
-
-    rows = [row("a", "3 * 4 = 12"), row("b", "1 + 1 = 3 and 3 * 4 = 12"), row("c", "it is so")]
-    content = failures.chosen_failures("x-s0", rows, {})
-    assert content["wrong"] == []
-    assert {e["id"]: e["why"] for e in content["doubtful"]} == {
-        "b": "an equation does not hold",
-        "c": "no equation leads to the answer",
-    }
-    assert "completion: |-\n" in failures.as_yaml(content)
-
-
 def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finished, tmp_path):
     from benchmarks.evidence.ship import ship
     from inference import load_rlm_model
@@ -1022,7 +889,7 @@ def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finish
     run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
     for cell, name in (("sft", "sft_lora"), ("grpo", "final_rlm_lora")):
         shutil.copytree(finished.folder(Cell(cell, 0)) / "adapter", run / name)
-    config = replace(finished, command="ship", cell=str(run), weights=weights, other_problems=4)
+    config = replace(finished, command="ship", demo=run, weights=weights, other_problems=4)
     with pytest.raises(UsageError, match="make demo"):
         ship(config)
     counted = {"correct": 2, "total": 4, "low": 0.15, "high": 0.85}

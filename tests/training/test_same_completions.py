@@ -49,7 +49,7 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
         return [ids for group in groups for ids in group], None
 
     monkeypatch.setattr(trl_arm.TimedTrainer, "_generate_single_turn", replayed)
-    monkeypatch.setattr(trl_cell, "reward_function", lambda *_: odd_length)
+    monkeypatch.setattr(trl_cell, "strict_reward", odd_length)
     training._trl(config, Cell("trl", 0))
 
     before, ours, theirs = (
