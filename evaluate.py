@@ -146,9 +146,10 @@ def evaluate_row(
     Args:
         record: where they are kept; what is there already is not drawn again.
     """
-    from rlm.sampling import Sampler
+    from rlm.sampling import Sampler, sampling_dtype
 
-    started, sampler, results = time.monotonic(), Sampler(model, tokenizer), {}
+    started, results = time.monotonic(), {}
+    sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model))
     format = FORMATS[config.reasoning_format]
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind in kinds:

@@ -88,7 +88,7 @@ def train(
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
-    device, base_hash = pick_device(), base_model_hash(config.model)
+    device, base_hash = pick_device(config.dtype), base_model_hash(config.model)
     set_seed(config.seed)  # of a new adapter, and of the order of the examples
     policy = start_policy(config, device, base_hash)
     announce(config, device, policy, len(problems), len(examples))

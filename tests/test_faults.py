@@ -546,15 +546,18 @@ def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monke
 
 def test_what_is_a_change_and_what_is_none():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
-    assert differences(origin, dict(origin), MAY_CHANGE) == []
-    (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)
+    assert differences(origin, dict(origin), MAY_CHANGE, {}) == []
+    (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE, {})
     assert "the adapter that training started from" in change
     older = {"config": origin["config"], "data": {}}  # a checkpoint that does not say it
-    assert differences(older, origin, MAY_CHANGE) == []
+    assert differences(older, origin, MAY_CHANGE, {}) == []
+    old = {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}, "data": {}}
+    assert differences(old, origin, MAY_CHANGE, {"dtype": "auto"}) == []  # an option since then
+    assert differences(old, origin, MAY_CHANGE, {"dtype": "float32"}) == ["--dtype: float32 → auto"]
     for schedule, expected in (("linear", ["--steps: 20 → 21"]), ("constant", [])):
         begun, now = (GRPOConfig(steps=n, lr_schedule=schedule) for n in (20, 21))
         both = ({"config": to_dict(config), "data": {}, "start": "aa"} for config in (begun, now))
-        assert differences(*both, MAY_CHANGE) == expected
+        assert differences(*both, MAY_CHANGE, {}) == expected
 
 
 def test_another_rank_can_not_be_accepted_and_another_weight_of_the_kl_term_is_taken(runs):

@@ -37,7 +37,7 @@ def scripted(monkeypatch) -> list[Request]:
     asked = []
 
     class Watched(ScriptedSampler):
-        def __init__(self, model, tokenizer, *, max_num_seqs):
+        def __init__(self, model, tokenizer, *, max_num_seqs, dtype):
             super().__init__(model, tokenizer, SCRIPT, max_num_seqs=max_num_seqs)
 
         def stream(self, requests):

@@ -21,6 +21,7 @@ EXPORTS = {
         "Device EMBEDDED_MODEL available_memory default_setup default_values peak_memory_gb "
         "pick_device pick_quantization prepare_process release_memory"
     ),
+    "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -178,13 +178,19 @@ def num_key_value_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def kernels_for(model: PreTrainedModel) -> tuple[Kernels | None, str]:
-    """Compile the kernels for a model's shapes; None and the reason where torch does it all."""
+def kernels_for(
+    model: PreTrainedModel, dtype: torch.dtype | None = None
+) -> tuple[Kernels | None, str]:
+    """Compile the kernels for a model's shapes; None and the reason where torch does it all.
+
+    Args:
+        dtype: number type to compute in (None: the model's).
+    """
     if model.device.type != "cpu":
         return None, f"passes between products not compiled: no code for {model.device.type}"
     config = model.config.get_text_config()
     queries = config.num_attention_heads // num_key_value_heads(config)
-    return load_kernels(model.dtype, queries, head_dim(config))
+    return load_kernels(dtype or model.dtype, queries, head_dim(config))
 
 
 def _cannot_load(name: str, error: Exception) -> str:

@@ -21,12 +21,11 @@ import torch
 
 from rlm.cli import terminal
 from rlm.model.adapter_info import AdapterInfo
+from rlm.model.number_types import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
 GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
 CGROUP = Path("/sys/fs/cgroup")  # version 2: of the container that this process is in
-# What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
-WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,22 @@ class Device:
         return f"{self.type}, {str(self.dtype).removeprefix('torch.')} ({self.reason})"
 
 
-def pick_device() -> Device:
-    """Choose the accelerator if there is one, and the type that this hardware computes fast."""
+def pick_device(dtype: str = "auto") -> Device:
+    """Choose the accelerator if there is one, and the type that this hardware computes fast.
+
+    Args:
+        dtype: "auto", or the name of the type to compute in.
+    """
+    if dtype != "auto":
+        place = "cuda" if torch.cuda.is_available() else "cpu"
+        return Device(place, getattr(torch, dtype), f"--dtype {dtype}")
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
         if major >= 8:
             return Device("cuda", torch.bfloat16, f"{name} computes bf16 fast")
         return Device("cuda", torch.float16, f"{name}, sm_{major}{minor}, has no fast bf16")
-    held_down = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    if held_down in WITHOUT_BF16:
-        return Device("cpu", torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} has no bf16")
-    if torch.cpu._is_amx_tile_supported():
-        return Device("cpu", torch.bfloat16, "this CPU has AMX")
-    if torch.cpu._is_avx512_bf16_supported():
-        return Device("cpu", torch.bfloat16, "this CPU has AVX512-BF16")
-    return Device("cpu", torch.float32, "this CPU has no bf16 units")
+    return Device("cpu", *learning_dtype())
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def load_rlm_model(
         pick_device,
         prepare_process,
     )
-    from rlm.sampling import Sampler
+    from rlm.sampling import Sampler, sampling_dtype
 
     prepare_process()
     adapter = Path(adapter)
@@ -67,7 +67,9 @@ def load_rlm_model(
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
     loaded.rlm_format = FORMATS[info.reasoning_format]
-    loaded.rlm_sampler = Sampler(loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS)
+    loaded.rlm_sampler = Sampler(
+        loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS, dtype=sampling_dtype(loaded)
+    )
     return loaded, tokenizer
 
 

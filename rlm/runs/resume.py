@@ -42,6 +42,7 @@ def resume_run(
     adapter: Mapping[str, Tensor],
     *,
     may_change: Collection[str],
+    defaults: Mapping[str, Any],
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Load the newest valid checkpoint, tensors and state, and cut the logs there.
@@ -50,6 +51,7 @@ def resume_run(
         origin: `run_origin` of the run as it was started now.
         adapter: what is trained; the checkpoint has the same tensors as "adapter/<name>".
         may_change: options on which nothing that is learned depends.
+        defaults: what options had that the run did not know yet.
         expected_keys: of the state, which a checkpoint of the other stage has not.
 
     Raises:
@@ -66,7 +68,7 @@ def resume_run(
     # Runs of earlier versions keep the base's hash beside the origin.
     if (began.get("base_hash") or state.get("base_hash")) != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
-    changes = differences(began, origin, may_change)
+    changes = differences(began, origin, may_change, defaults)
     if changes and not changed:
         way_on = "name what it was begun with"
         if changed is not None:
@@ -94,14 +96,17 @@ def data_id(what: str, rows: Sequence[object]) -> str:
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], may_change: Collection[str]
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    may_change: Collection[str],
+    defaults: Mapping[str, Any],
 ) -> list[str]:
     """List what would make the resumed run another one, each as "what: old → new".
 
     Args:
         old, new: `run_origin` then and now.
     """
-    was, now = old["config"], new["config"]
+    was, now = {**defaults, **old["config"]}, new["config"]
     free = {*may_change, *(["steps"] if now.get("lr_schedule") == "constant" else [])}
     found = [
         f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"

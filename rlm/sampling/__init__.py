@@ -5,7 +5,7 @@ from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.params import Completion, Request, SamplingParams, Token, prompt_seed
 from rlm.sampling.scheduler import common_prefix_length
 from rlm.sampling.vllm import VLLMSampler
-from rlm.sampling.weights import FUSED_MODEL_TYPES
+from rlm.sampling.weights import FUSED_MODEL_TYPES, sampling_dtype
 
 __all__ = [
     "FUSED_MODEL_TYPES",
@@ -18,4 +18,5 @@ __all__ = [
     "VLLMSampler",
     "common_prefix_length",
     "prompt_seed",
+    "sampling_dtype",
 ]

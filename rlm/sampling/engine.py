@@ -46,11 +46,13 @@ class Sampler:
         *,
         max_num_seqs: int = 128,
         merged: bool | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
+            dtype: number type of a merged copy (None: the model's): see `sampling_dtype`.
 
         Raises:
             UsageError: a merged copy was asked for and this architecture has no fast path; or the
@@ -65,8 +67,12 @@ class Sampler:
         self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
-        self._kernels, compiled = kernels_for(model)
-        self._weights, weights = choose_weights(model, merged, self._kernels)
+        dtype = dtype or model.dtype
+        self._kernels, compiled = kernels_for(model, dtype)
+        self._weights, weights = choose_weights(model, merged, self._kernels, dtype)
+        self.dtype = self._weights.dtype
+        if self.dtype != dtype:
+            self._kernels, compiled = kernels_for(model)
         self.description = f"{weights}, {compiled}"
         self._cache: KVCache | None = None
         self._scheduler = Scheduler(0, 0)
@@ -153,9 +159,9 @@ class Sampler:
             prompt_tokens: of the longest prompt, without the prefix that all share.
         """
         config = self._fit_memory(self._cache_config(n, prompt_tokens, new_tokens))
-        cache = config.tokens * token_bytes(self._config, self.model.dtype)
+        cache = config.tokens * token_bytes(self._config, self.dtype)
         # Compiled code reads logits as they are; torch holds them in fp32, with exponentials.
-        each = self.model.dtype.itemsize if self._kernels else 3 * 4
+        each = self.dtype.itemsize if self._kernels else 3 * 4
         logits = config.max_num_seqs * self._config.vocab_size * each
         return cache + logits + self._weights.copied_bytes
 
@@ -186,7 +192,7 @@ class Sampler:
         self._cache = None  # the old one goes first
         config = self._fit_memory(config)
         model = self.model
-        self._cache = KVCache(self._config, config, model.dtype, model.device, self._kernels)
+        self._cache = KVCache(self._config, config, self.dtype, model.device, self._kernels)
         self._scheduler = Scheduler(config.max_num_seqs, config.prompt_slots)
         self._prefix = tuple(prefix)
         if prefix:
@@ -195,7 +201,7 @@ class Sampler:
     def _fit_memory(self, config: CacheConfig) -> CacheConfig:
         """Shrink the config to as many rows and slots as fit in half of the free memory."""
         memory = available_memory(self.model.device.type) // 2
-        return config.fit(token_bytes(self._config, self.model.dtype), memory)
+        return config.fit(token_bytes(self._config, self.dtype), memory)
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished

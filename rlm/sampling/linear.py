@@ -48,15 +48,18 @@ def fused_linear(
     norm: nn.Module | None = None,
     gated: bool = False,
     kernels: Kernels | None = None,
+    dtype: torch.dtype | None = None,
 ) -> LinearFunction:
     """Fuse linear layers of the same input into one, with the norm before them.
 
     Args:
         gated: of two layers, compute silu(first(x)) · second(x).
+        dtype: number type to compute in, that of `kernels` (None: the layers').
     """
     has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
     parts = [[layer] for layer in layers] if gated else [layers]
     weights = [_merged_weight(part, norm) for part in parts]
+    weights = [weight.to(dtype or weight.dtype) for weight in weights]
     biases = [_joined_bias(part, weights[0]) for part in parts] if has_bias else None
     epsilon = norm and norm.variance_epsilon
     if kernels and kernels.has_linear and weights[0].shape[1] % 2 == 0:
@@ -85,7 +88,9 @@ def _merged_weight(layers: Sequence[nn.Module], norm: nn.Module | None) -> Tenso
 def _joined_bias(layers: Sequence[nn.Module], weight: Tensor) -> Tensor:
     """Bias (outputs of all), of the weight's number type; zeros where a layer has none."""
     biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
-    return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases])
+    return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases]).to(
+        weight.dtype
+    )
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:

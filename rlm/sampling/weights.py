@@ -8,7 +8,7 @@ Both leave attention to the cache, through the function `attend`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,15 @@ from rlm.model import (
     active_lora_tensors,
     available_memory,
     decoder_and_head,
+    fast_dtype,
+    kernels_for,
+    learning_dtype,
     softmax_scale,
 )
 from rlm.sampling.kv_cache import AttentionFunction
 from rlm.sampling.linear import TorchOps, fused_linear
 
+DECODED_ROWS = 64  # at which the number types are compared
 FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -39,6 +43,7 @@ class UnmergedWeights:
             UsageError: this architecture's attention cannot be led through a cache.
         """
         self._decoder, self.head = decoder_and_head(model)
+        self.dtype = model.dtype
         if not self._decoder._supports_attention_backend:
             kind = self._decoder.config.model_type
             raise UsageError(
@@ -106,23 +111,28 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
     return None
 
 
-def copy_bytes(model: PreTrainedModel) -> int:
+def copy_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Estimate the bytes of a merged copy of the layers, without the head's, which stays."""
     linear = [m for m in decoder_and_head(model)[0].modules() if isinstance(m, nn.Linear)]
     # From the shapes: 4-bit weights are stored packed.
-    return sum(m.in_features * m.out_features for m in linear) * model.dtype.itemsize
+    return sum(m.in_features * m.out_features for m in linear) * dtype.itemsize
 
 
 class MergedWeights:
-    """A fused copy of base + active adapters, in the model's number type."""
+    """A fused copy of base + active adapters, in a number type of its own."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels | None = None) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self.dtype = model, dtype or model.dtype
         self._kernels = kernels
         self._decoder, self._head = decoder_and_head(model)
         # Adapters do not reach the head: copied once.
-        self.head = fused_linear(self._head, kernels=kernels)
-        self.copied_bytes = copy_bytes(model)
+        self.head = fused_linear(self._head, kernels=kernels, dtype=self.dtype)
+        self.copied_bytes = copy_bytes(model, self.dtype)
         self.release()
 
     def refresh(self) -> None:
@@ -135,7 +145,8 @@ class MergedWeights:
         if same and all(torch.equal(tensor, self._seen[key]) for key, tensor in adapters.items()):
             return
         self.release()  # the old copy goes first
-        self._layers = [_FusedLayer(layer, self._kernels) for layer in self._decoder.layers]
+        what = self._kernels, self.dtype
+        self._layers = [_FusedLayer(layer, *what) for layer in self._decoder.layers]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
@@ -145,24 +156,26 @@ class MergedWeights:
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
-        x = self._decoder.embed_tokens(ids)
+        x = self._decoder.embed_tokens(ids).to(self.dtype)
         # (B·T, …): one matrix product whatever the batch looks like.
         rotary = [part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions)]
         shape, x = ids.shape, x.flatten(0, 1)
         for layer in self._layers:
             x = layer(x, shape, rotary, attend)
         final, ops = self._decoder.norm, self._kernels or TorchOps
-        return ops.rms_norm(x, final.weight, final.variance_epsilon).unflatten(0, shape)
+        weight = final.weight.to(self.dtype)
+        return ops.rms_norm(x, weight, final.variance_epsilon).unflatten(0, shape)
 
 
 def choose_weights(
-    model: PreTrainedModel, merged: bool | None, kernels: Kernels | None
+    model: PreTrainedModel, merged: bool | None, kernels: Kernels | None, dtype: torch.dtype
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
     """Choose the weights to sample with; returns them and a line that says which and why.
 
     Args:
         merged: whether to merge; None: if the architecture has a fast path, and half of the memory
             that is free would hold the copy.
+        dtype: of a merged copy.
 
     Raises:
         UsageError: a merged copy was asked for, and there is no fast path.
@@ -170,14 +183,16 @@ def choose_weights(
     reason = "as asked" if merged is False else why_not_fused(model)
     if merged and reason:
         raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
-    size, free = copy_bytes(model), available_memory(model.device.type)
+    size, free = copy_bytes(model, dtype), available_memory(model.device.type)
     gb = f"{size / 2**30:.1f} GB"
     if merged is None and reason is None and size > free / 2:
         reason = f"a merged copy would take {gb}, {free / 2**30:.1f} GB are free"
     if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
     how = ", products compiled" if kernels and kernels.has_linear else ""
-    return MergedWeights(model, kernels), f"a merged copy of the weights ({gb}){how}"
+    if dtype != model.dtype:
+        how = f" in {str(dtype).removeprefix('torch.')}{how}"
+    return MergedWeights(model, kernels, dtype), f"a merged copy of the weights ({gb}){how}"
 
 
 class _FusedLayer:
@@ -188,15 +203,15 @@ class _FusedLayer:
     norms, residual sums and the gating belong to products.
     """
 
-    def __init__(self, layer: nn.Module, kernels: Kernels | None) -> None:
-        self.ops = kernels or TorchOps
+    def __init__(self, layer: nn.Module, kernels: Kernels | None, dtype: torch.dtype) -> None:
+        self.ops, what = kernels or TorchOps, {"kernels": kernels, "dtype": dtype}
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = fused_linear(*projections, norm=layer.input_layernorm, kernels=kernels)
-        self.out = fused_linear(attention.o_proj, kernels=kernels)
+        self.qkv = fused_linear(*projections, norm=layer.input_layernorm, **what)
+        self.out = fused_linear(attention.o_proj, **what)
         norm, gate_up = layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)
-        self.gated = fused_linear(*gate_up, norm=norm, gated=True, kernels=kernels)
-        self.down = fused_linear(mlp.down_proj, kernels=kernels)
+        self.gated = fused_linear(*gate_up, norm=norm, gated=True, **what)
+        self.down = fused_linear(mlp.down_proj, **what)
         # Qwen3 normalises each head's queries and keys.
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.index = attention.layer_idx
@@ -227,4 +242,32 @@ class _FusedLayer:
     def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Each head's norm: (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
-        return self.ops.rms_norm(rows, norm.weight, norm.variance_epsilon).view(x.shape)
+        return self.ops.rms_norm(rows, norm.weight.to(x.dtype), norm.variance_epsilon).view(x.shape)
+
+
+def sampling_dtype(model: PreTrainedModel, dtype: str = "auto") -> torch.dtype:
+    """Choose the number type of a merged copy: "auto" times a fused layer of this model.
+
+    It is the model's own on a GPU, where there is no fast path, and where the model's is not the
+    one that was measured to be fast for learning: then somebody has chosen it.
+    """
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:
+        return model.dtype
+    layer, config = decoder_and_head(model)[0].layers[0], model.config.get_text_config()
+
+    def one_layer(dtype: torch.dtype) -> Callable[[], object]:
+        fused = _FusedLayer(layer, kernels_for(model, dtype)[0], dtype)
+        x = torch.ones(DECODED_ROWS, config.hidden_size, dtype=dtype)
+        attended = torch.ones(DECODED_ROWS, layer.self_attn.o_proj.in_features, dtype=dtype)
+
+        def products() -> Tensor:
+            fused.qkv(x)
+            y = fused.out(attended, x)
+            return fused.down(fused.gated(y), y)
+
+        return products
+
+    sizes = f"{config.hidden_size} x {config.intermediate_size}"
+    return fast_dtype(f"sampling {sizes}", one_layer)

@@ -29,7 +29,7 @@ from rlm.model import (
 )
 from rlm.reasoner import HOW_TO_TRAIN
 from rlm.runs import file_hash
-from rlm.sampling import Sampler, common_prefix_length
+from rlm.sampling import Sampler, common_prefix_length, sampling_dtype
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -152,7 +152,8 @@ def load_replicas(
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
-        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
+        dtype = sampling_dtype(model)
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs, dtype=dtype)
         replicas[name] = Replica(sampler, activate, prompt_prefix(tokenizer, adapter.format))
     return replicas
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlm.cli import check_values, flag, merge_switches
 from rlm.data import FORMATS
-from rlm.model import QUANTIZATIONS
+from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import ALGORITHMS, Algorithm
 
@@ -69,6 +69,12 @@ class GRPOConfig:
     use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
     attn_implementation: str = flag(
         "auto", "attention of the learning pass", choices=ATTENTIONS, old=["attn"]
+    )
+    dtype: str = flag("auto", "number type of learning (auto: measured)", choices=("auto", *DTYPES))
+    sampler_dtype: str = flag(
+        "auto",
+        "of the sampler's merged copy (auto: measured)",
+        choices=("auto", *DTYPES),
     )
     doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
 

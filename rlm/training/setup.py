@@ -28,7 +28,7 @@ from rlm.model import (
     pick_quantization,
     release_memory,
 )
-from rlm.sampling import Sampler, VLLMSampler
+from rlm.sampling import Sampler, VLLMSampler, sampling_dtype
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
     """Load the base with the adapter to train on it, in eval mode."""
     gc.collect()  # SFT's trainer, where that ran in this process: a cycle of a gigabyte
     release_memory()
-    device = device or pick_device()
+    device = device or pick_device(config.dtype)
     packing = {"quantize": config.quantize, "attn": config.attn_implementation}
     base = load_base(model, device, **packing)
     if config.sft_adapter:
@@ -97,7 +97,9 @@ def make_sampler(
     """
     if config.sampler != "vllm":
         merged = {"merged": True, "unmerged": False}.get(config.sampler)
-        return Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs, merged=merged)
+        dtype = sampling_dtype(policy, config.sampler_dtype)
+        seqs = config.max_num_seqs
+        return Sampler(policy, tokenizer, max_num_seqs=seqs, merged=merged, dtype=dtype)
 
     def export() -> Path:
         path = config.run_dir / f"sampler_adapter_{rank}"

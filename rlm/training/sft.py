@@ -185,7 +185,12 @@ class CheckpointCallback(TrainerCallback):
         self.origin = run_origin(to_dict(config), base_hash, start_weights, **data)
         if config.resume:
             self._loaded, state = resume_run(
-                run, self.origin, self.adapter, may_change=MAY_CHANGE, expected_keys=["schedule"]
+                run,
+                self.origin,
+                self.adapter,
+                may_change=MAY_CHANGE,
+                defaults=to_dict(SFTConfig()),
+                expected_keys=["schedule"],
             )
             self.step, self._schedule = state["step"], state["schedule"]
             self._seconds_before = state["seconds"]

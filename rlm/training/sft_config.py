@@ -9,7 +9,7 @@ from typing import Any
 
 from rlm.cli import check_values, flag
 from rlm.data import FORMATS
-from rlm.model import QUANTIZATIONS
+from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import TRACKER_NAMES
 from rlm.training.config import ATTENTIONS
 
@@ -42,6 +42,7 @@ class SFTConfig:
     lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
+    dtype: str = flag("auto", "number type (auto: measured)", choices=("auto", *DTYPES))
     attn_implementation: str = flag("auto", "attention", choices=ATTENTIONS, old=["attn"])
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end (0: none)", min=0

@@ -121,10 +121,10 @@ class TrainingState:
             self.save(run, 0, keep=config.keep_checkpoints)
             step = 0
         elif distributed.is_main:  # first, for it renames what is damaged
-            step = distributed.broadcast(self.restore(run))
+            step = distributed.broadcast(self.restore(run, to_dict(type(config)())))
         else:
             distributed.broadcast(0)
-            step = self.restore(run)
+            step = self.restore(run, to_dict(type(config)()))
         run.begin(to_dict(config))  # only now: what is refused is shown nowhere
         return step
 
@@ -226,14 +226,19 @@ class TrainingState:
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
-    def restore(self, run: RunDirectory) -> int:
+    def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
         """Load the newest checkpoint and return the step to go on with.
 
         Raises:
             UsageError: there is none, or it is of another base, adapter, config or data.
         """
         tensors, state = resume_run(
-            run, self.origin, self.adapter, may_change=MAY_CHANGE, expected_keys=SAVED
+            run,
+            self.origin,
+            self.adapter,
+            may_change=MAY_CHANGE,
+            defaults=defaults,
+            expected_keys=SAVED,
         )
         for name in SAVED:
             setattr(self, name, state[name])

@@ -160,9 +160,12 @@ def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment
     [(None, "bfloat16"), ("DEFAULT", "bfloat16"), ("AVX512_CORE_BF16", "bfloat16"),
      ("avx2", "float32"), ("AVX512_CORE_VNNI", "float32")],
 )  # fmt: skip
-def test_bf16_where_the_cpu_computes_it_and_is_let(monkeypatch, held_down, dtype):
+def test_bf16_where_the_cpu_computes_it_and_is_let(monkeypatch, tmp_path, held_down, dtype):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    seconds = {"float32": 2.0, "bfloat16": 1.0}
+    monkeypatch.setattr("rlm.model.number_types._time_in_turns", lambda _: seconds)
+    monkeypatch.setenv("RLM_CACHE", str(tmp_path))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if held_down:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_down)

@@ -148,7 +148,9 @@ def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypa
 
     monkeypatch.setattr(rlm.training.sft, "score_tokens", watched)
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr("train_sft.pick_device", lambda dtype=dtype: Device("cpu", dtype, ""))
+        monkeypatch.setattr(
+            "train_sft.pick_device", lambda _, dtype=dtype: Device("cpu", dtype, "")
+        )
         assert sft("--epochs", 4, "--learning-rate", 3e-2) == 0
         assert set(seen) == {(dtype, False)}
         seen.clear()

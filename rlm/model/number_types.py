@@ -1,0 +1,111 @@
+"""Chooses fp32 or bf16 on a CPU by measuring: its flags do not say which of them is faster.
+
+There are CPUs with AVX512-BF16 that multiply bf16 at half the speed of fp32. Each kind of work is
+timed once in both types, for less than a second, and the result is kept for this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlm.runs import replace_json
+
+if TYPE_CHECKING:  # options name the types, and --help loads no torch
+    import torch
+
+DTYPES = ("float32", "bfloat16")
+# By how much bf16 must be faster. At the same speed fp32 is taken: it rounds less.
+MARGIN = 1.1
+# What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
+WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+ROWS, WIDTH, INNER = 1024, 576, 1536  # of the products of a learning pass
+ROUNDS, SECONDS = 3, 0.04  # each type is timed in so many turns of at least so long
+
+
+def fast_dtype(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> torch.dtype:
+    """Return the type in which this CPU does a kind of work faster.
+
+    Args:
+        kind: name under which the result is kept.
+        work: makes the function to time, for a type.
+    """
+    return _choose(kind, work)[0]
+
+
+def learning_dtype() -> tuple[torch.dtype, str]:
+    """Return the type for the products of a learning pass on this CPU, and why in a few words."""
+    return _choose("learning", _learning_products)
+
+
+def _choose(
+    kind: str, work: Callable[[torch.dtype], Callable[[], object]]
+) -> tuple[torch.dtype, str]:
+    import torch
+
+    held_down = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if held_down in WITHOUT_BF16:
+        return torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} has no bf16"
+    if not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
+        return torch.float32, "this CPU has no bf16 units"
+    seconds = _measured(kind, work)
+    times = seconds["float32"] / seconds["bfloat16"]
+    name = "bfloat16" if times > MARGIN else "float32"
+    return getattr(torch, name), f"measured here: bf16 is {times:.2g} times as fast as fp32"
+
+
+def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> dict[str, float]:
+    """Return the seconds of the work by type, from the file of this machine if they are there."""
+    import torch
+
+    cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
+    file, known = cache / "number_types.json", {}
+    key = f"{kind}, {_cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+    seconds = known.get(key) if isinstance(known, dict) else None
+    if not (isinstance(seconds, dict) and seconds.keys() == {*DTYPES}):
+        seconds = _time_in_turns({name: work(getattr(torch, name)) for name in DTYPES})
+        with suppress(OSError):  # a home that cannot be written to: measured again next time
+            cache.mkdir(parents=True, exist_ok=True)
+            replace_json(file, known | {key: seconds})
+    return seconds
+
+
+def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the seconds of one call of each: the best of several turns, taken alternately."""
+    import torch
+
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(ROUNDS):
+        for name, function in functions.items():
+            with torch.inference_mode():
+                function()  # to warm up
+                calls, begin = 0, time.perf_counter()
+                while (passed := time.perf_counter() - begin) < SECONDS:
+                    function()
+                    calls += 1
+            best[name] = min(best[name], passed / calls)
+    return best
+
+
+def _learning_products(dtype: torch.dtype) -> Callable[[], object]:
+    """Make a layer's product forward, and by its input backward."""
+    import torch
+
+    x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(INNER, WIDTH, dtype=dtype)
+    return lambda: x @ weight.mT @ weight
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,104 @@
+"""The number type of a CPU's work is what was measured, not what its flags say."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from rlm.model import number_types, pick_device
+from rlm.sampling import Sampler, SamplingParams, sampling_dtype
+
+
+@pytest.fixture
+def cpu(monkeypatch, tmp_path):
+    """A CPU with bf16 units whose times a test sets; returns the list of what was timed."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("RLM_CACHE", str(tmp_path / "cache"))
+    timed = []
+
+    def having(fp32, bf16):
+        def time_in_turns(functions):
+            timed.append({name: function() for name, function in functions.items()})
+            return {"float32": fp32, "bfloat16": bf16}
+
+        monkeypatch.setattr(number_types, "_time_in_turns", time_in_turns)
+        return timed
+
+    return having
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "dtype"),
+    [(4.0, 1.0, torch.bfloat16), (1.0, 2.0, torch.float32), (1.05, 1.0, torch.float32)],
+)
+def test_the_faster_type_is_taken_and_fp32_where_they_are_alike(cpu, fp32, bf16, dtype):
+    cpu(fp32, bf16)
+    device = pick_device()
+    assert device.dtype == dtype
+    assert f"bf16 is {fp32 / bf16:.2g} times as fast as fp32" in str(device)
+    assert sampling_dtype(tiny_model().to(dtype)) == dtype
+
+
+def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
+    timed = cpu(4.0, 1.0)
+    for _ in range(2):
+        pick_device()
+        sampling_dtype(tiny_model().bfloat16())
+    assert len(timed) == 2
+    assert all({*each} == {*number_types.DTYPES} for each in timed)
+    file = tmp_path / "cache" / "number_types.json"
+    kinds = sorted(key.split(",")[0] for key in json.loads(file.read_text()))
+    assert kinds == ["learning", "sampling 32 x 64"]
+    cpu(1.0, 4.0)  # what is kept counts, until the machine, its threads or torch are others
+    assert pick_device().dtype == torch.bfloat16
+    file.write_text("{broken")
+    assert pick_device().dtype == torch.float32
+
+
+def test_sampling_and_learning_may_differ(cpu):
+    """As on a CPU that multiplies bf16 slowly, and reads half the bytes of it."""
+    cpu(1.0, 2.0)
+    assert pick_device().dtype == torch.float32
+    cpu(2.0, 1.0)
+    assert sampling_dtype(tiny_model()) == torch.bfloat16
+
+
+def test_a_type_that_somebody_chose_is_not_measured(cpu):
+    timed = cpu(4.0, 1.0)
+    assert pick_device("float32").dtype == torch.float32
+    assert sampling_dtype(tiny_model(), "bfloat16") == torch.bfloat16
+    assert not timed
+    assert sampling_dtype(tiny_model()) == torch.float32  # the model's own is not the fast one
+
+
+def test_the_clock_takes_the_faster_for_faster():
+    work = {"slow": lambda: torch.ones(300, 300) @ torch.ones(300, 300), "fast": lambda: None}
+    seconds = number_types._time_in_turns(work)
+    assert 0 < seconds["fast"] < seconds["slow"]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_merged_copy_in_bf16_draws_for_a_model_in_fp32(family, compiled, tokenizer, monkeypatch):
+    """The same as a model in bf16 draws: the copy is rounded once, after the adapter is merged."""
+    if not compiled:
+        monkeypatch.setattr("rlm.sampling.engine.kernels_for", lambda *_: (None, "a test"))
+    model, params = tiny_model(family), SamplingParams(12, 1.0)
+    mixed = Sampler(model, tokenizer, dtype=torch.bfloat16)
+    assert (mixed.dtype, mixed.exact, model.dtype) == (torch.bfloat16, False, torch.float32)
+    assert "in bfloat16" in mixed.description
+    assert mixed.bytes_for([4], 8, 12) < Sampler(model, tokenizer).bytes_for([4], 8, 12)
+    drawn = mixed.sample([[1, 2, 3]], 4, params, [7])
+    rounded = tiny_model(family).bfloat16()
+    rounded.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq  # loading keeps it in fp32
+    usual = Sampler(rounded, tokenizer).sample([[1, 2, 3]], 4, params, [7])
+    assert [c.token_ids for c in drawn[0]] == [c.token_ids for c in usual[0]]
+
+
+def test_an_unmerged_sampler_computes_in_the_model_s_type(tokenizer):
+    sampler = Sampler(tiny_model(), tokenizer, merged=False, dtype=torch.bfloat16)
+    assert sampler.dtype == torch.float32
+    assert sampler.sample([[1, 2]], 1, SamplingParams(3), [0])[0][0].token_ids
