@@ -1,5 +1,6 @@
 """Reward functions, and the scorer that calls them for a whole step."""
 
+from rlm.rewards.base import RewardFunction, load_reward
 from rlm.rewards.functions import (
     CombinedReward,
     CorrectnessReward,
@@ -7,7 +8,6 @@ from rlm.rewards.functions import (
     GSM8KReward,
     ReasoningQualityReward,
 )
-from rlm.rewards.reward_function import RewardFunction, load_reward
 from rlm.rewards.scorer import Scorer, Scores
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlm.data import FORMATS, Format
 from rlm.grading import Verdict, grade, parse_number, split_completion
-from rlm.rewards.reward_function import Reward, RewardFunction, as_reward
+from rlm.rewards.base import Reward, RewardFunction, as_reward
 
 _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
 _CONNECTIVE = re.compile(

@@ -20,7 +20,7 @@ from typing import Any
 from rlm.cli import UsageError, terminal
 from rlm.data import Problem
 from rlm.rewards import functions
-from rlm.rewards.reward_function import Reward, RewardFunction, Rollout, as_reward
+from rlm.rewards.base import Reward, RewardFunction, Rollout, as_reward
 
 TIME_LIMIT = 60.0  # seconds that one call may take
 HANGS = 3  # time limits that a step waits for; then what is left of it goes without a verdict

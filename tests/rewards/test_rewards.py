@@ -22,7 +22,7 @@ from rlm.rewards import (
     RewardFunction,
     functions,
 )
-from rlm.rewards.reward_function import load_reward
+from rlm.rewards.base import load_reward
 from rlm.rewards.scorer import Scorer
 
 PROBLEMS = [Problem("a", "1 + 1?", "2", columns={"level": 1}), Problem("b", "2 + 3?", "5")]
