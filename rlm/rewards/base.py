@@ -1,30 +1,37 @@
-"""What a user writes: a `RewardFunction`, or a plain function with TRL's keyword contract."""
+"""What a user writes: a `RewardFunction`, a plain function, or TRL's keyword contract."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-from rlm.cli import UsageError
 
 Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 # Given to a plain function only if it names them: TRL's **kwargs hold columns and no more.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type")
+CONTRACT = (
+    "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
+    "f(prompts, completions, answer, **columns) -> list of floats, or subclass "
+    "rlm.rewards.RewardFunction"
+)
 
 
 class RewardFunction:
-    """A reward of one completion. Subclass it, set `weight`, write `__call__` (or `async def`).
+    """A reward of one completion. Subclass it and write `__call__` (or `async def`).
 
+    Its weight in a sum is a class attribute, or given to `super().__init__(weight=2.0)`.
     Columns are keywords: `question`, the data set's own fields, `reasoning_format` (the name of
-    the tags in use) and `is_truncated` (there is no end token). Take what you need and `**columns`.
+    the tags in use) and `is_truncated` (there is no end token). A `__call__` without `**columns`
+    is given those that it names.
     """
 
     weight: float = 1.0
+
+    def __init__(self, weight: float | None = None) -> None:
+        if weight is not None:
+            self.weight = weight
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Reward:
         raise NotImplementedError
@@ -33,6 +40,7 @@ class RewardFunction:
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> list[Reward]:
         """Many completions; each column holds an entry for each. Override it to score at once."""
+        columns = named_columns(self, columns)
         return [
             self(text, answer, **{name: values[i] for name, values in columns.items()})
             for i, (text, answer) in enumerate(zip(completions, reference_answers, strict=True))
@@ -43,6 +51,23 @@ class RewardFunction:
         return {}
 
 
+@dataclass(eq=False)
+class BinaryReward(RewardFunction):
+    """`true_value` where `condition_fn(completion, reference_answer)` holds, else `false_value`.
+
+    For 1 if the final answer is right and 0 if not, take `CorrectnessReward`, the default.
+    """
+
+    condition_fn: Callable[[str, str], bool]
+    weight: float = 1.0
+    true_value: float = 1.0
+    false_value: float = 0.0
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        holds = self.condition_fn(completion, reference_answer)
+        return self.true_value if holds else self.false_value
+
+
 class PlainReward(RewardFunction):
     """A plain function `(prompts, completions, answer, **columns) -> list[float | None]`.
 
@@ -50,6 +75,7 @@ class PlainReward(RewardFunction):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(getattr(function, "weight", None))
         self.function = function
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
@@ -64,11 +90,29 @@ class PlainReward(RewardFunction):
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> Any:
         parameters = inspect.signature(self.function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         prompts = columns.pop("question", [""] * len(completions))
         given = {"prompts": prompts, "completions": completions, "answer": reference_answers}
         given |= {k: v for k, v in columns.items() if k in parameters or k not in EXTRAS}
-        return self.function(**{k: v for k, v in given.items() if takes_all or k in parameters})
+        return self.function(**named_columns(self.function, given))
+
+
+class PerCompletionReward(RewardFunction):
+    """A plain function `(completion, reference_answer) -> float | None`, also `async`.
+
+    It may name what it wants beside the completion: `reference_answer` or `answer`, `prompt` or
+    `question`, and columns.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(getattr(function, "weight", None))
+        self.function = function
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
+        parameters = inspect.signature(self.function).parameters
+        others = {"answer": reference_answer, "prompt": columns.get("question", "")}
+        given = {"completion": completion, "reference_answer": reference_answer, **columns}
+        given |= {name: value for name, value in others.items() if name in parameters}
+        return self.function(**named_columns(self.function, given))
 
 
 async def _only(rewards: Awaitable[Any]) -> Any:
@@ -76,34 +120,66 @@ async def _only(rewards: Awaitable[Any]) -> Any:
     return reward
 
 
-def as_reward(reward: RewardFunction | Callable[..., Any]) -> RewardFunction:
-    return reward if isinstance(reward, RewardFunction) else PlainReward(reward)
+def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the columns that a function names; all of them if it has `**columns`."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return columns
+    return {name: value for name, value in columns.items() if name in parameters}
 
 
-def load_reward(spec: str | None) -> RewardFunction | Callable[..., Any] | None:
-    """What `--reward FILE.py:NAME` names: a function, a RewardFunction, or a class of it.
+def adapt_reward(reward: Any) -> RewardFunction:
+    """Return a function, or an object or class that can be called, as a RewardFunction.
+
+    The names of its parameters say how it is to be called.
 
     Raises:
-        UsageError: there is no such file or name, or the file fails when it is run.
+        TypeError: it is none of these, or its parameters have other names.
     """
-    if spec is None:
-        return None
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file() or not name:
-        raise UsageError(f"--reward {spec}: expected FILE.py:NAME, and the file must exist")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up
+    if isinstance(reward, type):
+        reward = _make(reward)
+    if not callable(reward):
+        raise TypeError(f"{reward!r:.60} is no reward: {CONTRACT}")
+    name = getattr(reward, "__name__", type(reward).__name__)
     try:
-        module_spec.loader.exec_module(module)
-        found = getattr(module, name, None)
-        if isinstance(found, type):
-            found = found()
-    except (Exception, SystemExit) as error:  # sys.exit would end the training, without a word
-        raise UsageError(f"--reward {spec}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        own = vars(module).items()
-        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
-        raise UsageError(f"--reward {spec}: no function or class {name!r}; it has {names}")
-    return found
+        signature = inspect.signature(reward)
+    except ValueError:  # of some built-in functions
+        raise TypeError(f"the parameters of {name} cannot be read: {CONTRACT}") from None
+    parameters = signature.parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "completions" in named:
+        return PlainReward(reward)
+    if isinstance(reward, RewardFunction) and _takes_two(signature):
+        if not _has_own_call(type(reward)):
+            raise TypeError(f"{name} has no __call__(self, completion, reference_answer)")
+        return reward
+    if "completion" in named:
+        return PerCompletionReward(reward)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if takes_all and inspect.isroutine(reward) and named <= {"prompts", "answer", *EXTRAS}:
+        return PlainReward(reward)
+    raise TypeError(f"{name}{signature} names neither completion nor completions: {CONTRACT}")
+
+
+def _takes_two(signature: inspect.Signature) -> bool:
+    """Whether a completion and an answer can be given in this order, without names."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in places for k in kinds) >= 2
+
+
+def _has_own_call(cls: type[RewardFunction]) -> bool:
+    return any(
+        getattr(cls, n) is not getattr(RewardFunction, n) for n in ("__call__", "batch_call")
+    )
+
+
+def _make(cls: type) -> Any:
+    """Make an object of a class that needs no arguments."""
+    parameters = inspect.signature(cls).parameters.values()
+    anyhow = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in anyhow]
+    if needed:
+        call = f"{cls.__name__}({', '.join(needed)})"
+        raise TypeError(f"{cls.__name__} is a class that needs arguments: give {call}")
+    return cls()
