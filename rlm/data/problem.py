@@ -85,7 +85,7 @@ def parse_rows(
             break
     total = len(problems) + left_out.total() + bad
     if bad > MAX_BAD_SHARE * total:
-        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair the file)")
+        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair these)")
     report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
     report += [f"{count} {kind}" for kind, count in left_out.items()]
     if not problems:

@@ -68,15 +68,20 @@ class BinaryReward(RewardFunction):
         return self.true_value if holds else self.false_value
 
 
-class PlainReward(RewardFunction):
-    """A plain function `(prompts, completions, answer, **columns) -> list[float | None]`.
-
-    It may be `async`. A parameter that it does not take is not passed.
-    """
+class FunctionReward(RewardFunction):
+    """Calls a function, plain or `async`, by the names of its parameters."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "weight", None))
         self.function = function
+
+    def pop_metrics(self) -> dict[str, float]:
+        own = self.function
+        return own.pop_metrics() if isinstance(own, RewardFunction) else {}
+
+
+class PlainReward(FunctionReward):
+    """A plain function `(prompts, completions, answer, **columns) -> list[float | None]`."""
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
         columns = {name: [value] for name, value in columns.items()}
@@ -96,16 +101,12 @@ class PlainReward(RewardFunction):
         return self.function(**named_columns(self.function, given))
 
 
-class PerCompletionReward(RewardFunction):
-    """A plain function `(completion, reference_answer) -> float | None`, also `async`.
+class PerCompletionReward(FunctionReward):
+    """A plain function `(completion, reference_answer) -> float | None`.
 
     It may name what it wants beside the completion: `reference_answer` or `answer`, `prompt` or
     `question`, and columns.
     """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(getattr(function, "weight", None))
-        self.function = function
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
         parameters = inspect.signature(self.function).parameters

@@ -148,7 +148,7 @@ def test_bad_lines_are_shown_and_counted_and_too_many_refused(write, caplog):
     assert record.message.endswith("and 2 more")
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (
-        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair the file)"
+        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair these)"
     )
     row = {**GOOD, "id": "a"}
     assert len(load_jsonl(write(row, *numbered(30), row))) == 31

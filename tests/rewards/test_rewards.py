@@ -100,6 +100,14 @@ class WholeStep(RewardFunction):
     def __call__(self, prompts, completions, answer, **columns):
         return [float(a in c) for c, a in zip(completions, answer, strict=True)]
 
+    def pop_metrics(self):
+        return {"reward/whole": 4.0}
+
+
+class Batch(RewardFunction):
+    def batch_call(self, completions, reference_answers, question):
+        return [float(asked == "1 + 1?") for asked in question]
+
 
 def per_completion(completion, reference_answer):
     return float(reference_answer in completion)
@@ -125,6 +133,7 @@ CONTAINED, FIRST = [[1.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
         (Weighted, CONTAINED),
         (OneColumn, FIRST),
         (WholeStep(), CONTAINED),
+        (Batch, FIRST),
         (per_completion, CONTAINED),
         (with_trls_words, [[1.0, 0.0], [0.0, 0.0]]),
         (later, CONTAINED),
@@ -141,6 +150,23 @@ CONTAINED, FIRST = [[1.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
 def test_a_reward_is_taken_as_people_write_it(reward, expected, capsys):
     assert Scorer(reward)(PROBLEMS, GROUPS).rewards == expected
     assert "failed" not in capsys.readouterr().out
+
+
+def test_what_a_reward_of_a_whole_step_has_to_log_is_logged():
+    assert Scorer(WholeStep())(PROBLEMS, GROUPS).metrics == {"reward/whole": 1.0}
+
+
+def test_an_async_function_of_one_completion_waits_for_all_at_once():
+    waiting, most = set(), []
+
+    async def judge(completion, reference_answer):
+        waiting.add((completion, reference_answer))
+        await asyncio.sleep(0.01)
+        most.append(len(waiting))
+        return 1.0
+
+    assert Scorer(judge)(PROBLEMS, GROUPS).rewards == [[1.0, 1.0]] * 2
+    assert most == [4] * 4
 
 
 def test_the_weight_of_a_reward_is_given_or_is_the_classs():
