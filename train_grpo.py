@@ -120,6 +120,7 @@ class GRPOTrainer:
             TypeError, ValueError: an argument is not what it should be; nothing was loaded.
         """
         check_arguments(model_name, config, others)
+        prepare_process()
         reward, self.tokenizer = as_reward(reward_fn), tokenizer
         self.distributed = Distributed.from_env()
         self.model_name = model_name = str(model_name)
@@ -276,6 +277,8 @@ class GRPOTrainer:
 
     def generate(self, question: str) -> str:
         """Answer a question greedily; the text shows the reasoning, in its tags."""
+        if not isinstance(question, str):
+            raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
         params = SamplingParams(self.config.max_new_tokens, temperature=0.0)
         prompt = self.render(Problem("", question, ""))
         [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])
@@ -294,7 +297,6 @@ class GRPOTrainer:
 
 
 def main(config: GRPOConfig) -> int:
-    prepare_process()
     reward = load_reward(config.reward)
     problems, validation = load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)

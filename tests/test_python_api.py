@@ -88,6 +88,8 @@ def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_p
         max_new_tokens=6,
     ).groups  # fmt: skip
     assert trainer.generate("1 + 1?") == greedy.text != ""
+    with pytest.raises(TypeError, match=r"one question, as text, not \['1 \+ 1\?'\]"):
+        trainer.generate(["1 + 1?"])
 
 
 def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tmp_path, capsys):
