@@ -179,6 +179,19 @@ def test_the_block_of_the_readme_that_trains(early_model, here):
     assert Path("weights/short/adapter_model.safetensors").exists()
 
 
+def test_the_block_of_the_page_on_algorithms(early_model, here, capsys):
+    page = Path(__file__).parent.parent / "docs" / "algorithms.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert "Qwen/Qwen2.5-0.5B-Instruct" in block
+    exec(block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(early_model)), {})
+    assert left_behind(here)
+    said = capsys.readouterr().out
+    assert "bare model" not in said  # the format is paid for
+    assert "steps: 10 (" in said
+    metrics = json.loads(Path("runs/grpo/metrics.jsonl").read_text().splitlines()[0])
+    assert metrics.keys() >= {"reward/FormatReward", "reward/CorrectnessReward"}
+
+
 @pytest.mark.parametrize(
     "more",
     [pytest.param(SHORT, id="short"), pytest.param("", id="whole", marks=pytest.mark.slow)],
@@ -192,8 +205,10 @@ def test_command_lines(command, more, early_model, here, monkeypatch, capsys):
     assert config["sft_adapter"] is None
     expected = COMMANDS.get(command, {"batch_size": 4, "fixed_length_normalizer": 512})
     assert {name: config[name] for name in expected} == expected
+    said = capsys.readouterr().out
+    assert said.count("Stage 2: GRPO\n") == 1
     # It is an extra: where it is missing, one line says so, and the run goes on.
-    assert ("tracker: " in capsys.readouterr().out) == ("--use_wandb" in command)
+    assert ("tracker: " in said) == ("--use_wandb" in command)
 
 
 def test_help_tells_every_algorithm_and_preset(capsys):
