@@ -104,12 +104,9 @@ SHORT = " --steps 1 --eval_samples 4"
 
 @pytest.fixture(scope="module")
 def early_model(tmp_path_factory):
-    """Half of the tokens end a completion: examples with 512 new tokens take seconds.
-
-    Its rows are whole blocks of 64, as a 4-bit base on a CPU needs them.
-    """
+    """Half of the tokens end a completion: examples with 512 new tokens take seconds."""
     path = tmp_path_factory.mktemp("early")
-    model = tiny_model(hidden_size=64, head_dim=16)
+    model = tiny_model(hidden_size=64, intermediate_size=128, head_dim=16)  # 4-bit rows of 64
     model.generation_config.eos_token_id = [*range(128), 257]
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)

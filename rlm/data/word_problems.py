@@ -93,13 +93,17 @@ def _options(entry: str | list[int]) -> Sequence[int]:
 
 
 def generate_word_problems(
-    split: str, count: int, seed: int = 0, levels: Sequence[int] = LEVELS
+    split: str,
+    count: int,
+    seed: int = 0,
+    levels: Sequence[int] = LEVELS,
+    families: Sequence[str] | None = None,
 ) -> list[Problem]:
     """Make `count` problems with different questions, spread evenly over the families.
 
     The result is a function of the arguments alone, and a smaller count gives a prefix of it. An
     answer is a positive integer, a solution has a line for each step; the columns are the family
-    and the level (the number of steps).
+    and the level (the number of steps). `families` narrows the selection by name.
 
     Raises:
         ValueError: an argument is unknown, nothing is selected, or the selection has fewer than
@@ -107,14 +111,16 @@ def generate_word_problems(
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    for what, asked, known in (("split", [split], SPLITS), ("level", levels, LEVELS)):
+    held_out = split == "test_families"
+    in_split = {f.name: f for f in load_word_problem_table().families if f.held_out == held_out}
+    names = list(in_split) if families is None else families
+    checks = ("split", [split], SPLITS), ("level", levels, LEVELS), ("family", names, in_split)
+    for what, asked, known in checks:
         for value in asked:
             if value not in known:
                 there_are = ", ".join(map(str, known))
                 raise ValueError(f"unknown {what}: {value!r}; known: {there_are}")
-    held_out = split == "test_families"
-    families = load_word_problem_table().families
-    selected = [f for f in families if f.held_out == held_out and f.level in levels]
+    selected = [f for f in in_split.values() if f.level in levels and f.name in names]
     if not selected:
         raise ValueError(f"no family is selected: split {split!r}, levels {list(levels)}")
     problems = list(islice(_draw_all(selected, split, random.Random(f"{split} {seed}")), count))
