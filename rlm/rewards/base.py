@@ -159,7 +159,9 @@ def adapt_reward(reward: Any) -> RewardFunction:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if takes_all and inspect.isroutine(reward) and named <= {"prompts", "answer", *EXTRAS}:
         return PlainReward(reward)
-    raise TypeError(f"{name}{signature} names neither completion nor completions: {CONTRACT}")
+    raise TypeError(
+        f"{name}{signature!s:.100} names neither completion nor completions: {CONTRACT}"
+    )
 
 
 def _takes_two(signature: inspect.Signature) -> bool:
