@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import check_command_line, run_main
@@ -48,7 +49,7 @@ from rlm.model import (
     release_memory,
     set_gradient_checkpointing,
 )
-from rlm.rewards import CorrectnessReward, RewardFunction, Scorer, load_reward
+from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.training import (
@@ -58,9 +59,9 @@ from rlm.training import (
     MixedPrecisionAdapter,
     Rollout,
     TrainingState,
-    announce_run,
+    begin_run,
+    check_arguments,
     draw_problems,
-    drop_long_prompts,
     export_run,
     group_advantages,
     has_signal,
@@ -72,8 +73,8 @@ from rlm.training import (
     make_sampler,
     mean_metrics,
     overlong_penalties,
-    plan_memory,
     policy_loss,
+    prepare_run,
     reference_logprobs,
     resolve_start,
     reward_tensor,
@@ -101,25 +102,36 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        model_name: str,
+        model_name: str | Path,
         config: GRPOConfig | None = None,
-        reward_fn: RewardFunction | Callable | None = None,
+        reward_fn: RewardFunction | Callable | Sequence | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         device: Device | None = None,
+        **others: object,
     ) -> None:
         """Load the model and the adapter to start from.
 
-        Without a `reward_fn` (a RewardFunction or a plain function, see `rlm.rewards`) the reward
-        is 1 for a completion in the strict format with the right number, else 0.
+        Args:
+            reward_fn: a RewardFunction, a function, or a list of these (docs/algorithms.md). None:
+                1 for the strict format with the right number, else 0.
+            tokenizer: instead of the model's own.
+
+        Raises:
+            TypeError, ValueError: an argument is not what it should be; nothing was loaded.
         """
+        check_arguments(model_name, config, others)
+        prepare_process()
+        reward, self.tokenizer = as_reward(reward_fn), tokenizer
         self.distributed = Distributed.from_env()
-        self.model_name, self.base_hash = model_name, base_model_hash(model_name)
+        self.model_name = model_name = str(model_name)
+        self.base_hash = base_model_hash(model_name)
         config = resolve_start(
             config or GRPOConfig(), model_name, self.base_hash, self.distributed.size
         )
         self.config, self.format = config, FORMATS[config.reasoning_format]
-        reward = reward_fn or CorrectnessReward()
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
+        self.model = self.policy  # its name elsewhere
         use_fused_layers(self.policy)
         set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
@@ -133,26 +145,33 @@ class GRPOTrainer:
     def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
         """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
         policy = load_policy(self.config, self.model_name, device)
-        return load_tokenizer(self.model_name), policy
+        return self.tokenizer or load_tokenizer(self.model_name), policy
 
     def render(self, problem: Problem) -> list[int]:
         """Render the prompt of a problem as token ids."""
         return render_problem(self.tokenizer, problem, self.format)
 
-    def train(self, problems: Sequence[Problem], eval_problems: Sequence[Problem] = ()) -> dict:
+    def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict:
         """Run the loop, export the best adapter, and return the run's summary.
+
+        Makes one pass over the problems if the config names neither `steps` nor `num_epochs`.
+
+        Args:
+            dataset, eval_dataset: Problems, or dicts or a `datasets.Dataset` with the fields of
+                data/README.md; the second chooses the best adapter.
 
         Raises:
             UsageError: another process trains there, no adapter can be written, or --resume finds
                 nothing that it could resume as it was.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
+        problems, eval_problems = prepare_run(self, dataset, eval_dataset)
         config, algorithm, writes = self.config, self.config.choices, self.distributed.is_main
         if writes:
             check_output(config.output)  # first: a run directory puts an old run away
         self.run = run = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
         with run:  # from here on a signal waits for the end of a step
-            problems, first_step, start_metrics = self._begin(problems, eval_problems)
+            first_step, start_metrics = begin_run(self, problems, eval_problems)
             for step in range(first_step, config.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -183,19 +202,6 @@ class GRPOTrainer:
                     break
                 run.raise_if_interrupted(control.interrupted)
             return export_run(self, len(eval_problems))
-
-    def _begin(
-        self, problems: Sequence[Problem], eval_problems: Sequence[Problem]
-    ) -> tuple[list[Problem], int, dict[str, float]]:
-        """Return the problems that fit, the first step, and the accuracy before the very first."""
-        config, distributed, run = self.config, self.distributed, self.run
-        problems = drop_long_prompts(problems, self.render, config.max_prompt_length)
-        first_step = self.state.begin(run, config, problems, eval_problems, distributed)
-        plan = plan_memory(self, [*problems, *eval_problems], len(eval_problems))
-        self.memory_plan = distributed.broadcast(plan)
-        metrics = validate(self, eval_problems, 0) if first_step == 0 else {}
-        run.raise_if_interrupted(distributed.any(run.interrupted))
-        return problems, first_step, metrics
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
@@ -269,6 +275,16 @@ class GRPOTrainer:
         self.state.count_update(skipped=not norm.isfinite())
         return norm.item()
 
+    def generate(self, question: str) -> str:
+        """Answer a question greedily; the text shows the reasoning, in its tags."""
+        if not isinstance(question, str):
+            raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
+        params = SamplingParams(self.config.max_new_tokens, temperature=0.0)
+        prompt = self.render(Problem("", question, ""))
+        [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])
+        self.sampler.release()
+        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
         """Count the problems that are solved greedily; `advance` is called after each."""
         tools, limit = (self.sampler, self.tokenizer), self.config.max_new_tokens
@@ -281,13 +297,11 @@ class GRPOTrainer:
 
 
 def main(config: GRPOConfig) -> int:
-    prepare_process()
     reward = load_reward(config.reward)
     problems, validation = load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)
     if config.doctor:
         return run_doctor(trainer, problems)
-    announce_run(trainer, len(problems), len(validation))
     summary_card(config, trainer.train(problems, validation))
     return 0
 

@@ -4,7 +4,18 @@ import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before a hub library is imported
 
+from typing import Any
+
 from rlm.data import load_gsm8k
 from rlm.training import GRPOConfig
 
-__all__ = ["GRPOConfig", "load_gsm8k"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "load_gsm8k"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load GRPOTrainer from its script, and torch with it, at first use."""
+    if name == "GRPOTrainer":
+        from train_grpo import GRPOTrainer
+
+        return GRPOTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

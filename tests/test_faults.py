@@ -531,7 +531,7 @@ def test_other_options_and_data_are_shown_and_refused_without_a_flag(runs, monke
     assert "--learning-rate: 0.01 → 0.02" in ended.text
     assert "--group-size: 4 → 8" in ended.text
     assert "--accept-changes" in ended.text
-    assert "max_num_seqs" not in ended.text  # how fast, not what
+    assert "--max-num-seqs" not in ended.text  # how fast, not what
     assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
 
     monkeypatch.setattr("tests.test_faults.PROBLEMS", PROBLEMS[1:])

@@ -63,6 +63,12 @@ def modules(folder: str) -> dict[str, str]:
 RLM = modules("rlm")
 
 
+def test_rlm_itself_offers_one_name_of_a_script():
+    """The exception: `from rlm import GRPOTrainer`, which loads the script at first use."""
+    roots = {name.split(".")[0] for name in imported(RLM["rlm"])}
+    assert roots & (SCRIPTS | {"recipes", "benchmarks"}) == {"train_grpo"}
+
+
 @pytest.mark.parametrize("module", [name for name in RLM if name.count(".")])
 def test_a_package_imports_lower_layers_only(module):
     package = module.split(".")[1]

@@ -23,9 +23,8 @@ from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
 
 BLOCKS = [
     """
-from rlm import GRPOConfig
-from train_grpo import GRPOTrainer
-from rlm.data.loaders import load_gsm8k
+from rlm import GRPOConfig, GRPOTrainer
+from rlm.data import load_gsm8k
 
 dataset = load_gsm8k(split="train", max_samples=1000)
 
@@ -76,7 +75,7 @@ reward_fn = CombinedReward([
 ])
 """,
     """
-from rlm.rewards import RewardFunction
+from rlm.rewards.base import RewardFunction
 
 class MyReward(RewardFunction):
     def __call__(self, completion, reference_answer, **kwargs):
@@ -118,7 +117,7 @@ def early_model(tmp_path_factory):
 def here(tmp_path, monkeypatch):
     """An empty working directory, and a hub that has GSM8K's fields with our problems in them."""
     monkeypatch.chdir(tmp_path)
-    rows = list(map(vars, word_problems.generate_word_problems("train", 1300, 0, [1])))
+    rows = list(map(vars, word_problems.generate_word_problems("train", 40, 0, [1])))
     monkeypatch.setattr(data, "_hub_rows", lambda name, split: enumerate(rows, 1))
     torch.manual_seed(0)
     return tmp_path
@@ -146,9 +145,11 @@ def test_python_blocks(early_model, here, capsys):
     names = {}
     for block in BLOCKS:
         exec(block.replace("MODEL", str(early_model)), names)
-    assert len(names["dataset"]) == 1000
+    assert len(names["dataset"]) == 40  # all that this hub has
     assert left_behind(here)
     out = capsys.readouterr().out
+    assert "steps: 10 (" in out  # one pass, 4 problems a step
+    assert "the start is a bare model" in out
     assert "starts from a new adapter" in out
     assert "4-bit base is for CUDA GPUs" in out
     # What the blocks make, and do not use themselves:
@@ -175,6 +176,19 @@ def test_the_block_of_the_readme_that_trains(early_model, here):
     assert Path("weights/short/adapter_model.safetensors").exists()
 
 
+def test_the_block_of_the_page_on_algorithms(early_model, here, capsys):
+    page = Path(__file__).parent.parent / "docs" / "algorithms.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert "Qwen/Qwen2.5-0.5B-Instruct" in block
+    exec(block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(early_model)), {})
+    assert left_behind(here)
+    said = capsys.readouterr().out
+    assert "bare model" not in said  # the format is paid for
+    assert "steps: 10 (" in said
+    metrics = json.loads(Path("runs/grpo/metrics.jsonl").read_text().splitlines()[0])
+    assert metrics.keys() >= {"reward/FormatReward", "reward/CorrectnessReward"}
+
+
 @pytest.mark.parametrize(
     "more",
     [pytest.param(SHORT, id="short"), pytest.param("", id="whole", marks=pytest.mark.slow)],
@@ -188,8 +202,10 @@ def test_command_lines(command, more, early_model, here, monkeypatch, capsys):
     assert config["sft_adapter"] is None
     expected = COMMANDS.get(command, {"batch_size": 4, "fixed_length_normalizer": 512})
     assert {name: config[name] for name in expected} == expected
+    said = capsys.readouterr().out
+    assert said.count("Stage 2: GRPO\n") == 1
     # It is an extra: where it is missing, one line says so, and the run goes on.
-    assert ("tracker: " in capsys.readouterr().out) == ("--use_wandb" in command)
+    assert ("tracker: " in said) == ("--use_wandb" in command)
 
 
 def test_help_tells_every_algorithm_and_preset(capsys):

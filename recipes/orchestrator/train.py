@@ -37,7 +37,7 @@ from rlm.model import (
     prepare_process,
 )
 from rlm.runs import replace_json
-from rlm.training import Group, announce_run, load_data, load_policy
+from rlm.training import Group, load_data, load_policy
 from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -231,7 +231,6 @@ def main(config: OrchestratorConfig) -> int:
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions])
     trainer = OrchestratorTrainer(config, agents)
-    announce_run(trainer, len(train), len(validation))
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}")
     _, summary = trainer.train_and_test(train, validation, test)
     tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not asked"

@@ -6,7 +6,7 @@ import lazy_loader
 EXPORTS = {
     "experiences": "experience_block load_experiences with_experiences",
     "loaders": "HELD_OUT is_file load_gsm8k load_jsonl load_problems only_numbers",
-    "problem": "Problem",
+    "problem": "Problem as_problems",
     "prompts": (
         "FORMATS IGNORED Format encode_text end_of_turn_id longest_prompts render_completion "
         "render_problem render_prompt stop_token_ids"

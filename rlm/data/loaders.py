@@ -29,8 +29,10 @@ from rlm.cli import UsageError
 from rlm.data import word_problems
 from rlm.data.problem import Problem, Row, parse_openmath, parse_rollouts, parse_row, parse_rows
 
+PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
 SPLITS: dict[str, tuple[str, ...]] = {
-    "gsm8k": ("train", "validation", "test"),  # validation is carved out of train here
+    # validation is carved out of train here
+    "gsm8k": ("train", "validation", "test", PUBLISHED_TRAIN),
     "openmathinstruct": ("train", "validation"),
     "aime2024": ("test",),
     "aime2025": ("test",),
@@ -54,6 +56,7 @@ OPENMATH_POOL = 5000
 HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
 WORD_PROBLEMS, WORD_PROBLEMS_TRAIN = 500, 2000  # made if max_samples is None
 
+PARQUET = ".parquet"
 JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
 
 
@@ -120,11 +123,17 @@ def only_numbers(dataset: str, problems: Iterable[Problem]) -> None:
 def load_gsm8k(
     split: str = "train", max_samples: int | None = None, path: str | Path | None = None
 ) -> list[Problem]:
-    """GSM8K: 7,273 problems to train, 200 to validate (the first of its train file), 1,319 to test.
+    """Load GSM8K as published: 7,473 problems to train in the file's order, or 1,319 to test.
 
-    `path` is the directory of the published files, or one of them; None is the hub.
+    "validation" is the first 200 of train: whoever validates on it trains on the rest,
+    `load_problems("gsm8k", "train")`, as train_grpo.py does.
+
+    Args:
+        path: a directory of the published files (JSONL, or the hub's parquet), or one of them; None
+            is the hub.
     """
     spec = "gsm8k" if path is None else f"gsm8k:{path}"
+    split = PUBLISHED_TRAIN if split == "train" else split
     return load_problems(spec, split, max_samples=max_samples)
 
 
@@ -144,7 +153,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
 def _load_published(
     name: str, path: Path | None, split: str, max_samples: int | None, keep_code: bool
 ) -> list[Problem]:
-    stored = "train" if name == "gsm8k" and split == "validation" else split
+    stored = "train" if name == "gsm8k" and split != "test" else split
     one_file = path is not None and not path.is_dir()
     parse, limit = parse_row, None
     if name == "openmathinstruct":
@@ -156,7 +165,7 @@ def _load_published(
         source, rows = name, _hub_rows(name, stored)
     else:
         file = path if one_file else _find(path, name, stored)
-        source, rows = str(file), _lines(file)
+        source, rows = str(file), (_parquet_rows if file.suffix == PARQUET else _lines)(file)
     problems = parse_rows(rows, source, f"{name}-{stored}", parse, limit=limit)
     if name != "gsm8k" and (not one_file or split == "test"):
         return problems
@@ -190,7 +199,7 @@ def _hold_out(
         if in_order
         else sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
     )
-    if split == "test":
+    if split in ("test", PUBLISHED_TRAIN):
         return ordered
     questions = list(dict.fromkeys(problem.question for problem in ordered))
     if len(questions) < 2:
@@ -203,6 +212,8 @@ def _hold_out(
 
 def _find(directory: Path, name: str, split: str) -> Path:
     names = [f"{name}_{split}.jsonl", f"{split}.jsonl", f"correct_solutions/{split}.jsonl"]
+    if name == "gsm8k":
+        names[2:] = [f"main/{split}-00000-of-00001.parquet", f"{split}-00000-of-00001.parquet"]
     if name.startswith("aime"):
         names = [f"{name}.jsonl"]
     for file in (directory / name for name in names):
@@ -221,6 +232,19 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, text
     except OSError as error:
         raise UsageError(f"cannot read the data file {path}: {error.strerror}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of a parquet file, numbered from 1."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"cannot read the data file {path}: {reason}") from error
+    yield from enumerate(table.to_pylist(), 1)
 
 
 def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Row]]:

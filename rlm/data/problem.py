@@ -21,6 +21,10 @@ ANSWER_FIELDS = ("answer", "response")
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
 TAKEN_FIELDS |= {"reasoning_format", "is_truncated"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
+NEEDED = (
+    f"needed are rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
+    "Problems"
+)
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 
 Row = Mapping[str, Any]
@@ -81,7 +85,7 @@ def parse_rows(
             break
     total = len(problems) + left_out.total() + bad
     if bad > MAX_BAD_SHARE * total:
-        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair the file)")
+        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair these)")
     report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
     report += [f"{count} {kind}" for kind, count in left_out.items()]
     if not problems:
@@ -90,6 +94,36 @@ def parse_rows(
         text = f"{source}: {total - len(problems)} of {total} left out: {'; '.join(report)}"
         logger.log(logging.WARNING if bad else logging.INFO, "%s", text)
     return list(problems.values())
+
+
+def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list[Problem]:
+    """Return a list of Problems or of dicts, or a `datasets.Dataset`, as problems.
+
+    A row has the fields of a line of a JSONL file (data/README.md).
+
+    Raises:
+        UsageError: it is empty or something else, or its rows are bad or lack a field.
+    """
+    if isinstance(dataset, Mapping):  # a DatasetDict, a column-wise dict
+        raise UsageError(f"{name} is a dict of {', '.join(map(str, dataset))}: give one of these")
+    if isinstance(dataset, str) or not isinstance(dataset, Iterable):
+        raise UsageError(f"{name} is {dataset!r:.60}: {NEEDED} (load_gsm8k, load_problems)")
+    rows = list(dataset)
+    if not rows:
+        raise UsageError(f"{name} is empty: {NEEDED}")
+    if all(isinstance(row, Problem) for row in rows):
+        return rows
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Problem | Mapping):
+            raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
+    columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
+    if not all(set(fields) & columns.keys() for fields in (QUESTION_FIELDS, ANSWER_FIELDS)):
+        raise UsageError(f"{name} has the columns {', '.join(map(str, columns))}: {NEEDED}")
+
+    def parse(row: Problem | Row, default_id: str) -> Sequence[Problem]:
+        return [row] if isinstance(row, Problem) else parse_row(row, default_id)
+
+    return parse_rows(enumerate(rows, 1), name, name, parse)
 
 
 def _decode(line: bytes) -> Row:

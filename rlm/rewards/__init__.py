@@ -1,17 +1,21 @@
 """Reward functions, and the scorer that calls them for a whole step."""
 
+from rlm.rewards.base import BinaryReward, RewardFunction
 from rlm.rewards.functions import (
     CombinedReward,
+    ConstantReward,
     CorrectnessReward,
     FormatReward,
     GSM8KReward,
     ReasoningQualityReward,
 )
-from rlm.rewards.reward_function import RewardFunction, load_reward
+from rlm.rewards.loading import as_reward, load_reward
 from rlm.rewards.scorer import Scorer, Scores
 
 __all__ = [
+    "BinaryReward",
     "CombinedReward",
+    "ConstantReward",
     "CorrectnessReward",
     "FormatReward",
     "GSM8KReward",
@@ -19,5 +23,6 @@ __all__ = [
     "RewardFunction",
     "Scorer",
     "Scores",
+    "as_reward",
     "load_reward",
 ]

@@ -10,14 +10,14 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from rlm.data import FORMATS, Format
 from rlm.grading import Verdict, grade, parse_number, split_completion
-from rlm.rewards.reward_function import Reward, RewardFunction, as_reward
+from rlm.rewards.base import Reward, RewardFunction, adapt_reward, named_columns
 
 _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
 _CONNECTIVE = re.compile(
@@ -44,6 +44,17 @@ class CorrectnessReward(RewardFunction):
         found = {f"reason/{code}": float(n) for code, n in sorted(self.reasons.items())}
         self.reasons.clear()
         return found
+
+
+@dataclass(eq=False)
+class ConstantReward(RewardFunction):
+    """The same for every completion, so that nothing is learned: for tests and control runs."""
+
+    value: float = 0.0
+    weight: float = 1.0
+
+    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
+        return self.value
 
 
 @dataclass(eq=False)
@@ -115,28 +126,39 @@ class CombinedReward(RewardFunction):
 
     A part that gives no verdict (None or NaN) leaves the mean; if none gives one, or what is left
     weighs nothing (a penalty alone), there is none. A part may be a plain function too; its weight
-    is 1. Awaitable if a part is.
+    is 1 unless it comes as a pair (function, weight). Awaitable if a part is.
     """
 
-    def __init__(
-        self, rewards: Sequence[RewardFunction | Callable[..., Any]], weight: float = 1.0
-    ) -> None:
+    def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
+        """
+        Args:
+            rewards: RewardFunctions and plain functions, or (reward, weight) pairs of these.
+        """
         if not rewards:
             raise ValueError("CombinedReward needs at least one reward")
         self.weight = weight
         self.parts: dict[str, RewardFunction] = {}
-        for reward in rewards:
+        self.weights: dict[str, float] = {}
+        for item in rewards:
+            is_pair = isinstance(item, list | tuple) and len(item) == 2
+            reward, share = item if is_pair else (item, None)
             name = getattr(reward, "__name__", type(reward).__name__)
             name = f"{name}_{len(self.parts) + 1}" if name in self.parts else name
-            self.parts[name] = as_reward(reward)
-        if sum(part.weight for part in self.parts.values()) <= 0:
+            self.parts[name] = part = adapt_reward(reward)
+            self.weights[name] = part.weight if share is None else share
+            if not isinstance(self.weights[name], int | float):
+                raise TypeError(f"the weight of {name} is {self.weights[name]!r}, not a number")
+        if not sum(self.weights.values()) > 0:  # NaN is not, either
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: Counter[str] = Counter()
 
     def __call__(
         self, completion: str, reference_answer: str, **columns: Any
     ) -> Reward | Awaitable[Reward]:
-        found = [part(completion, reference_answer, **columns) for part in self.parts.values()]
+        found = [
+            part(completion, reference_answer, **named_columns(part, columns))
+            for part in self.parts.values()
+        ]
         if any(map(inspect.isawaitable, found)):
             return self._await_and_combine(found)
         return self._combine(found)
@@ -149,10 +171,10 @@ class CombinedReward(RewardFunction):
         values = {n: v for n, v in pairs if v is not None and not math.isnan(v)}
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
-        weight = sum(self.parts[name].weight for name in values)
+        weight = sum(self.weights[name] for name in values)
         if weight <= 0:  # nothing, or a penalty alone
             return None
-        return sum(self.parts[name].weight * value for name, value in values.items()) / weight
+        return sum(self.weights[name] * value for name, value in values.items()) / weight
 
     def pop_metrics(self) -> dict[str, float]:
         """Sums of the parts' rewards, and what the parts themselves have to say."""

@@ -20,7 +20,14 @@ from typing import Any
 from rlm.cli import UsageError, terminal
 from rlm.data import Problem
 from rlm.rewards import functions
-from rlm.rewards.reward_function import Reward, RewardFunction, Rollout, as_reward
+from rlm.rewards.base import (
+    PerCompletionReward,
+    Reward,
+    RewardFunction,
+    Rollout,
+    named_columns,
+)
+from rlm.rewards.loading import as_reward
 
 TIME_LIMIT = 60.0  # seconds that one call may take
 HANGS = 3  # time limits that a step waits for; then what is left of it goes without a verdict
@@ -37,10 +44,10 @@ class Scores:
 
 
 class Scorer:
-    """Scores all rollouts of a step with a `RewardFunction` or a plain function.
+    """Scores all rollouts of a step with what `as_reward` takes.
 
-    A plain function, or an overridden `batch_call`, is called once with all rollouts; if that call
-    fails it is asked about each alone.
+    A function of TRL's contract, or an overridden `batch_call`, is called once with all rollouts;
+    if that call fails it is asked about each alone.
 
     Args:
         time_limit: seconds of one call of a user's own reward.
@@ -52,7 +59,7 @@ class Scorer:
 
     def __init__(
         self,
-        reward: RewardFunction | Callable[..., Any],
+        reward: RewardFunction | Callable[..., Any] | Sequence[Any] | None,
         reasoning_format: str = "deepseek",
         time_limit: float = TIME_LIMIT,
     ) -> None:
@@ -102,7 +109,7 @@ class Scorer:
     def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
         """What the reward returns for one rollout, or the error that it raises."""
         try:
-            found = self.reward(completion, answer, **columns)
+            found = self.reward(completion, answer, **named_columns(self.reward, columns))
             return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
         except CAUGHT as error:
             return error
@@ -130,6 +137,7 @@ class Scorer:
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         # Outside an event loop: a reward that is not async may run one of its own.
+        columns = named_columns(self.reward.batch_call, columns)
         found = self.reward.batch_call(list(texts), list(answers), **columns)
         found = list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
         return asyncio.run(self._wait_for_all(found)) if _is_async(self.reward) else found
@@ -166,8 +174,9 @@ def is_built_in(reward: RewardFunction) -> bool:
 
 
 def _is_async(reward: RewardFunction) -> bool:
-    asynchronous = inspect.iscoroutinefunction(type(reward).__call__)
-    return asynchronous or any(map(_is_async, _parts(reward)))
+    plain = isinstance(reward, PerCompletionReward)
+    call = reward.function if plain else type(reward).__call__
+    return inspect.iscoroutinefunction(call) or any(map(_is_async, _parts(reward)))
 
 
 def _parts(reward: RewardFunction) -> Iterable[RewardFunction]:

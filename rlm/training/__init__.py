@@ -18,9 +18,11 @@ EXPORTS = {
     "logprobs": "reference_logprobs token_logprobs",
     "loss": "policy_loss",
     "memory_plan": "micro_batch_tokens plan_memory",
-    "metrics": "LearnMetrics announce_run log_step mean_metrics step_metrics summary_card timer",
+    "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
-    "setup": "drop_long_prompts load_data load_policy make_sampler resolve_start",
+    "setup": (
+        "begin_run check_arguments load_data load_policy make_sampler prepare_run resolve_start"
+    ),
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_example to_examples",

@@ -45,6 +45,7 @@ PRESETS: dict[str, dict[str, object]] = {
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 # What changes when a GPU picks the 7B model on GSM8K.
 GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
+STEPS = 20  # of the command line, where neither steps nor passes are said
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,16 @@ class GRPOConfig:
         None, "KL per token to which the weight is adapted (none: no)", above=0
     )
 
-    steps: int = flag(20, "rounds of sampling and learning", aliases=["max_steps"], min=1)
+    steps: int | None = flag(
+        None,
+        f"rounds of sampling and learning (none: {STEPS}; {GPU_DEFAULTS['steps']} on a GPU that "
+        "picks the 7B model; in Python one pass)",
+        aliases=["max_steps"],
+        min=1,
+    )
+    num_epochs: float | None = flag(
+        None, "instead of --steps: passes over the problems", aliases=["num_train_epochs"], above=0
+    )
     batch_size: int = flag(20, "problems in a step", min=1)
     group_size: int = flag(
         8,
@@ -199,7 +209,10 @@ class GRPOConfig:
             is_renamed = model not in (None, start.base_model)
             if is_default and is_renamed and misfit(adapter, model):  # `resolve_start`
                 start = None  # says why
-        return default_values(given, start, GPU_DEFAULTS)
+        values = default_values(given, start, GPU_DEFAULTS)
+        if values.get("num_epochs"):
+            return values | {"steps": given.get("steps")}
+        return values | {"steps": values.get("steps") or STEPS}
 
     @property
     def aggregation(self) -> str:
@@ -232,6 +245,11 @@ class GRPOConfig:
         """Return how often a step may sample."""
         return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
 
+    def steps_for(self, problem_count: int) -> int:
+        """Return the number of steps: as given, else what the passes (one by default) take."""
+        passes = self.num_epochs or 1
+        return self.steps or math.ceil(passes * problem_count / self.batch_size)
+
     def _follow_algorithm(self) -> None:
         """Set what the algorithm decides and no option does."""
         algorithm = ALGORITHMS[self.algorithm]
@@ -255,6 +273,9 @@ class GRPOConfig:
         two_denominators = self.token_level_loss and self.fixed_length_normalizer
         overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
         refused = {
+            "--steps and --num-epochs contradict each other; give one of them": (
+                self.steps is not None and self.num_epochs is not None
+            ),
             "--kl-target needs a --kl-weight to begin with": self.kl_target and not self.kl_weight,
             "--top-p must be 1 and --top-k 0 in training: tokens would be drawn from a "
             "distribution cut short, and scored under the whole one": cuts_short,

@@ -35,7 +35,8 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
         {
             "model": f"{trainer.model_name} + {config.sft_adapter or 'a new adapter'}",
             "device": pick_device(),
-            "data": f"{config.dataset}: {problems} problems, {validation} to validate on",
+            "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
+            "validate on",
             "trainable": f"{trainable:,} parameters",
             "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",

@@ -1,19 +1,19 @@
-"""Loads what a GRPO run starts from: problems, base and adapter, sampler."""
+"""Loads what a GRPO run starts from: problems, base and adapter, sampler; and begins the run."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, load_problems, stop_token_ids
+from rlm.data import Problem, as_problems, load_problems, stop_token_ids
 from rlm.model import (
     TEACH,
     AdapterInfo,
@@ -28,12 +28,49 @@ from rlm.model import (
     pick_quantization,
     release_memory,
 )
+from rlm.rewards import CorrectnessReward
 from rlm.sampling import Sampler, VLLMSampler, sampling_dtype
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
+from rlm.training.finish import validate
+from rlm.training.memory_plan import plan_memory
+from rlm.training.metrics import announce_run
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+
+
+# Arguments of TRL's trainer and of seed implementations: what to write here.
+ARGUMENTS = {
+    "model": "model_name=, as text",
+    "args": "config=GRPOConfig(...)",
+    "reward_funcs": "reward_fn=: a function, or a list, of which the weighted mean is taken",
+    "train_dataset": "trainer.train(dataset)",
+    "eval_dataset": "trainer.train(dataset, eval_dataset)",
+    "processing_class": "tokenizer=",
+    "peft_config": "config=GRPOConfig(lora_r=..., lora_alpha=...)",
+    "use_accelerate": "nothing: torchrun or accelerate launch starts several processes",
+}
+
+
+def check_arguments(model_name: object, config: object, others: Iterable[str]) -> None:
+    """Refuse what a `train_grpo.GRPOTrainer` does not take, before anything is loaded.
+
+    Raises:
+        TypeError: the first of these; the message says what to write.
+    """
+    for name in others:
+        known = "it takes model_name, config, reward_fn, tokenizer and device"
+        advice = f"write {ARGUMENTS[name]}" if name in ARGUMENTS else known
+        raise TypeError(f"GRPOTrainer has no argument {name}: {advice}")
+    if not isinstance(model_name, str | Path):
+        kind = type(model_name).__name__
+        raise TypeError(
+            f"model_name is a {kind}: give a hub id or a directory; trainer.model is what it loads"
+        )
+    if not isinstance(config, GRPOConfig | None):
+        kind = f"{type(config).__module__}.{type(config).__name__}"
+        raise TypeError(f"config is a {kind}: give a rlm.GRPOConfig")
 
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
@@ -69,6 +106,56 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
             terminal.line(f"{adapter} was trained with --quantize {before}, now {now}")
     use_4bit = quantize == "4bit"
     return replace(config, sft_adapter=adapter, quantize=quantize, use_4bit=use_4bit)
+
+
+def prepare_run(
+    trainer: Any, dataset: Iterable[Any], eval_dataset: Iterable[Any] | None
+) -> tuple[list[Problem], list[Problem]]:
+    """Read the data of a `train_grpo.GRPOTrainer`, settle its number of steps, and announce it.
+
+    Raises:
+        UsageError: no problem is there, or none that fits.
+    """
+    config = trainer.config
+    problems = as_problems(dataset)
+    is_empty = eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset))
+    eval_problems = [] if is_empty else as_problems(eval_dataset, "eval_dataset")
+    problems = drop_long_prompts(problems, trainer.render, config.max_prompt_length)
+    steps = config.steps_for(len(problems))
+    trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
+    announce_run(trainer, len(problems), len(eval_problems))
+    questions = {problem.question for problem in problems}
+    shared = sum(problem.question in questions for problem in eval_problems)
+    if shared:
+        terminal.line(
+            f"{shared} of {len(eval_problems)} validation problems are trained on too: accuracy on "
+            "these says nothing of new ones; leave them out of one of the two"
+        )
+    is_strict = isinstance(getattr(trainer.scorer, "reward", None), CorrectnessReward)
+    if is_strict and config.sft_adapter is None:
+        terminal.line(
+            "the start is a bare model and the reward is 1 only for the right number between the "
+            "right tags, so it will likely earn nothing and learn nothing: teach it the tags first "
+            f"(python train_sft.py --model {trainer.model_name}), or pay for them too "
+            "(reward_fn=[FormatReward(), CorrectnessReward()])"
+        )
+    return problems, eval_problems
+
+
+def begin_run(
+    trainer: Any, problems: Sequence[Problem], eval_problems: Sequence[Problem]
+) -> tuple[int, dict[str, float]]:
+    """Return the first step of a `train_grpo.GRPOTrainer`, and the accuracy before the very first.
+
+    Writes the first checkpoint or loads the newest, and plans the memory.
+    """
+    run, distributed = trainer.run, trainer.distributed
+    first_step = trainer.state.begin(run, trainer.config, problems, eval_problems, distributed)
+    plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
+    trainer.memory_plan = distributed.broadcast(plan)
+    metrics = validate(trainer, eval_problems, 0) if first_step == 0 else {}
+    run.raise_if_interrupted(distributed.any(run.interrupted))
+    return first_step, metrics
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:

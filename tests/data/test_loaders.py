@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import httpx2
 import pytest
+from pyarrow import Table, parquet
 
 from rlm.cli.options import UsageError
 from rlm.data.loaders import OPENMATH_POOL, load_gsm8k, load_jsonl, load_problems
@@ -147,7 +148,7 @@ def test_bad_lines_are_shown_and_counted_and_too_many_refused(write, caplog):
     assert record.message.endswith("and 2 more")
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (
-        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair the file)"
+        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair these)"
     )
     row = {**GOOD, "id": "a"}
     assert len(load_jsonl(write(row, *numbered(30), row))) == 31
@@ -323,11 +324,15 @@ def test_openmathinstruct_without_a_usable_row_says_what_was_left_out(write):
 
 @needs_published_files
 def test_every_gold_of_gsm8k_is_read():
-    train, validation, test = (
+    published, validation, test = (
         load_gsm8k(split, path=PUBLISHED) for split in ("train", "validation", "test")
     )
-    assert [len(train), len(validation), len(test)] == [7273, 200, 1319]
+    train = load_problems(f"gsm8k:{PUBLISHED}", "train")
+    assert [len(published), len(train), len(validation), len(test)] == [7473, 7273, 200, 1319]
     assert not set(questions(train)) & set(questions(validation))
+    assert published[:200] == validation
+    assert {*questions(published[200:])} == {*questions(train)}
+    assert load_gsm8k(path=PUBLISHED / "gsm8k_train.jsonl", max_samples=3) == published[:3]
     assert validation[0].question.startswith("Natalia sold clips")
     assert test[0].id == "gsm8k-test-1"
     for problem in train + validation + test:
@@ -383,12 +388,38 @@ def hub(monkeypatch):
 
 def test_gsm8k_from_the_hub(hub):
     hub.rows = [{"question": f"Question {i}?", "answer": f"So.\n#### {i}"} for i in range(20)]
+    assert (
+        questions(load_gsm8k("train"))
+        == questions(load_gsm8k())
+        == [r["question"] for r in hub.rows]
+    )
     assert len(load_gsm8k("validation")) == 2
     assert len(load_gsm8k("test", 4)) == 4
     assert [(call["path"], call["name"], call["split"]) for call in hub.calls] == [
-        ("openai/gsm8k", "main", "train"),
+        *[("openai/gsm8k", "main", "train")] * 3,
         ("openai/gsm8k", "main", "test"),
     ]
+
+
+@pytest.mark.parametrize("folder", ["main", "."])
+def test_gsm8k_from_the_hubs_parquet(tmp_path, folder):
+    rows = [{"question": f"Question {i}?", "answer": f"So.\n#### {i}"} for i in range(20)]
+    (tmp_path / folder).mkdir(exist_ok=True)
+    file = tmp_path / folder / "train-00000-of-00001.parquet"
+    parquet.write_table(Table.from_pylist(rows), file)
+    for path in (tmp_path, file):
+        problems = load_gsm8k(split="train", path=path)
+        assert [(p.question, p.answer) for p in problems] == [
+            (f"Question {i}?", str(i)) for i in range(20)
+        ]
+        assert load_gsm8k("validation", path=path) == problems[:2]
+        assert len(load_problems(f"gsm8k:{path}", "train")) == 18
+    file.write_bytes(b"PAR1 and no more")
+    assert refusal(f"gsm8k:{file}").startswith(f"cannot read the data file {file}: ")
+    assert "holds no gsm8k_test.jsonl or test.jsonl or main/test-00000-of-00001.parquet" in refusal(
+        f"gsm8k:{tmp_path}", "test"
+    )
+    assert refusal(f"gsm8k:{tmp_path / 'none.parquet'}").startswith("cannot read the data file")
 
 
 def test_aime_from_the_hub(hub):

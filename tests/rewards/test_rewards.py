@@ -14,7 +14,9 @@ from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.grading.answers import grade
 from rlm.rewards import (
+    BinaryReward,
     CombinedReward,
+    ConstantReward,
     CorrectnessReward,
     FormatReward,
     GSM8KReward,
@@ -22,7 +24,7 @@ from rlm.rewards import (
     RewardFunction,
     functions,
 )
-from rlm.rewards.reward_function import load_reward
+from rlm.rewards.loading import as_reward, load_reward
 from rlm.rewards.scorer import Scorer
 
 PROBLEMS = [Problem("a", "1 + 1?", "2", columns={"level": 1}), Problem("b", "2 + 3?", "5")]
@@ -74,6 +76,141 @@ def test_a_reward_class_needs_only_call():
             return 1.0 if reference_answer in completion else 0.0
 
     assert Scorer(MyReward())(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
+
+
+# --- rewards as people write them -----------------------------------------------------------------
+
+
+class Weighted(RewardFunction):
+    def __init__(self):
+        super().__init__(weight=2.0)
+
+    def __call__(self, completion, reference_answer):  # no **columns
+        return float(reference_answer in completion)
+
+
+class OneColumn(RewardFunction):
+    weight = 3.0
+
+    def __call__(self, completion, reference_answer, question):
+        return float(question == "1 + 1?")
+
+
+class WholeStep(RewardFunction):
+    def __call__(self, prompts, completions, answer, **columns):
+        return [float(a in c) for c, a in zip(completions, answer, strict=True)]
+
+    def pop_metrics(self):
+        return {"reward/whole": 4.0}
+
+
+class Batch(RewardFunction):
+    def batch_call(self, completions, reference_answers, question):
+        return [float(asked == "1 + 1?") for asked in question]
+
+
+def per_completion(completion, reference_answer):
+    return float(reference_answer in completion)
+
+
+def with_trls_words(prompt, completion, answer, **columns):
+    assert columns["is_truncated"] is False
+    return float(prompt == "1 + 1?" and answer in completion)
+
+
+async def later(completion, reference_answer):
+    await asyncio.sleep(0)
+    return float(reference_answer in completion)
+
+
+CONTAINED, FIRST = [[1.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (Weighted(), CONTAINED),
+        (Weighted, CONTAINED),
+        (OneColumn, FIRST),
+        (WholeStep(), CONTAINED),
+        (Batch, FIRST),
+        (per_completion, CONTAINED),
+        (with_trls_words, [[1.0, 0.0], [0.0, 0.0]]),
+        (later, CONTAINED),
+        (lambda completion: float("5" in completion), [[0.0, 0.0], [1.0, 1.0]]),
+        (BinaryReward(lambda completion, answer: answer in completion, false_value=-1.0),
+         [[1.0, -1.0], [1.0, 1.0]]),
+        (ConstantReward(0.25), [[0.25] * 2] * 2),
+        ([per_completion, OneColumn], [[1.0, 0.75], [0.25, 0.25]]),  # weights 1 and 3
+        ([(per_completion, 3), (OneColumn(), 1.0)], [[1.0, 0.25], [0.75, 0.75]]),
+        (CombinedReward([later, OneColumn]), [[1.0, 0.75], [0.25, 0.25]]),
+        (None, [[1.0, 0.0], [0.0, 1.0]]),
+    ],
+)  # fmt: skip
+def test_a_reward_is_taken_as_people_write_it(reward, expected, capsys):
+    assert Scorer(reward)(PROBLEMS, GROUPS).rewards == expected
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_what_a_reward_of_a_whole_step_has_to_log_is_logged():
+    assert Scorer(WholeStep())(PROBLEMS, GROUPS).metrics == {"reward/whole": 1.0}
+
+
+def test_an_async_function_of_one_completion_waits_for_all_at_once():
+    waiting, most = set(), []
+
+    async def judge(completion, reference_answer):
+        waiting.add((completion, reference_answer))
+        await asyncio.sleep(0.01)
+        most.append(len(waiting))
+        return 1.0
+
+    assert Scorer(judge)(PROBLEMS, GROUPS).rewards == [[1.0, 1.0]] * 2
+    assert most == [4] * 4
+
+
+def test_the_weight_of_a_reward_is_given_or_is_the_classs():
+    assert (Weighted().weight, OneColumn().weight, OneColumn(weight=5.0).weight) == (2.0, 3.0, 5.0)
+    assert Weighted().batch_call(["2", "3"], ["2", "2"], level=[1, 2]) == [1.0, 0.0]
+    weighted = CombinedReward([Weighted(), (Weighted(), 0.5)])
+    assert list(weighted.weights.values()) == [2.0, 0.5]
+
+
+class NoCall(RewardFunction):
+    pass
+
+
+class Threshold(RewardFunction):
+    def __init__(self, threshold, *, strict):
+        self.threshold = threshold
+
+
+def other_names(response, gold):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (other_names, "other_names(response, gold) names neither completion nor completions"),
+        ("accuracy", "'accuracy' is no reward: write f(completion, reference_answer) -> float"),
+        ({"format": FormatReward()}, "is no reward: write f(completion"),
+        ((FormatReward(), 2.0), "2.0 is no reward"),
+        (NoCall, "NoCall has no __call__(self, completion, reference_answer)"),
+        (Threshold, "give Threshold(threshold=..., strict=...)"),
+        (BinaryReward, "give BinaryReward(condition_fn=...)"),
+        (lambda text, **columns: 1.0, "names neither"),
+        (max, "max"),
+        ([], "CombinedReward needs at least one reward"),
+        ([(FormatReward(), "2")], "the weight of FormatReward is '2', not a number"),
+        ([FormatReward(), other_names], "other_names(response, gold) names neither"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_what_to_write(reward, message):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        as_reward(reward)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 # --- where calls run ----------------------------------------------------------------------------
@@ -500,9 +637,17 @@ def test_a_reward_from_a_file(tmp_path):
         "        return float('yes' in completion)\n"
         "def short(completions):\n"
         "    return [float(len(c) < 3) for c in completions]\n"
+        "def one(completion, reference_answer):\n"
+        "    return float(completion == 'yes')\n"
+        "both = [(one, 3), Mine]\n"
         "number = 3\n"
+        "def wrong(text):\n"
+        "    return 1.0\n"
     )
-    for name, expected in (("Mine", [[1.0, 0.0]]), ("short", [[0.0, 1.0]])):
+    for name, expected in (
+        ("Mine", [[1.0, 0.0]]), ("short", [[0.0, 1.0]]), ("one", [[1.0, 0.0]]),
+        ("both", [[1.0, 0.0]]),
+    ):  # fmt: skip
         assert Scorer(load_reward(f"{file}:{name}"))(PROBLEMS[:1], [["yes", "no"]]).rewards == (
             expected
         )
@@ -511,6 +656,7 @@ def test_a_reward_from_a_file(tmp_path):
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)")
     for spec, message in {
         f"{file}:number": "it has Mine, short",
+        f"{file}:wrong": r"wrong\(text\) names neither completion nor completions",
         f"{file}:other": "no function or class 'other'",
         str(file): "expected FILE.py:NAME",
         f"{tmp_path}/none.py:f": "must exist",

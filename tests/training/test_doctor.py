@@ -62,7 +62,7 @@ def look(model_dir, tmp_path, text=half_right, reward=None, truncated=False, **o
         sft_adapter=None, group_size=4, max_new_tokens=8, run_dir=tmp_path / "run",
         output=tmp_path / "out", **options,
     )  # fmt: skip
-    trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, CPU)
+    trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, device=CPU)
     trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
     return trainer, *diagnose(trainer, PROBLEMS)
 

@@ -1,0 +1,198 @@
+"""What people type in Python: imports, arguments, data, what a run says; and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_model
+
+import rlm
+import train_grpo
+from rlm import GRPOConfig, load_gsm8k
+from rlm.cli.options import UsageError
+from rlm.data.loaders import load_gsm8k as loader
+from rlm.data.problem import Problem, as_problems
+from rlm.evaluation.evaluator import evaluate
+from rlm.model.hardware import Device
+from rlm.rewards.base import RewardFunction
+
+CPU = Device("cpu", torch.float32, "test")
+ROWS = [{"question": f"{i} + {i}?", "answer": f"{2 * i}"} for i in range(9)]
+
+
+def letters(completion, reference_answer):
+    return float(any(letter in completion for letter in "etaoin"))
+
+
+def a_config(tmp_path, **options):
+    quick = {
+        "sft_adapter": None, "batch_size": 4, "group_size": 4, "max_new_tokens": 6, "lora_r": 4,
+        "eval_every": 0, "sample_every": 0, "save_every": 0,
+        "run_dir": tmp_path / "run", "output": tmp_path / "adapter",
+    }  # fmt: skip
+    return GRPOConfig(**quick | options)
+
+
+def test_the_imports_load_torch_only_with_the_trainer():
+    code = (
+        "import rlm, sys\n"
+        "from rlm import GRPOConfig, load_gsm8k\n"
+        "from rlm.data import load_gsm8k\n"
+        "from rlm.rewards import BinaryReward, CombinedReward, ConstantReward, FormatReward\n"
+        "from rlm.rewards.base import RewardFunction\n"
+        "assert 'GRPOTrainer' in rlm.__all__\n"
+        "assert not {'torch', 'train_grpo'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert rlm.GRPOTrainer is train_grpo.GRPOTrainer
+    assert rlm.rewards.RewardFunction is RewardFunction
+    assert load_gsm8k is loader
+    with pytest.raises(AttributeError, match="no attribute 'GRPOTrainr'"):
+        rlm.GRPOTrainr  # noqa: B018
+
+
+# --- a run from Python ----------------------------------------------------------------------------
+
+
+def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_path, capsys):
+    dataset = datasets.Dataset.from_list(
+        [{"prompt": row["question"], "response": f"So.\n#### {row['answer']}"} for row in ROWS]
+    )
+    trainer = rlm.GRPOTrainer(model_name=str(model_dir), config=a_config(tmp_path), device=CPU)
+    summary = trainer.train(dataset, eval_dataset=ROWS[:2])
+    assert summary["steps_run"] == 3  # 9 problems, 4 a step
+    assert summary["validated_on"] == 2
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (recorded["steps"], recorded["num_epochs"]) == (3, None)
+    said = capsys.readouterr().out
+    first = said.index("step 1/3")
+    for text in (
+        f"model: {model_dir} + a new adapter",
+        "data: from Python: 9 problems, 2 to validate on",
+        "steps: 3 (",
+        "algorithm: grpo: A = ",
+        "2 of 2 validation problems are trained on too",
+        "the start is a bare model",
+        f"python train_sft.py --model {model_dir}",
+        "reward_fn=[FormatReward(), CorrectnessReward()]",
+        "memory",
+    ):
+        assert 0 <= said.find(text) < first, text
+
+    assert trainer.model is trainer.policy
+    [[greedy]] = evaluate(
+        trainer.sampler, trainer.tokenizer, [Problem("", "1 + 1?", "")], trainer.format,
+        max_new_tokens=6,
+    ).groups  # fmt: skip
+    assert trainer.generate("1 + 1?") == greedy.text != ""
+    with pytest.raises(TypeError, match=r"one question, as text, not \['1 \+ 1\?'\]"):
+        trainer.generate(["1 + 1?"])
+
+
+def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tmp_path, capsys):
+    config = a_config(tmp_path, num_epochs=0.5)
+    trainer = rlm.GRPOTrainer(model_dir, config, letters, device=CPU)
+    assert trainer.train(ROWS, [])["steps_run"] == 2
+    said = capsys.readouterr().out
+    assert "bare model" not in said
+    assert "trained on too" not in said
+    taught = a_config(tmp_path, sft_adapter=tmp_path / "adapter", output=tmp_path / "next", steps=1)
+    rlm.GRPOTrainer(str(model_dir), taught, device=CPU).train(ROWS)
+    assert "bare model" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 3), ({"num_epochs": 2.0}, 5), ({"num_epochs": 0.1}, 1), ({"steps": 7}, 7)],
+)
+def test_the_number_of_steps(options, steps):
+    assert GRPOConfig(batch_size=4, **options).steps_for(9) == steps
+
+
+def test_a_tokenizer_of_ones_own_is_used(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")  # which has none
+    tokenizer = byte_tokenizer()
+    config = a_config(tmp_path)
+    trainer = rlm.GRPOTrainer(str(tmp_path / "model"), config, tokenizer=tokenizer, device=CPU)
+    assert trainer.tokenizer is tokenizer is trainer.sampler.tokenizer
+    with pytest.raises(UsageError):
+        rlm.GRPOTrainer(str(tmp_path / "model"), config, device=CPU)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+class Named(RewardFunction):
+    def __init__(self, threshold):
+        self.threshold = threshold
+
+    def __call__(self, completion, reference_answer):
+        return 1.0
+
+
+def gold_only(response, gold):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward_funcs": [letters]}, "GRPOTrainer has no argument reward_funcs: write reward_fn="),
+        ({"args": None}, "write config=GRPOConfig(...)"),
+        ({"train_dataset": ROWS}, "write trainer.train(dataset)"),
+        ({"processing_class": None}, "write tokenizer="),
+        ({"callbacks": []}, "it takes model_name, config, reward_fn, tokenizer and device"),
+        ({"model_name": tiny_model}, "model_name is a function: give a hub id or a directory"),
+        ({"config": {"steps": 3}}, "config is a builtins.dict: give a rlm.GRPOConfig"),
+        ({"reward_fn": gold_only}, "gold_only(response, gold) names neither completion nor"),
+        ({"reward_fn": Named}, "Named is a class that needs arguments: give Named(threshold=...)"),
+        ({"reward_fn": []}, "CombinedReward needs at least one reward"),
+        ({"reward_fn": byte_tokenizer()}, "names neither completion nor completions"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_loaded(arguments, message, monkeypatch):
+    monkeypatch.setattr(train_grpo, "base_model_hash", lambda name: pytest.fail("it loads"))
+    with pytest.raises((TypeError, ValueError)) as refused:
+        rlm.GRPOTrainer(**{"model_name": "smollm2-135m"} | arguments)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_rows_and_problems_are_taken_alike():
+    problems = as_problems([{**row, "level": 2, "id": str(i)} for i, row in enumerate(ROWS)])
+    assert problems[3] == Problem("3", "3 + 3?", "6", columns={"level": 2})
+    assert as_problems(problems) == problems
+    assert as_problems(datasets.Dataset.from_list(ROWS))[8].answer == "16"
+    assert as_problems(iter(ROWS))[0].id == "dataset-1"
+    mixed = as_problems([problems[0], ROWS[1]])
+    assert [p.question for p in mixed] == ["0 + 0?", "1 + 1?"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "dataset is empty: needed are rows with question or prompt or problem, and answer or"),
+        ("gsm8k", "dataset is 'gsm8k': needed are rows with"),
+        (None, "dataset is None: needed are rows"),
+        (["1 + 1?"], "row 1 of dataset is '1 + 1?': needed are rows"),
+        ([Problem("a", "?", "1"), 3], "row 2 of dataset is 3: needed"),
+        ([{"input": "?", "target": 1}], "dataset has the columns input, target: needed are rows"),
+        ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: needed"),
+        ([{"question": "?", "answer": "many"}], "the gold 'many' is not a number"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+            "dataset is a dict of train: give one of these",
+        ),
+    ],
+)
+def test_what_is_no_data_gets_one_line(dataset, message):
+    with pytest.raises(UsageError) as refused:
+        as_problems(dataset)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
