@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -147,7 +148,9 @@ class GRPOTrainer:
                 nothing that it could resume as it was.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        config, algorithm, writes = self.config, self.config.choices, self.distributed.is_main
+        steps = self.config.steps_for(len(problems))
+        self.config = config = replace(self.config, steps=steps, num_epochs=None)
+        algorithm, writes = config.choices, self.distributed.is_main
         if writes:
             check_output(config.output)  # first: a run directory puts an old run away
         self.run = run = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
