@@ -92,6 +92,10 @@ FOREIGN_NAMES = (
         "--max-num-seqs at a time",
     ),
     (
+        "per_device_eval_batch_size",
+        "the validation loss of --eval-samples examples is taken --micro-batch at a time",
+    ),
+    (
         "auto_find_batch_size",
         "micro-batches are planned by memory unless --train-batch-tokens sets them; leave it out",
     ),
@@ -122,13 +126,15 @@ FOREIGN_NAMES = (
     ),
     ("eval_strategy", "type --eval-every, a number of steps (0: only first and last)"),
     (
-        "eval_steps eval_strategy",
-        "the validation loss is measured at the end, on --eval-samples examples",
-    ),
-    (
         "do_eval eval_on_start load_best_model_at_end metric_for_best_model greater_is_better",
         "the start is validated too, and the best adapter of all --eval-every is exported; leave "
         "it out",
+    ),
+    (
+        "do_eval eval_steps eval_strategy eval_on_start load_best_model_at_end "
+        "metric_for_best_model greater_is_better",
+        "the adapter after the last step is written, then its loss on --eval-samples validation "
+        "problems is measured",
     ),
     # the algorithm
     (

@@ -11,6 +11,10 @@ from inference import InferenceConfig
 from rlm.cli import foreign_names
 from rlm.cli.flags import flags_of
 from rlm.cli.options import UsageError, parse, resolve_config
+from rlm.data import FORMATS
+from rlm.grading import grade
+from rlm.reasoner.parser import ReasoningParser
+from rlm.rewards import CorrectnessReward, FormatReward, GSM8KReward, ReasoningQualityReward
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 from server import ServerConfig
 
@@ -240,6 +244,36 @@ def test_a_project_needs_a_tracker_that_has_some(cls):
     for options in ({}, {"tracker": "tensorboard"}):
         with pytest.raises(ValueError, match=r"--wandb-project .* --use-wandb"):
             cls(wandb_project="p", **options)
+
+
+# --- tags --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_pair_of_tags_is_read_wherever_tags_are(name):
+    format = FORMATS[name]
+    text = format.completion("2 + 3 is 5, so the answer is 5", "5")
+    for strict in (True, False):
+        assert grade(text, "5", strict=strict, **format.tags).correct
+        assert not grade(text, "6", strict=strict, **format.tags).correct
+    columns = {"reasoning_format": name}
+    for reward in (CorrectnessReward(), GSM8KReward(), FormatReward(), ReasoningQualityReward()):
+        assert reward(text, "5", **columns) > 0
+    others = {"deepseek": "simple", "simple": "russian", "russian": "deepseek"}
+    assert FormatReward()(text, "5", reasoning_format=others[name]) < 0.2  # not all of it
+    parser = ReasoningParser(format)
+    parts = [parser.feed(letter) for letter in text] + [parser.finish()]
+    assert "".join(thought for thought, _ in parts) == "2 + 3 is 5, so the answer is 5"
+    assert "".join(answer for _, answer in parts) == "5"
+
+
+def test_tags_that_there_are_not_are_one_line():
+    message = "--reasoning-format: unknown 'xml'; there are deepseek, simple, russian"
+    with pytest.raises(UsageError, match=message):
+        FormatReward()("", "5", reasoning_format="xml")
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(reasoning_format="xml")
+    assert FORMATS["Simple"] == FORMATS["simple"]
 
 
 # --- in Python ----------------------------------------------------------------------------------
