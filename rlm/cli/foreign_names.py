@@ -49,8 +49,8 @@ FOREIGN_NAMES = (
     # data
     (
         "split dataset_split dataset_train_split dataset_test_split dataset_config",
-        "training reads the train split and validates on a part of its own; leave it out "
-        "(--dataset FILE.jsonl for data of yours)",
+        "training reads the train split and validates on --eval-samples problems left out of it; "
+        "leave it out (--dataset FILE.jsonl for data of yours)",
     ),
     (
         "shuffle_dataset data_seed shuffle",
