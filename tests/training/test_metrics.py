@@ -100,7 +100,7 @@ def test_the_metrics_of_learning_by_hand():
 
 @pytest.mark.parametrize("size", [7, 8])
 def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys):
-    config = GRPOConfig(model="m", dataset="d", group_size=size, max_minutes=3.0)
+    config = GRPOConfig(steps=20, dataset="d", group_size=size, max_minutes=3.0)
     adapter = {"a": torch.zeros(5, 6), "b": torch.zeros(2)}
     sampler = SimpleNamespace(description="merged")
     trainer = SimpleNamespace(config=config, adapter=adapter, model_name="m", sampler=sampler)
