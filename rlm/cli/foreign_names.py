@@ -49,7 +49,7 @@ FOREIGN_NAMES = (
     # data
     (
         "split dataset_split dataset_train_split dataset_test_split dataset_config",
-        "training reads the train split and validates on --eval-samples problems left out of it; "
+        "training reads the train split and validates on --eval-samples problems kept back; "
         "leave it out (--dataset FILE.jsonl for data of yours)",
     ),
     (
