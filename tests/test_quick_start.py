@@ -18,8 +18,8 @@ import train_grpo
 from rlm.cli.main import run_main
 from rlm.data import loaders as data
 from rlm.data import word_problems
-from rlm.training.algorithms import ALGORITHMS
-from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
+from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
+from rlm.training.config import GRPOConfig
 
 BLOCKS = [
     """

@@ -320,12 +320,13 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
 REWARD = """
 def by_length(completions, reasoning_format, **_):
     rows = zip(completions, reasoning_format, strict=True)
-    return [len(text) % 3 / 2 if tags == "simple" else None for text, tags in rows]
+    return [len(text) % 3 / 2 if tags != "deepseek" else None for text, tags in rows]
 """
 
 
+@pytest.mark.parametrize(("name", "tag"), [("simple", "reasoning"), ("russian", "рассуждение")])
 def test_reward_and_tags_are_those_that_were_asked_for(
-    model_dir, tmp_path, tokenizer, monkeypatch, capsys
+    name, tag, model_dir, tmp_path, tokenizer, monkeypatch, capsys
 ):
     """From the flags of training to the scorer, and by run.json to evaluation and inference."""
     monkeypatch.setattr("rlm.evaluation.report.accuracy_bars", lambda *_: None)
@@ -338,7 +339,7 @@ def test_reward_and_tags_are_those_that_were_asked_for(
     for module in ("rlm.training.sft_examples", "train_grpo", "rlm.evaluation.evaluator"):
         monkeypatch.setattr(f"{module}.render_problem", watched)
     (tmp_path / "mine.py").write_text(REWARD)
-    common = ["--model", model_dir, *DATA, "--reasoning_format", "simple"]
+    common = ["--model", model_dir, *DATA, "--reasoning_format", name]
 
     def asked():  # for which tags, since the last time
         found = set(tags)
@@ -349,9 +350,9 @@ def test_reward_and_tags_are_those_that_were_asked_for(
     assert run(train_sft, *common, *dry) == 0
     shown = capsys.readouterr().out.split("--- learned")
     assert len(shown) == 4
-    assert "<reasoning>" in shown[1]
+    assert f"<{tag}>" in shown[1]
     assert not (tmp_path / "none").exists()  # nothing was trained
-    assert asked() == {"reasoning"}
+    assert asked() == {tag}
 
     assert run(
         train_grpo, *common, "--reward", f"{tmp_path / 'mine.py'}:by_length", "--sft-adapter",
@@ -363,21 +364,22 @@ def test_reward_and_tags_are_those_that_were_asked_for(
     assert len({reward for group in groups for reward in group["rewards"]}) > 1
     for group in groups:
         assert group["rewards"] == [len(text) % 3 / 2 for text in group["completions"]]
-    assert asked() == {"reasoning"}
+    assert asked() == {tag}
 
     output = tmp_path / "evaluation"
     arguments = ["--adapter", tmp_path / "grpo", "--sft-adapter", "none", "--output", output]
     arguments += ["--max-samples", 2, "--max-new-tokens", 4, "--few-shot", 0]
     assert run(evaluate, *arguments) == 0
-    assert asked() == {"reasoning"}
+    assert asked() == {tag}
     config = json.loads((output / "evaluation.json").read_text())["config"]
-    assert config["reasoning_format"] == "simple"
+    assert config["reasoning_format"] == name
 
     capsys.readouterr()
     arguments = ["2 + 2?", "--json", "--adapter", tmp_path / "grpo", "--max-new-tokens", 4]
     assert run(inference, *arguments) == 0
-    prompts = [len(render_prompt(tokenizer, "2 + 2?", format)) for format in FORMATS.values()]
-    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == prompts[1] != prompts[0]
+    prompts = {n: len(render_prompt(tokenizer, "2 + 2?", tags)) for n, tags in FORMATS.items()}
+    used = json.loads(capsys.readouterr().out)["prompt_tokens"]
+    assert used == prompts[name] != prompts["deepseek"]
 
 
 def test_importing_rlm_loads_no_torch():

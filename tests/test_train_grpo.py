@@ -510,6 +510,20 @@ def test_learning_rate_schedules(schedule, rates):
     assert [config.learning_rate_at(s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
 
 
+def test_passes_over_the_problems_become_steps(model_dir, tmp_path, capsys):
+    """The record holds their number, so a resumed run may say either."""
+    config = a_config(tmp_path, steps=None, num_epochs=0.2)  # of 40 problems, four in a step
+    train(model_dir, config)
+    assert len(rows(config)) == 2
+    recorded = json.loads((config.run_dir / "config.json").read_text())
+    assert (recorded["steps"], recorded["num_epochs"]) == (2, None)
+    for options in ({"steps": None, "num_epochs": 0.2}, {"steps": 2}):
+        resumed, _ = train(model_dir, a_config(tmp_path, resume=True, **options))
+        assert resumed.config.steps == 2
+    report.announce_run(a_trainer(model_dir, config), 40, 0)
+    assert "steps: 2 (" in " ".join(capsys.readouterr().out.split())
+
+
 # --- samplers, number types, memory -------------------------------------------------------------
 
 

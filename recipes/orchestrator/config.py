@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import flag, terminal
+from rlm.cli import flag, takes_aliases, terminal
 from rlm.training import GRPOConfig
 
 DEFAULT_START = Path("weights/orchestrator_start")
 DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
 
 
+@takes_aliases
 @dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
     """Holds the options of one training run; making it touches no disk."""
@@ -56,7 +57,8 @@ class OrchestratorConfig(GRPOConfig):
             derived |= {"eval_every": 1, "sample_every": 1}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        for name in ("doctor", "reward", "reasoning_format"):  # of stage 2, and nothing to a graph
+        # Options of stage 2 that are nothing to a graph.
+        for name in ("doctor", "reward", "reasoning_format", "num_epochs"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
         super().__post_init__()

@@ -1,19 +1,29 @@
 """Command lines: a dataclass becomes flags, YAML and presets; exit codes, one-line errors, tables,
 progress bars."""
 
-from rlm.cli.flags import check_values, flag, merge_switches
+from rlm.cli.flags import (
+    by_field,
+    check_values,
+    find_choice,
+    flag,
+    merge_switches,
+    takes_aliases,
+)
 from rlm.cli.main import check_command_line, run_main
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, to_dict
 
 __all__ = [
     "Interrupted",
     "UsageError",
+    "by_field",
     "check_command_line",
     "check_values",
+    "find_choice",
     "flag",
     "merge_switches",
     "parse",
     "resolve_config",
     "run_main",
+    "takes_aliases",
     "to_dict",
 ]

@@ -6,10 +6,18 @@ import argparse
 import dataclasses
 import operator
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlm.cli.foreign_names import hint, synonyms, with_underscores
+
+T = TypeVar("T")
+MAX_SHOWN = 3  # other names of an option in --help
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +26,7 @@ class Flag:
 
     help: str = ""
     choices: Sequence[Any] | None = None  # of a tuple field: for each item
-    aliases: Sequence[str] = ()  # other names, such as TRL's
+    aliases: Sequence[str] = ()  # other names; those of TRL and others are in `foreign_names`
     old: Sequence[str] = ()  # names that it had: accepted with a line that says the new one
     same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
     positional: bool = False
@@ -42,6 +50,12 @@ class Flag:
     def expects(self) -> str:
         return "|".join(map(str, self.choices or map(_describe, members_of(self.kind))))
 
+    def spelled(self, value: Any) -> Any:
+        """Return the choice that a value names in its own spelling (Dr.GRPO), else the value."""
+        if isinstance(value, list | tuple):  # of each item
+            return type(value)(map(self.spelled, value))
+        return find_choice(value, self.choices or ())
+
     def check(self, value: Any) -> None:
         """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
         bounds = (
@@ -62,7 +76,8 @@ class Flag:
     def add_to(self, parser: Any) -> None:
         items = self.default if isinstance(self.default, tuple) else [self.default]
         words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
-        others = ", ".join(with_dashes(with_underscores(alias)) for alias in self.aliases)
+        shown = self.aliases[:MAX_SHOWN]
+        others = ", ".join(with_dashes(with_underscores(alias)) for alias in shown)
         also = f", also {others}" if others else ""
         text = f"{self.help}{also} (default: {','.join(words) or 'empty'})".replace("%", "%%")
         if self.positional:
@@ -88,16 +103,55 @@ def flag(default: Any, help: str, **about: Any) -> Any:
 
 def flags_of(cls: type) -> list[Flag]:
     """Return the flags of a dataclass, in the order of its fields."""
-    kinds = get_type_hints(cls)
+    kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
+    others = synonyms([field.name for field in fields])
+    flags = [(field, field.metadata.get("flag", Flag())) for field in fields]
     return [
         dataclasses.replace(
-            field.metadata.get("flag", Flag()),
+            flag,
             name=field.name,
+            aliases=[*flag.aliases, *others.get(field.name, [])],
             kind=kinds[field.name],
             default=field.default,
         )
-        for field in dataclasses.fields(cls)
+        for field, flag in flags
     ]
+
+
+def takes_aliases(cls: type[T]) -> type[T]:
+    """Make the constructor of a dataclass of flags take the other names of its fields too.
+
+    An unknown name is a TypeError with the hint of the command line.
+    """
+    make = cls.__init__
+
+    @wraps(make)
+    def init(self: T, *args: Any, **options: Any) -> None:
+        make(self, *args, **by_field(cls, options))
+
+    cls.__init__ = init
+    return cls
+
+
+def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, given under any of their names, by the names of their fields.
+
+    Raises:
+        TypeError: no option has the name, or one is given twice.
+    """
+    fields = {key: flag for flag in flags_of(cls) for key in flag.keys}
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in fields:
+            said = hint(key, {name: flag.name for name, flag in fields.items()})
+            raise TypeError(f"{cls.__name__}: unknown option {key!r}{said}")
+        name = fields[key].name
+        if name in values or (name != key and name in options):
+            raise TypeError(f"{cls.__name__}: {name} is given twice, once as {key}")
+        if key in map(with_underscores, fields[key].old):
+            say_once(f"{cls.__name__}: {key} is now {name}")
+        values[name] = value
+    return values
 
 
 def merge_switches(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,8 +176,8 @@ def merge_switches(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def check_values(config: Any) -> None:
     """Hold a config's values against the choices and bounds of their flags; None is always one.
 
-    A text where a path belongs becomes one, as on the command line, and a switch then says the
-    same as the field that it sets (`Flag.same_as`). The config may be frozen.
+    A choice in another spelling becomes the choice, a text where a path belongs becomes one, and a
+    switch then says the same as the field that it sets (`Flag.same_as`). The config may be frozen.
 
     Raises:
         ValueError: the first that fails; the message names its flag.
@@ -136,16 +190,24 @@ def check_values(config: Any) -> None:
         value, members = merged[flag.name], members_of(flag.kind)
         if isinstance(value, str) and Path in members and str not in members:
             value = Path(os.path.expanduser(value))
+        if bool in members and not isinstance(value, bool | None):
+            raise ValueError(f"{flag.spelling}: expected true or false, got {value!r}")
+        value = flag.spelled(value)
         object.__setattr__(config, flag.name, value)
         flag.check(value)
 
 
+def tell(text: str) -> None:
+    """Write a line to stderr if somebody still reads it."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+
+
+say_once = cache(tell)  # a script may read its command line twice
+
+
 def with_dashes(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def with_underscores(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
 
 
 def members_of(kind: Any) -> tuple[Any, ...]:
@@ -155,3 +217,15 @@ def members_of(kind: Any) -> tuple[Any, ...]:
 def _describe(kind: Any) -> str:
     args = get_args(kind)
     return f"{_describe(args[0])},..." if args else kind.__name__.lower().removesuffix("type")
+
+
+def find_choice(value: Any, choices: Sequence[Any]) -> Any:
+    """Return the choice with the same letters and digits, in any case, else the value itself."""
+    if value in choices or not isinstance(value, str):
+        return value
+    plain = {_letters(choice): choice for choice in choices if isinstance(choice, str)}
+    return plain.get(_letters(value), value)
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text)).casefold()

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, tell
+from rlm.cli.flags import tell
+from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
 
 T = TypeVar("T")
 

@@ -5,12 +5,11 @@ Every layer goes through the same converters, and a mistake in any of them is re
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,9 +23,10 @@ from rlm.cli.flags import (
     flags_of,
     members_of,
     merge_switches,
+    say_once,
     with_dashes,
-    with_underscores,
 )
+from rlm.cli.foreign_names import hint, with_underscores
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
@@ -79,7 +79,8 @@ def read_options(
 ) -> Values:
     """Read the values that a preset, YAML and `argv` (default: sys.argv[1:]) set, by field."""
     fields = flags_of(cls)
-    first = [Flag("YAML file of options; the command line beats it", name="config", kind=Path)]
+    text, aliases = "YAML or JSON file of options; the command line beats it", ["config_json"]
+    first = [Flag(text, aliases=aliases, name="config", kind=Path)]
     if presets:
         first.append(Flag("start from it", name="preset", kind=str, choices=list(presets)))
         listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
@@ -136,25 +137,18 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
     for name in {token[0] for token in dashed} & renamed & flags.keys():
-        _say(f"{name} is now {flags[name]}")
+        say_once(f"{name} is now {flags[name]}")
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
     for name in ("--config", "--preset"):
         if sum(token[0] == name for token in known) > 1:
             raise UsageError(f"{name} is given twice")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
-        name = token.partition("=")[0]
-        raise UsageError(f"unknown option {name}{_hint(name, flags.values())}")
+        name, said = token.partition("=")[0], ": it is the value of no option"
+        if token.startswith("-"):
+            said = hint(name, {with_underscores(key): option for key, option in flags.items()})
+        raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
-
-
-def tell(text: str) -> None:
-    """Write a line to stderr if somebody still reads it."""
-    with suppress(OSError):
-        sys.stderr.write(f"{text}\n")
-
-
-_say = cache(tell)  # a script may read its command line twice
 
 
 def _read_yaml(path: str) -> list[Row]:
@@ -180,14 +174,16 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
     for where, key, value in rows:
         option = by_key.get(with_underscores(str(key)))
         if option is None:
-            raise UsageError(f"{where}: unknown key {key!r}{_hint(str(key), by_key)}")
+            said = hint(str(key), {name: option.name for name, option in by_key.items()})
+            raise UsageError(f"{where}: unknown key {key!r}{said}")
         if with_underscores(str(key)) in option.old:
-            _say(f"{where}: {key} is now {option.name}")
+            say_once(f"{where}: {key} is now {option.name}")
         label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
             raise UsageError(f"{label} is given twice")
         try:
-            values[option.name] = new = _convert(option.kind, value, typed)
+            new = option.spelled(_convert(option.kind, value, typed))
+            values[option.name] = new
             items = new if isinstance(new, tuple) else [new]
             if option.choices and not all(i is None or i in option.choices for i in items):
                 raise ValueError
@@ -196,11 +192,6 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             expects = option.expects if typed else option.expects.replace(",...", " list")
             raise UsageError(f"{label}: expected {expects}, got {got!r:.80}") from None
     return values
-
-
-def _hint(word: str, known: Collection[str]) -> str:
-    close = [k for k in known if k.startswith(word)] or difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _convert(kind: Any, value: Any, typed: bool) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, find_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,10 +71,21 @@ class Format:
         )
 
 
-FORMATS = {
-    "deepseek": Format("think", "answer"),
-    "simple": Format("reasoning", "answer"),
-}
+class Formats(dict[str, Format]):
+    """The formats by name, with one line for a name that is none of them."""
+
+    def __missing__(self, name: str) -> Format:
+        known = find_choice(name, list(self))
+        if known not in self:
+            raise UsageError(f"--reasoning-format: unknown {name!r}; there are {', '.join(self)}")
+        return self[known]
+
+
+FORMATS = Formats(
+    deepseek=Format("think", "answer"),
+    simple=Format("reasoning", "answer"),
+    russian=Format("рассуждение", "ответ"),
+)
 
 
 def _render_template(

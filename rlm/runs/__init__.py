@@ -13,7 +13,7 @@ EXPORTS = {
     "directory": "RunDirectory check_writable git_commit",
     "plots": "BLUE GREY ORANGE accuracy_bars learning_curves",
     "resume": "checkpoint_tensors data_id restore_tensors resume_run run_origin",
-    "trackers": "TRACKER_NAMES",
+    "trackers": "PROJECT TRACKER_NAMES check_project",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

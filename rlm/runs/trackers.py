@@ -87,7 +87,7 @@ class _Wandb:
         wandb = self._wandb = importlib.import_module("wandb")
         offline = "WANDB_MODE" not in os.environ and not _has_wandb_key()
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=_project(config),
             name=run_dir.name,
             id=_run_id(run_dir),
             resume="allow",
@@ -138,9 +138,12 @@ class _Trackio:
         self._trackio = importlib.import_module("trackio")
         with contextlib.redirect_stdout(None):  # a page of advice
             self._run = self._trackio.init(
-                project=PROJECT, name=run_dir.name, config=dict(config), resume="allow"
+                project=_project(config),
+                name=run_dir.name,
+                config=dict(config),
+                resume="allow",
             )
-        self.where = f"trackio show --project {PROJECT}"
+        self.where = f"trackio show --project {_project(config)}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -172,6 +175,18 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
         return None
     terminal.line(f"tracker: {name}; {back_end.where}")
     return Tracker(name, back_end, config.get("sample_every", 0))
+
+
+def check_project(project: str | None, tracker: str) -> None:
+    """Raise ValueError if a project is named and the tracker has none."""
+    if project is not None and tracker not in ("wandb", "trackio"):
+        raise ValueError(
+            f"--wandb-project {project} is of --tracker wandb or trackio; add --use-wandb"
+        )
+
+
+def _project(config: Mapping[str, Any]) -> str:
+    return config.get("wandb_project") or os.environ.get("WANDB_PROJECT") or PROJECT
 
 
 def _has_wandb_key() -> bool:

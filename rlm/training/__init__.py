@@ -6,11 +6,12 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "advantages": "Group group_advantages has_signal overlong_penalties reward_tensor",
+    "algorithms": "PRESETS algorithms_help",
     "batches": (
         "Rollout draw_problems make_micro_batches make_rollouts problems_for_step rollout_seeds "
         "shard_rollouts"
     ),
-    "config": "GRPOConfig PRESETS algorithms_help",
+    "config": "GRPOConfig",
     "distributed": "Distributed",
     "doctor": "run_doctor",
     "finish": "export_run validate",

@@ -72,3 +72,34 @@ ALGORITHMS = {
         "CISPO in MiniMax-M1, arXiv 2506.13585", True, "token", 1.0, 4.0, objective="weighted"
     ),
 }
+
+# What `--preset NAME` and `from_preset` set. A flag on the command line or in YAML beats it.
+PRESETS: dict[str, dict[str, object]] = {
+    "grpo": {"algorithm": "grpo"},
+    "drgrpo": {"algorithm": "drgrpo"},
+    "dapo": {"algorithm": "dapo"},
+    "reasoning_small": {  # models of 0.5 to 3 billion parameters
+        "algorithm": "drgrpo",
+        "group_size": 8,
+        "batch_size": 4,
+        "train_batch_size": 2,
+        "max_new_tokens": 512,
+        "learning_rate": 5e-6,
+        "quantize": "auto",
+    },
+    "reasoning_large": {  # of 7 billion and more
+        "algorithm": "dapo",
+        "group_size": 16,
+        "batch_size": 8,
+        "train_batch_size": 4,
+        "max_new_tokens": 2048,
+        "learning_rate": 1e-6,
+        "quantize": "auto",
+    },
+}
+
+
+def algorithms_help() -> str:
+    """Return the table of ALGORITHMS for --help."""
+    lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
+    return "\n".join(["algorithms:", *lines])

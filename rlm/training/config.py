@@ -8,46 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import check_values, flag, merge_switches
+from rlm.cli import by_field, check_values, find_choice, flag, merge_switches, takes_aliases
 from rlm.data import FORMATS
 from rlm.model import DTYPES, QUANTIZATIONS
-from rlm.runs import TRACKER_NAMES
-from rlm.training.algorithms import ALGORITHMS, Algorithm
+from rlm.runs import PROJECT, TRACKER_NAMES, check_project
+from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # taken if it is there
 
-# What `--preset NAME` and `from_preset` set. A flag on the command line or in YAML beats it.
-PRESETS: dict[str, dict[str, object]] = {
-    "grpo": {"algorithm": "grpo"},
-    "drgrpo": {"algorithm": "drgrpo"},
-    "dapo": {"algorithm": "dapo"},
-    "reasoning_small": {  # models of 0.5 to 3 billion parameters
-        "algorithm": "drgrpo",
-        "group_size": 8,
-        "batch_size": 4,
-        "train_batch_size": 2,
-        "max_new_tokens": 512,
-        "learning_rate": 5e-6,
-        "quantize": "auto",
-    },
-    "reasoning_large": {  # of 7 billion and more
-        "algorithm": "dapo",
-        "group_size": 16,
-        "batch_size": 8,
-        "train_batch_size": 4,
-        "max_new_tokens": 2048,
-        "learning_rate": 1e-6,
-        "quantize": "auto",
-    },
-}
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 # What changes when a GPU picks the 7B model on GSM8K.
 GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # of the command line, where neither steps nor passes are said
 
 
+@takes_aliases
 @dataclass(frozen=True)
 class GRPOConfig:
     """One training run. A step is one round of sample → score → compare → learn."""
@@ -68,6 +45,7 @@ class GRPOConfig:
         choices=("auto", *QUANTIZATIONS),
     )
     use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
+    use_8bit: bool = flag(False, "the same as --quantize 8bit", same_as=("quantize", "8bit"))
     attn_implementation: str = flag(
         "auto", "attention of the learning pass", choices=ATTENTIONS, old=["attn"]
     )
@@ -83,16 +61,13 @@ class GRPOConfig:
     use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")
     token_level_loss: bool | None = flag(None, "mean over all tokens of the step")
     fixed_length_normalizer: int | None = flag(None, "sum over tokens / (rollouts x this)", min=1)
+    clip_eps: float | None = flag(
+        None, "sets those of the next two that are not given", min=0, max=1
+    )
     clip_eps_low: float | None = flag(
-        None,
-        "the ratio is clipped to at least 1 - this (1: to no bound)",
-        aliases=["epsilon"],
-        min=0,
-        max=1,
+        None, "the ratio is clipped to at least 1 - this (1: to no bound)", min=0, max=1
     )
-    clip_eps_high: float | None = flag(
-        None, "and at most 1 + this", aliases=["epsilon_high"], min=0
-    )
+    clip_eps_high: float | None = flag(None, "and at most 1 + this", min=0)
     dynamic_sampling: bool | None = flag(None, "replace groups without a difference")
     max_refill_rounds: int = flag(3, "times a step may sample replacements", min=0)
     overlong_buffer: int | None = flag(
@@ -100,9 +75,7 @@ class GRPOConfig:
     )
     overlong_penalty: float = flag(-1.0, "its depth, at max_new_tokens and if truncated", max=0)
     mask_truncated: bool = flag(False, "leave completions without an end token out of the loss")
-    kl_weight: float = flag(
-        0.0, "pull toward the start adapter; 0 costs nothing", aliases=["beta"], min=0
-    )
+    kl_weight: float = flag(0.0, "pull toward the start adapter; 0 costs nothing", min=0)
     kl_estimator: str = flag("k3", "how KL is estimated", choices=KL_ESTIMATORS)
     kl_target: float | None = flag(
         None, "KL per token to which the weight is adapted (none: no)", above=0
@@ -112,20 +85,12 @@ class GRPOConfig:
         None,
         f"rounds of sampling and learning (none: {STEPS}; {GPU_DEFAULTS['steps']} on a GPU that "
         "picks the 7B model; in Python one pass)",
-        aliases=["max_steps"],
         min=1,
     )
-    num_epochs: float | None = flag(
-        None, "instead of --steps: passes over the problems", aliases=["num_train_epochs"], above=0
-    )
+    num_epochs: float | None = flag(None, "instead of --steps: passes over the problems", above=0)
     batch_size: int = flag(20, "problems in a step", min=1)
-    group_size: int = flag(
-        8,
-        "completions of each problem, compared with each other",
-        aliases=["num_generations"],
-        min=2,
-    )
-    max_new_tokens: int = flag(96, "longest completion", aliases=["max_completion_length"], min=1)
+    group_size: int = flag(8, "completions of each problem, compared with each other", min=2)
+    max_new_tokens: int = flag(96, "longest completion", min=1)
     temperature: float = flag(1.0, "of sampling and scoring alike", above=0)
     top_p: float = flag(1.0, "1: another value would not be the distribution that is scored")
     top_k: int = flag(0, "0: off, for the same reason")
@@ -141,20 +106,14 @@ class GRPOConfig:
     warmup_steps: int = flag(1, "steps in which the rate rises", min=0)
     weight_decay: float = flag(0.0, "AdamW's", min=0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
-    updates_per_batch: int = flag(
-        1, "optimizer updates on the rollouts of a step", aliases=["num_iterations"], min=1
-    )
+    updates_per_batch: int = flag(1, "optimizer updates on the rollouts of a step", min=1)
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch (none: by tokens)", min=1
     )
     train_batch_tokens: int | None = flag(
         None, "padded tokens in a micro-batch (none: by memory)", min=1
     )
-    checkpointing: bool = flag(
-        False,
-        "compute activations twice rather than keep them",
-        aliases=["gradient_checkpointing"],
-    )
+    checkpointing: bool = flag(False, "compute activations twice rather than keep them")
     use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "scale times rank, of a new adapter", min=1)
@@ -172,12 +131,17 @@ class GRPOConfig:
     accept_changes: bool = flag(False, "with --resume: go on though options or data are others")
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
     use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
+    wandb_project: str | None = flag(
+        None, f"project at the tracker (none: WANDB_PROJECT, else {PROJECT})"
+    )
     seed: int = flag(0, "of problems and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "metrics, samples and checkpoints")
     output: Path = flag(Path("weights/final_rlm_lora"), "where the best adapter goes")
 
     def __post_init__(self) -> None:
         check_values(self)
+        check_project(self.wandb_project, self.tracker)
+        self._set_clip_bounds()
         self._follow_algorithm()
         self._check_contradictions()
 
@@ -188,9 +152,10 @@ class GRPOConfig:
         Raises:
             ValueError: there is no such preset; the message names those that are.
         """
-        if name not in PRESETS:
+        preset = PRESETS.get(find_choice(name, list(PRESETS)))
+        if preset is None:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
-        return cls(**PRESETS[name] | merge_switches(cls, options))
+        return cls(**preset | merge_switches(cls, by_field(cls, options)))
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,6 +214,18 @@ class GRPOConfig:
         """Return the number of steps: as given, else what the passes (one by default) take."""
         passes = self.num_epochs or 1
         return self.steps or math.ceil(passes * problem_count / self.batch_size)
+
+    def _set_clip_bounds(self) -> None:
+        """Spread --clip-eps, and forget it: a `replace` of it later is refused, not ignored."""
+        bounds = [n for n in ("clip_eps_low", "clip_eps_high") if getattr(self, n) is None]
+        if self.clip_eps is not None and not bounds:
+            raise ValueError(
+                "--clip-eps sets --clip-eps-low and --clip-eps-high where they are not given, and "
+                "both are; leave it out"
+            )
+        for name in bounds:
+            object.__setattr__(self, name, self.clip_eps)
+        object.__setattr__(self, "clip_eps", None)
 
     def _follow_algorithm(self) -> None:
         """Set what the algorithm decides and no option does."""
@@ -315,9 +292,3 @@ class GRPOConfig:
             "cosine": (1 + math.cos(math.pi * done)) / 2,
         }[self.lr_schedule]
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)
-
-
-def algorithms_help() -> str:
-    """Return the table of ALGORITHMS for --help."""
-    lines = [f"  {name}: {a.formula()}  ({a.source})" for name, a in ALGORITHMS.items()]
-    return "\n".join(["algorithms:", *lines])

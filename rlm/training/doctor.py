@@ -219,7 +219,7 @@ def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]
     if config.learning_rate < slow:
         yield Finding(
             "learning rate too low",
-            f"{config.learning_rate:g} hardly moves a LoRA adapter in {config.steps} steps",
+            f"{config.learning_rate:g} hardly moves a LoRA adapter",
             "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning",
             fault=config.learning_rate < low,
         )

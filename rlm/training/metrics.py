@@ -41,7 +41,8 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
-            "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
+            "steps": f"{config.steps_for(problems)}{limit} (the first step's line says "
+            "how long they take)",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
             "run": f"{config.run_dir} (all options: config.json)",
         },

@@ -104,8 +104,8 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
         if before != quantize:
             now = f"--quantize {quantize}"
             terminal.line(f"{adapter} was trained with --quantize {before}, now {now}")
-    use_4bit = quantize == "4bit"
-    return replace(config, sft_adapter=adapter, quantize=quantize, use_4bit=use_4bit)
+    switches = {"use_4bit": quantize == "4bit", "use_8bit": quantize == "8bit"}
+    return replace(config, sft_adapter=adapter, quantize=quantize, **switches)
 
 
 def prepare_run(

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import check_values, flag
+from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS
 from rlm.model import DTYPES, QUANTIZATIONS
-from rlm.runs import TRACKER_NAMES
+from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS
 
 # What changes when a GPU picks the 7B model on GSM8K.
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
+@takes_aliases
 @dataclass(frozen=True)
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
@@ -27,15 +28,13 @@ class SFTConfig:
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
     )
-    epochs: int = flag(1, "passes over the examples", aliases=["num_train_epochs"], min=1)
+    epochs: int = flag(1, "passes over the examples", min=1)
     batch_size: int = flag(16, "examples per optimizer step", min=1)
     micro_batch: int = flag(8, "examples per forward pass", min=1)
     learning_rate: float = flag(
         1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
     )
-    warmup_share: float = flag(
-        0.05, "share of the steps in which the rate rises", aliases=["warmup_ratio"], min=0, max=1
-    )
+    warmup_share: float = flag(0.05, "share of the steps in which the rate rises", min=0, max=1)
     adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
@@ -43,6 +42,7 @@ class SFTConfig:
     quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
     use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
     dtype: str = flag("auto", "number type (auto: measured)", choices=("auto", *DTYPES))
+    use_8bit: bool = flag(False, "the same as --quantize 8bit", same_as=("quantize", "8bit"))
     attn_implementation: str = flag("auto", "attention", choices=ATTENTIONS, old=["attn"])
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end (0: none)", min=0
@@ -52,14 +52,21 @@ class SFTConfig:
     )
     tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
     use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
+    wandb_project: str | None = flag(
+        None, f"project at the tracker (none: WANDB_PROJECT, else {PROJECT})"
+    )
     seed: int = flag(0, "seed of data order and adapter")
-    output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
+    output: Path = flag(
+        Path("weights/sft_lora"),
+        "where the adapter goes",
+    )
     run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
     resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
     dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
 
     def __post_init__(self) -> None:
         check_values(self)
+        check_project(self.wandb_project, self.tracker)
         if self.batch_size % self.micro_batch:
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "

@@ -32,10 +32,10 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
-    *("max_prompt_length", "use_4bit"),  # the data's hash and --quantize say it
+    *("max_prompt_length", "use_4bit", "use_8bit"),  # the data's hash and --quantize say it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
-    *("checkpointing", "attn_implementation", "tracker", "use_wandb"),
+    *("checkpointing", "attn_implementation", "tracker", "use_wandb", "wandb_project"),
 }
 # What a checkpoint's JSON has of the state, beside the run's origin.
 SAVED = (

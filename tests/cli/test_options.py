@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlm.cli.flags import check_values, flag
+from rlm.cli.flags import check_values, flag, say_once
 from rlm.cli.main import run_main
-from rlm.cli.options import UsageError, _say, parse, read_options, resolve_config, to_dict
+from rlm.cli.options import UsageError, parse, read_options, resolve_config, to_dict
 
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 
@@ -152,7 +152,7 @@ def test_values_that_are_typed_or_in_yaml(source, name, value, tmp_path):
     ],
 )
 def test_an_old_name_is_accepted_with_one_line(argv, text, said, tmp_path, capsys):
-    _say.cache_clear()
+    say_once.cache_clear()
     for _ in range(2):  # as a script that looks at its command line before its imports
         config = read(*argv, text=text, tmp_path=tmp_path)
     assert not config.use_lora or config.dtype == "fp32"

@@ -74,6 +74,11 @@ def test_what_is_read_and_written_is_what_adapters_were_trained_on():
             "<answer></answer>.",
             "<reasoning>\nso\n</reasoning>\n<answer>2</answer>",
         ),
+        "russian": (
+            "Reason inside <рассуждение></рассуждение>, then give the final number inside "
+            "<ответ></ответ>.",
+            "<рассуждение>\nso\n</рассуждение>\n<ответ>2</ответ>",
+        ),
     }
     for kind, asked in (("choice", "letter of your choice"), ("text", "final answer")):
         assert DEEPSEEK.ask_for(kind) == DEEPSEEK.system_prompt.replace("final number", asked)
@@ -126,7 +131,8 @@ def test_sft_learns_the_completion_with_one_end_token_and_nothing_else(template,
     assert learned[-1] == end
     assert learned.count(end) == 1
     assert tokenizer.decode(learned[:-1]) == (
-        f"<{format.reasoning_tag}>\n2 + 3 = 5\n</{format.reasoning_tag}>\n<answer>5</answer>"
+        f"<{format.reasoning_tag}>\n2 + 3 = 5\n</{format.reasoning_tag}>\n"
+        f"<{format.answer_tag}>5</{format.answer_tag}>"
     )
 
 

@@ -11,7 +11,8 @@ from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.model.base import base_model_hash
 from rlm.model.hardware import GPU_MODEL
-from rlm.training.config import DEFAULT_SFT_ADAPTER, PRESETS, GRPOConfig
+from rlm.training.algorithms import PRESETS
+from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from train_sft import SFTConfig
 
 

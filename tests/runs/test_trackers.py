@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import rlm.runs.trackers as tracking
-from rlm.cli.options import UsageError
+from rlm.cli.options import UsageError, to_dict
 from rlm.runs.trackers import ALIASES, TABLE_ROWS, TRACKER_NAMES, Tracker, open_tracker
+from rlm.training import GRPOConfig
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
 OTHER_NAMES = {
@@ -108,6 +109,26 @@ def test_a_tracker_that_is_not_installed_or_does_not_start(
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())  # no `init` in it
     assert train(model_dir, a_config(tmp_path, steps=1, tracker="trackio"))["steps_run"] == 1
     assert "no tracker: trackio does not start: AttributeError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize(
+    ("option", "variable", "project"),
+    [("mine", "theirs", "mine"), (None, "theirs", "theirs"), (None, None, "rlm")],
+)
+def test_the_project_is_the_option_or_the_variable_or_rlm(
+    name, option, variable, project, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    if variable:
+        monkeypatch.setenv("WANDB_PROJECT", variable)
+    asked = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, url="there")
+    module = SimpleNamespace(Settings=dict, init=lambda **given: asked.append(given) or run)
+    monkeypatch.setitem(sys.modules, name, module)
+    config = to_dict(GRPOConfig(tracker=name, wandb_project=option, run_dir=tmp_path))
+    assert open_tracker(name, tmp_path, config) is not None
+    assert [given["project"] for given in asked] == [project]
 
 
 def test_figures_that_are_not_finite_are_left_out():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlm.cli.options import UsageError, parse, to_dict
-from rlm.training.algorithms import ALGORITHMS
-from rlm.training.config import PRESETS, GRPOConfig, algorithms_help
+from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
+from rlm.training.config import GRPOConfig
 
 EVERY_PRESET = {"top_p": 1.0, "top_k": 0, "lora_dropout": 0.0, "use_lora": True, "kl_weight": 0.0}
 GRPO = {

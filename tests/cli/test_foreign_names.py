@@ -1,0 +1,306 @@
+"""Names that seed 002, TRL and transformers have: taken where they mean the same, else answered."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+
+from evaluate import EvaluateConfig
+from inference import InferenceConfig
+from rlm.cli import foreign_names
+from rlm.cli.flags import flags_of
+from rlm.cli.options import UsageError, parse, resolve_config
+from rlm.data import FORMATS
+from rlm.grading import grade
+from rlm.reasoner.parser import ReasoningParser
+from rlm.rewards import CorrectnessReward, FormatReward, GSM8KReward, ReasoningQualityReward
+from rlm.training import PRESETS, GRPOConfig, SFTConfig
+from server import ServerConfig
+
+GRPO_SYNONYMS = {
+    "save_steps": "save_every", "eval_steps": "eval_every", "max_steps": "steps",
+    "epochs_per_step": "updates_per_batch", "num_iterations": "updates_per_batch",
+    "num_generations": "group_size", "max_completion_length": "max_new_tokens",
+    "save_total_limit": "keep_checkpoints",
+}  # fmt: skip
+
+
+def refusal(cls, *argv):
+    with pytest.raises(UsageError) as caught:
+        parse(cls, argv, presets=PRESETS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "field"), GRPO_SYNONYMS.items())
+def test_a_synonym_is_taken_on_the_command_line_in_yaml_and_in_python(name, field, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name}: 7\n")
+    for config in (
+        parse(GRPOConfig, [f"--{name}", "7"]),
+        parse(GRPOConfig, [f"--{name.replace('_', '-')}=7"]),
+        parse(GRPOConfig, ["--config", str(file)]),
+        parse(GRPOConfig, ["--config_json", str(file)]),
+        GRPOConfig(**{name: 7}),
+        GRPOConfig.from_preset("grpo", **{name: 7}),
+    ):
+        assert getattr(config, field) == 7
+
+
+# What the README of seed 002 types, and all other options of its script.
+SEED_002 = (
+    "--model Qwen/Qwen2.5-1.5B-Instruct --algorithm drgrpo --use_wandb --max_samples 5000",
+    "--model Qwen/Qwen2.5-3B-Instruct --use_4bit --batch_size 2 --group_size 4",
+    "--dataset_file a.jsonl --train_batch_size 2 --max_new_tokens 512 --temperature 0.7 "
+    "--learning_rate 5e-6 --num_epochs 1 --clip_eps 0.2 --kl_weight 0.0 --use_lora --lora_r 16 "
+    "--use_8bit --output_dir output/grpo --save_steps 100 --use_wandb --wandb_project homellm-grpo "
+    "--reasoning_format russian --seed 42",
+)
+
+
+@pytest.mark.parametrize("line", SEED_002)
+def test_the_lines_of_seed_002_are_taken_as_they_stand(line):
+    config = parse(GRPOConfig, line.split(), presets=PRESETS)
+    assert config.model == ("Qwen/Qwen2.5-1.5B-Instruct" if "5000" in line else config.model)
+
+
+def test_what_those_lines_mean():
+    config = parse(GRPOConfig, SEED_002[2].split())
+    assert (config.dataset, config.output, config.save_every) == (
+        "a.jsonl", Path("output/grpo"), 100,
+    )  # fmt: skip
+    assert (config.num_epochs, config.steps) == (1, None)
+    assert (config.clip_eps_low, config.clip_eps_high) == (0.2, 0.2)
+    assert (config.quantize, config.use_8bit, config.use_4bit) == ("8bit", True, False)
+    assert (config.tracker, config.wandb_project) == ("wandb", "homellm-grpo")
+    assert (config.reasoning_format, config.kl_weight) == ("russian", 0)
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("--report_to wandb", {"tracker": "wandb"}),
+        ("--load_in_4bit", {"quantize": "4bit"}),
+        ("--load_in_8bit", {"quantize": "8bit"}),
+        ("--lr_scheduler_type cosine", {"lr_schedule": "cosine"}),
+        ("--mask_truncated_completions", {"mask_truncated": True}),
+        ("--resume-from-checkpoint", {"resume": True}),
+        ("--model_name_or_path m --dataset_name d", {"model": "m", "dataset": "d"}),
+        ("--num_train_epochs 0.5", {"num_epochs": 0.5}),
+        ("--epochs 2", {"num_epochs": 2}),
+        ("--lr 0.5", {"learning_rate": 0.5}),
+    ],
+)
+def test_other_synonyms_of_grpo(typed, values):
+    config = parse(GRPOConfig, typed.split())
+    assert {name: getattr(config, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("--num_epochs 3", {"epochs": 3}),
+        ("--num_train_epochs 3 --warmup_ratio 0.1", {"epochs": 3, "warmup_share": 0.1}),
+        ("--per_device_train_batch_size 4", {"micro_batch": 4}),
+        ("--max_seq_length 99", {"max_length": 99}),
+        ("--use_8bit --use_wandb --wandb_project p", {"quantize": "8bit", "wandb_project": "p"}),
+        ("--model_name m --dataset_file f --output_dir o", {"model": "m", "output": Path("o")}),
+        ("--resume_from_checkpoint", {"resume": True}),
+    ],
+)
+def test_synonyms_of_sft(typed, values):
+    config = parse(SFTConfig, typed.split())
+    assert {name: getattr(config, name) for name in values} == values
+
+
+REFUSED = {
+    "split": "training reads the train split",
+    "gradient_accumulation": "an update is over all completions of a step",
+    "gradient_accumulation_steps": "--train-batch-size",
+    "log_steps": "every step is logged",
+    "logging_steps": "every step is logged",
+    "per_device_train_batch_size": "--batch-size counts problems",
+    "loss_type": "--algorithm",
+    "scale_rewards": "--use-std-normalization",
+    "use_vllm": "--sampler vllm --sampler-url",
+    "bf16": "the number type",
+    "warmup_ratio": "--warmup-steps",
+    "use_flash_attention": "--attn-implementation",
+    "target_modules": "all linear layers",
+    "steps_per_generation": "--updates-per-batch",
+    "push_to_hub": "nothing is uploaded",
+    "logging_dir": "--run-dir",
+    "deepspeed": "torchrun",
+    "reward_funcs": "--reward FILE.py:NAME",
+}
+
+
+@pytest.mark.parametrize(("name", "said"), REFUSED.items())
+def test_what_is_not_offered_is_answered_everywhere_with_the_same_sentence(name, said, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name}: 1\n")
+    sentence = refusal(GRPOConfig, f"--{name}").removeprefix(f"unknown option --{name}")
+    assert said in sentence
+    assert "did you mean" not in sentence
+    assert refusal(GRPOConfig, f"--{name.replace('_', '-')}=1").endswith(sentence)
+    assert refusal(GRPOConfig, "--config", str(file)) == f"{file}:1: unknown key {name!r}{sentence}"
+    for make in (GRPOConfig, lambda **values: GRPOConfig.from_preset("dapo", **values)):
+        with pytest.raises(TypeError) as caught:
+            make(**{name: 1})
+        assert str(caught.value) == f"GRPOConfig: unknown option {name!r}{sentence}"
+
+
+def test_the_same_name_is_answered_by_what_a_script_has():
+    assert "--micro-batch" in refusal(SFTConfig, "--gradient_accumulation_steps", "2")
+    assert "--warmup-share" in refusal(SFTConfig, "--warmup_steps", "2")
+    assert "--max-minutes" in refusal(SFTConfig, "--max_steps", "2")
+    for cls in (EvaluateConfig, InferenceConfig, ServerConfig):
+        assert refusal(cls, "--use_4bit") == "unknown option --use_4bit: type --quantize 4bit"
+    # Nothing is promised that this script has not.
+    assert refusal(ServerConfig, "--loss_type") == "unknown option --loss_type"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--grop_size", "; did you mean --group-size?"),
+        ("--num_generation", "; did you mean --group-size?"),  # by another name of it
+        ("--num_epoch", "; did you mean --num-epochs?"),
+        ("--spilt", ""),
+        ("--steepness", ""),
+    ],
+)
+def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
+    assert refusal(GRPOConfig, typed) == f"unknown option {typed}{hint}"
+
+
+def test_a_value_of_a_switch_says_so():
+    said = refusal(GRPOConfig, "--resume_from_checkpoint", "runs/x")
+    assert said == "unknown option runs/x: it is the value of no option"
+    with pytest.raises(ValueError, match="--resume: expected true or false, got 'runs/x'"):
+        GRPOConfig(resume_from_checkpoint="runs/x")
+
+
+def test_every_sentence_is_of_some_use():
+    """Each row is shown for one of the scripts at least, and each name is a word of its own."""
+    classes = (GRPOConfig, SFTConfig, EvaluateConfig, InferenceConfig, ServerConfig)
+    keys = [{k: f.name for f in flags_of(cls) for k in f.keys} for cls in classes]
+    for names, sentence in foreign_names.FOREIGN_NAMES:
+        for name in names.split():
+            shown = [foreign_names.hint(name, known) for known in keys if name not in known]
+            assert f": {sentence}" in shown, (name, sentence)
+            assert sentence[-1] != "."
+
+
+# --- clip_eps, num_epochs, projects -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "low", "high"),
+    [
+        ({"clip_eps": 0.1}, 0.1, 0.1),
+        ({"epsilon": 0.1}, 0.1, 0.1),  # TRL: epsilon_high is epsilon where it is not given
+        ({"epsilon": 0.1, "epsilon_high": 0.3}, 0.1, 0.3),
+        ({"clip_eps": 0.1, "clip_eps_low": 0.3}, 0.3, 0.1),
+        ({"algorithm": "dapo"}, 0.2, 0.28),
+        ({"algorithm": "dapo", "clip_eps": 0.2}, 0.2, 0.2),
+        ({"algorithm": "dapo", "clip_eps_low": 0.1}, 0.1, 0.28),
+    ],
+)
+def test_one_bound_sets_both(options, low, high):
+    typed = [f"--{name}={value}" for name, value in options.items()]
+    for config in (GRPOConfig(**options), parse(GRPOConfig, typed)):
+        assert (config.clip_eps_low, config.clip_eps_high) == (low, high)
+        assert dataclasses.replace(config, seed=1).clip_eps_high == high
+        with pytest.raises(ValueError, match="--clip-eps"):  # it would be ignored
+            dataclasses.replace(config, clip_eps=0.5)
+
+
+def test_epochs_become_steps():
+    assert GRPOConfig(batch_size=20).steps_for(41) == 3  # one pass
+    assert GRPOConfig(batch_size=20, num_epochs=2).steps_for(50) == 5
+    assert GRPOConfig(batch_size=20, num_epochs=0.1).steps_for(50) == 1
+    assert GRPOConfig(steps=7).steps_for(50) == 7
+    with pytest.raises(ValueError, match="--steps and --num-epochs contradict each other"):
+        GRPOConfig(max_steps=3, num_train_epochs=1)
+
+
+def test_the_command_line_makes_20_steps_where_nothing_is_said(monkeypatch):
+    given = ["--model", "m", "--dataset", "d", "--sft-adapter", "none"]
+    assert resolve_config(GRPOConfig, given).steps == 20
+    passes = resolve_config(GRPOConfig, [*given, "--num_epochs", "2"])
+    assert (passes.steps, passes.num_epochs) == (None, 2)
+    hardware = importlib.import_module("rlm.model.hardware")
+    big = hardware.Setup(hardware.GPU_MODEL, "gsm8k", "4bit", "a GPU")
+    monkeypatch.setattr(hardware, "default_setup", lambda: big)
+    assert resolve_config(GRPOConfig, given[4:]).steps == 200
+    assert resolve_config(GRPOConfig, [*given[4:], "--steps", "5"]).steps == 5
+    assert resolve_config(GRPOConfig, [*given[4:], "--num_epochs", "2"]).steps is None
+
+
+@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
+def test_a_project_needs_a_tracker_that_has_some(cls):
+    assert cls(report_to="trackio", wandb_project="p").tracker == "trackio"
+    for options in ({}, {"tracker": "tensorboard"}):
+        with pytest.raises(ValueError, match=r"--wandb-project .* --use-wandb"):
+            cls(wandb_project="p", **options)
+
+
+# --- tags --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_pair_of_tags_is_read_wherever_tags_are(name):
+    format = FORMATS[name]
+    text = format.completion("2 + 3 is 5, so the answer is 5", "5")
+    for strict in (True, False):
+        assert grade(text, "5", strict=strict, **format.tags).correct
+        assert not grade(text, "6", strict=strict, **format.tags).correct
+    columns = {"reasoning_format": name}
+    for reward in (CorrectnessReward(), GSM8KReward(), FormatReward(), ReasoningQualityReward()):
+        assert reward(text, "5", **columns) > 0
+    others = {"deepseek": "simple", "simple": "russian", "russian": "deepseek"}
+    assert FormatReward()(text, "5", reasoning_format=others[name]) < 0.2  # not all of it
+    parser = ReasoningParser(format)
+    parts = [parser.feed(letter) for letter in text] + [parser.finish()]
+    assert "".join(thought for thought, _ in parts) == "2 + 3 is 5, so the answer is 5"
+    assert "".join(answer for _, answer in parts) == "5"
+
+
+def test_tags_that_there_are_not_are_one_line():
+    message = "--reasoning-format: unknown 'xml'; there are deepseek, simple, russian"
+    with pytest.raises(UsageError, match=message):
+        FormatReward()("", "5", reasoning_format="xml")
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(reasoning_format="xml")
+    assert FORMATS["Simple"] == FORMATS["simple"]
+
+
+# --- in Python ----------------------------------------------------------------------------------
+
+
+def test_python_takes_each_name_once():
+    assert GRPOConfig(max_steps=5, beta=0.1).kl_weight == 0.1
+    assert SFTConfig(num_epochs=2).epochs == 2
+    assert dataclasses.replace(GRPOConfig(steps=5), group_size=4).steps == 5
+    with pytest.raises(TypeError, match="SFTConfig: epochs is given twice, once as num_epochs"):
+        SFTConfig(epochs=1, num_epochs=2)
+    with pytest.raises(
+        TypeError, match=r"SFTConfig: unknown option 'epoch'; did you mean epochs\?"
+    ):
+        SFTConfig(epoch=1)
+
+
+@pytest.mark.parametrize("typed", ["Dr.GRPO", "DR_GRPO", "drgrpo", "dr-grpo"])
+def test_the_name_of_an_algorithm_in_any_spelling(typed, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"algorithm: {typed}\nreasoning_format: Simple\n")
+    for config in (
+        GRPOConfig(algorithm=typed, reasoning_format="SIMPLE"),
+        parse(GRPOConfig, ["--algorithm", typed, "--reasoning_format", "SIMPLE"]),
+        parse(GRPOConfig, ["--config", str(file)]),
+        GRPOConfig.from_preset(typed, reasoning_format="simple"),
+        parse(GRPOConfig, ["--preset", typed, "--reasoning_format=Simple"], presets=PRESETS),
+    ):
+        assert (config.algorithm, config.reasoning_format) == ("drgrpo", "simple")
+        assert config.fixed_length_normalizer == 96
