@@ -11,7 +11,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_sample, trace, verify
+from rlm.reasoner import (
+    TEMPERATURE_OF_SEVERAL,
+    length_warnings,
+    read_answer,
+    read_sample,
+    trace,
+    verify,
+)
 from rlm.serving.errors import Problem
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
@@ -68,6 +75,7 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     expected = request.expected_answer
+    verifier = verify(shown, expected, adapter.format) if expected else None
     return ReasoningResponse(
         id=running.id,
         created=running.created,
@@ -82,12 +90,24 @@ def _report(
             "format": shown.format,
             "reasoning_tokens": shown.thinking.tokens,
             "completion_tokens": shown.completion_tokens,
+            # The same by the names that the course has for them.
+            "thinking": shown.reasoning,
+            "answer": shown.answer,
+            "has_valid_format": shown.format == "strict",
+            "tokens_generated": shown.completion_tokens,
+            "verifier": verifier
+            and {
+                "is_correct": verifier.correct,
+                "predicted": shown.final_answer,
+                "expected": verifier.expected,
+                "detail": verifier.reason,
+            },
         },
         finish_reason=shown.finish_reason,
         thinking=shown.thinking,
         vote=answer.vote_counts,
         confidence=answer.confidence,
-        verifier=verify(shown, expected, adapter.format) if expected else None,
+        verifier=verifier,
         samples=answer.samples if request.return_samples else None,
         usage=usage,
         timings=Timings(
@@ -97,7 +117,7 @@ def _report(
         ),
         seed=request.seed,
         model=_model(service, running),
-        warnings=["tie"] if answer.vote.tie else [],
+        warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
     )
 
 
