@@ -193,6 +193,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
             "prompt_chars": PROMPT_CHARS,
             "prompt_tokens": limits.prompt_tokens,
             "max_new_tokens": limits.new_tokens,
+            "tokens_per_request": limits.request_tokens,
             "n": MOST_SAMPLES,
             "stop": 4,
             "requests_in_queue": limits.requests,

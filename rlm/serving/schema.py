@@ -99,7 +99,7 @@ class ReasoningResponse(Strict):
     answer: str
     final_answer: str | None
     trace: list[Step] = Field(description="the reasoning in steps, then the answer")
-    details: dict[str, Any] = Field(description="stage, format verdict, token counts")
+    details: dict[str, Any] = Field(description="stage, format, token counts, verdict")
     finish_reason: Literal["stop", "length"]
     thinking: Thinking
     vote: VoteCounts | None
