@@ -154,7 +154,8 @@ def length_warnings(stream: ReasoningStream) -> list[str]:
     found = []
     if cut := [state for state in stream.completions if state.out_of_room]:
         fewest = min(state.reasoning_tokens for state in cut)
-        room = f"the reasoning was cut after {fewest} tokens{of.format(len(cut))}, as only"
+        tokens = "1 token" if fewest == 1 else f"{fewest} tokens"
+        room = f"the reasoning was cut after {tokens}{of.format(len(cut))}, as only"
         found.append(f"{room} an answer still fitted into {larger}")
     if ended := sum(state.finish_reason == "length" for state in stream.completions):
         found.append(f"the text was cut{of.format(ended)} by {larger}")
