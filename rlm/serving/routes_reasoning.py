@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
+    Sample,
+    Verification,
     length_warnings,
     read_answer,
     read_sample,
@@ -85,24 +87,7 @@ def _report(
         answer=shown.answer,
         final_answer=shown.final_answer,
         trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
-        details={
-            "stage": adapter.stage,
-            "format": shown.format,
-            "reasoning_tokens": shown.thinking.tokens,
-            "completion_tokens": shown.completion_tokens,
-            # The same by the names that the course has for them.
-            "thinking": shown.reasoning,
-            "answer": shown.answer,
-            "has_valid_format": shown.format == "strict",
-            "tokens_generated": shown.completion_tokens,
-            "verifier": verifier
-            and {
-                "is_correct": verifier.correct,
-                "predicted": shown.final_answer,
-                "expected": verifier.expected,
-                "detail": verifier.reason,
-            },
-        },
+        details=_details(shown, verifier, adapter.stage),
         finish_reason=shown.finish_reason,
         thinking=shown.thinking,
         vote=answer.vote_counts,
@@ -119,6 +104,29 @@ def _report(
         model=_model(service, running),
         warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
     )
+
+
+def _details(shown: Sample, verifier: Verification | None, stage: str) -> dict[str, Any]:
+    """Our names first, then the course's: some things stand there twice."""
+    ours = {
+        "stage": stage,
+        "format": shown.format,
+        "reasoning_tokens": shown.thinking.tokens,
+        "completion_tokens": shown.completion_tokens,
+    }
+    verdict = verifier and {
+        "is_correct": verifier.correct,
+        "predicted": shown.final_answer,
+        "expected": verifier.expected,
+        "detail": verifier.reason,
+    }
+    return ours | {
+        "thinking": shown.reasoning,
+        "answer": shown.answer,
+        "has_valid_format": shown.format == "strict",
+        "tokens_generated": shown.completion_tokens,
+        "verifier": verdict,
+    }
 
 
 def _model(service: Service, running: RunningRequest) -> ModelReport:
