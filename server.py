@@ -2,6 +2,7 @@
 
     python server.py                        # http://127.0.0.1:8000, for this machine only
     python server.py --ngrok                # and a public URL (NGROK_AUTHTOKEN); a key is made
+    python server.py --ngrok --public       # the same without a key, for a URL to hand in
     RLM_API_KEY=… python server.py --host 0.0.0.0 --allow-host my.machine
     python server.py --adapters weights     # every adapter in the folder, chosen per request
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from rlm.serving import AllowedHosts, Keys, Service
 
 DRAIN_SECONDS = 25.0  # what runs may finish in
+# Of a server that is open to everybody: requests a minute for each address, tokens for each request
+PUBLIC_REQUESTS, PUBLIC_TOKENS = 20, 1024
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,12 @@ class ServerConfig:
     port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
     key_file: Path | None = flag(None, "file of API keys, one a line (or RLM_API_KEY is set)")
-    requests_per_minute: int = flag(120, "for each key", min=1)
+    allow_origin: tuple[str, ...] = flag(
+        (), "other origins whose web pages may use the server (CORS), as https://my.app"
+    )
+    requests_per_minute: int | None = flag(
+        None, f"for each key (none: 120), or each address of --public ({PUBLIC_REQUESTS})", min=1
+    )
     max_num_seqs: int = flag(16, "completions drawn at the same time", old=["seats"], min=1)
     max_new_tokens: int = flag(512, "longest completion that may be asked for", min=1)
     max_prompt_tokens: int = flag(512, "longest prompt, system prompt included", min=1)
@@ -56,9 +64,20 @@ class ServerConfig:
     deadline: float = flag(120.0, "seconds a request may take", above=0)
     ngrok: bool = flag(False, "open a public URL through ngrok")
     ngrok_url: str | None = flag(None, "a domain reserved at ngrok")
+    public: bool = flag(
+        False, "whoever has the URL of the tunnel may ask, without a key: with limits"
+    )
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.public and not (self.ngrok or self.allow_host):
+            raise ValueError(
+                "--public needs a tunnel: add --ngrok, or --allow-host NAME for one of your own"
+            )
+
+    @property
+    def rate(self) -> int:
+        return self.requests_per_minute or (PUBLIC_REQUESTS if self.public else 120)
 
 
 def main(config: ServerConfig) -> int:
@@ -67,14 +86,25 @@ def main(config: ServerConfig) -> int:
     from rlm.serving import logging as logs
 
     keys = load_keys(os.environ, config.key_file)
+    if config.public and (keys.required or not is_loopback(config.host)):
+        why = "RLM_API_KEY and --key-file" if keys.required else f"--host {config.host}"
+        raise UsageError(f"--public lets a tunnel in without a key: leave out {why}")
     if not is_loopback(config.host) and not keys.required:
         raise UsageError(
             f"--host {config.host} opens the server to others: set RLM_API_KEY or --key-file first"
         )
-    if config.ngrok and not keys.required:
+    if config.ngrok and not config.public and not keys.required:
         key = new_key()
         keys = Keys([key])
         terminal.line(f"API key for this run, shown once: {key}")
+    if config.public or (config.allow_host and not keys.required):
+        limits = f"with {config.rate} requests a minute for each address"
+        limits += f" and {_request_tokens(config)} tokens for each request"
+        without = "and without limits (for a key set RLM_API_KEY, for limits add --public)"
+        terminal.line(
+            "open: whoever knows this server's public name may use it, without a key, "
+            f"{limits if config.public else without}"
+        )
     listening = listen(config.host, config.port)
     prepare_process()
     logs.configure(sys.stderr)
@@ -98,9 +128,14 @@ def _service(config: ServerConfig) -> Service:
         requests=config.queue,
         tokens=config.queue * (config.max_prompt_tokens + config.max_new_tokens),
         seconds=config.deadline,
+        request_tokens=_request_tokens(config),
     )
     engine = Engine(partial(load_replicas, models, tokenizer, config.max_num_seqs), limits)
     return Service(engine, tokenizer, models, limits)
+
+
+def _request_tokens(config: ServerConfig) -> int | None:
+    return max(PUBLIC_TOKENS, config.max_new_tokens) if config.public else None
 
 
 async def _serve(
@@ -115,16 +150,24 @@ async def _serve(
         GracefulServer,
         SecurityMiddleware,
         SecuritySettings,
+        add_cors,
         create_app,
+        read_origins,
     )
 
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
     hosts = AllowedHosts(names if everywhere else names | {config.host}, numeric=everywhere)
+    origins = read_origins(config.allow_origin)
     settings = SecuritySettings(
-        keys=keys, allowed_hosts=hosts, requests_per_minute=config.requests_per_minute
+        keys=keys,
+        allowed_hosts=hosts,
+        requests_per_minute=config.rate,
+        public=config.public,
+        allowed_origins=origins,
     )
     app = SecurityMiddleware(create_app(service, needs_key=keys.required), settings)
+    app = add_cors(app, origins) if origins else app
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
@@ -163,7 +206,12 @@ async def _watch(
         terminal.line(f"ready: http://{shown}:{port}  ({service.models.default})")
         if config.ngrok:
             try:
-                tunnel = await Tunnel.open(local_url(listening), hosts, url=config.ngrok_url)
+                tunnel = await Tunnel.open(
+                    local_url(listening),
+                    hosts,
+                    url=config.ngrok_url,
+                    requests_per_minute=max(60, config.rate if config.public else 0),
+                )
                 service.public_url = tunnel.public_url
                 terminal.line(f"public: {tunnel.public_url}")
             except TunnelError as error:

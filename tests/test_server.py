@@ -20,6 +20,7 @@ import pytest
 import torch
 from live_server import make_service, wait_until
 from safetensors.torch import load_file, save_file
+from starlette.middleware.cors import CORSMiddleware
 
 import server
 from rlm.cli.main import run_main
@@ -87,6 +88,53 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
     )
     models = find_models(tmp_path / "a", weights, None, base=True)  # a folder of another base
     assert (models.base_model, models.quantize) == (str(model_dir), "none")
+
+
+def test_the_base_is_served_without_a_missing_or_damaged_adapter(
+    weights, model_dir, tmp_path, capsys
+):
+    adapter, base = tmp_path / "a", str(model_dir)
+    shutil.copytree(weights / "final_rlm_lora", adapter)
+    assert find_models(adapter, None, None, base=True).default == "base"
+    assert capsys.readouterr().out == ""
+    (adapter / "adapter_model.safetensors").unlink()
+    assert find_models(adapter, None, None, base=True).base_model == base
+    said = f"warning: adapter {adapter} has no adapter_model.safetensors; the base model {base} is"
+    assert capsys.readouterr().out == f"{said} served\n"
+    (adapter / "run.json").write_text("{")
+    with pytest.raises(
+        UsageError, match=r"run\.json is not valid JSON.*; name the base with --model"
+    ):
+        find_models(adapter, None, None, base=True)
+    assert find_models(adapter, None, base, base=True).base_model == base
+    assert "run.json is not valid JSON" in capsys.readouterr().out
+    nowhere = tmp_path / "nowhere"
+    assert find_models(nowhere, None, base, base=True).base_model == base
+    assert f"{nowhere} does not exist; the base model {base} is served" in capsys.readouterr().out
+
+
+def test_a_refused_adapter_says_what_to_type(weights, model_dir, tokenizer, tmp_path):
+    for name, how in (("good", ""), ("of_other", "other base"), ("cut", "truncated")):
+        shutil.copytree(weights / "final_rlm_lora", tmp_path / name)
+        damage(tmp_path / name, how)
+    run = json.loads((tmp_path / "of_other" / "run.json").read_text())
+    (tmp_path / "of_other" / "run.json").write_text(json.dumps(run | {"base_model": "b"}))
+
+    def refusal(name: str, model: Path | None = None, folder: Path | None = None) -> str:
+        def load() -> None:
+            found = find_models(tmp_path / name, folder, str(model) if model else None)
+            load_replicas(found, tokenizer, max_num_seqs=1)
+
+        with pytest.raises(UsageError) as refused:
+            load()
+        return str(refused.value)
+
+    assert refusal("of_other", model_dir).endswith(f"those of --model {model_dir}: type --model b")
+    away = f"move it out of {tmp_path} to serve the others"
+    assert refusal("good", folder=tmp_path).endswith(f": type --model b; or {away}")
+    shutil.rmtree(tmp_path / "of_other")
+    assert refusal("good", folder=tmp_path).endswith(away)
+    assert refusal("cut").endswith("or add --base: the base model, untrained")
 
 
 def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
@@ -204,6 +252,10 @@ def start(capsys, *arguments) -> tuple[int, str]:
     ("arguments", "said"),
     [
         (["--adapter", "nowhere"], "python train_sft.py"),
+        (["--adapter", "nowhere"], "add --base"),
+        (["--public"], "add --ngrok, or --allow-host NAME"),
+        (["--public", "--ngrok", "--host", "0.0.0.0"], "leave out --host 0.0.0.0"),
+        (["--public", "--ngrok", "--key-file", __file__], "API key"),
         (["--host", "0.0.0.0"], "RLM_API_KEY"),
         (["--host", "192.0.2.1"], "RLM_API_KEY"),
         (["--port", "70000"], "--port"),
@@ -220,6 +272,39 @@ def test_it_refuses_in_one_line(capsys, monkeypatch, arguments, said):
     assert code == 2
     assert said in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_who_may_ask_without_a_key_is_said(capsys, monkeypatch):
+    seen = []
+
+    async def serve(config, service, keys, listening):
+        listening.close()
+        seen.append(keys.required)
+        return 0
+
+    monkeypatch.delenv("RLM_API_KEY", raising=False)
+    monkeypatch.setattr(server, "_serve", serve)
+    monkeypatch.setattr(server, "_service", lambda config: None)
+
+    def said(**options: object) -> str:
+        server.main(server.ServerConfig(port=0, **options))
+        return capsys.readouterr().out
+
+    limits = "with 20 requests a minute for each address and 1024 tokens for each request"
+    for tunnel in ({"ngrok": True}, {"allow_host": ("my.ngrok.app",)}):
+        line = said(public=True, **tunnel)
+        assert line.startswith("open: whoever knows this server's public name may use it, without")
+        assert limits in line
+    assert "7 requests" in said(public=True, ngrok=True, requests_per_minute=7)
+    assert "without limits" in said(allow_host=("my.ngrok.app",))
+    assert said() == ""
+    assert seen == [False] * 5
+    assert "API key for this run" in said(ngrok=True)
+    assert seen[-1]
+    monkeypatch.setenv("RLM_API_KEY", "a-key-of-some-length")
+    assert said(allow_host=("my.ngrok.app",)) == ""
+    with pytest.raises(UsageError, match="leave out RLM_API_KEY and --key-file"):
+        server.main(server.ServerConfig(port=0, ngrok=True, public=True))
 
 
 def test_an_empty_key_does_not_open_the_server(capsys, monkeypatch):
@@ -260,6 +345,10 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"))
     assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # as docs/serving.md has it
+    public = ["--adapter", weights / "sft.v2", "--ngrok", "--public"]
+    assert server._service(config_of(*public)).limits.request_tokens == 1024
+    larger = server._service(config_of(*public, "--max-new-tokens", 2000)).limits
+    assert larger.request_tokens == larger.new_tokens == 2000
 
 
 def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, SecuritySettings]:
@@ -280,7 +369,8 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
     with listen(config.host, 0) as listening:
         keys = Keys(["a-key-of-some-length"])
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
-    settings = made[0].config.app._settings
+    app = made[0].config.app
+    settings = getattr(app, "app", app)._settings  # with --allow-origin CORS is around it
     assert settings.keys is keys
     return made[0], settings
 
@@ -301,6 +391,16 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     _, settings = served_by(monkeypatch, tokenizer, "--host", "0.0.0.0", "--allow-host", "a")
     assert settings.allowed_hosts == here | {"a"}
     assert settings.allowed_hosts.numeric
+    _, settings = served_by(monkeypatch, tokenizer, "--ngrok", "--public")
+    assert (settings.public, settings.requests_per_minute) == (True, 20)
+    origins = ["--allow-origin", "https://my.app/,http://localhost:3000"]
+    running, settings = served_by(monkeypatch, tokenizer, *origins)
+    assert isinstance(running.config.app, CORSMiddleware)
+    assert settings.allowed_origins == ["https://my.app", "http://localhost:3000"]
+    assert running.config.app.allow_origins == settings.allowed_origins
+    assert not running.config.app.allow_all_origins
+    with pytest.raises(UsageError, match=r"--allow-origin \*: every web page"):
+        served_by(monkeypatch, tokenizer, "--allow-origin", "*")
 
 
 # --- to the end -----------------------------------------------------------------------------------
@@ -355,6 +455,30 @@ def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent):  # noqa:
         config, keys = server.ServerConfig(ngrok=True), Keys(key.values())
         asyncio.run(server._serve(config, service, keys, listening))
     used.result()
+
+
+def test_a_public_server_answers_without_a_key_and_with_limits(tokenizer, agent, capsys):  # noqa: F811
+    service, _ = make_service(tokenizer, {})
+    listening = listen("127.0.0.1", 0)
+
+    def use_it() -> list[int]:
+        wait_until(lambda: service.public_url)
+        local = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        try:
+            with httpx2.Client(timeout=30) as client:
+                body = {"prompt": "x", "max_new_tokens": 2}
+                urls = [service.public_url] * 3 + [local]
+                replies = [client.post(f"{url}/phase1/reasoning", json=body) for url in urls]
+                assert client.get(service.public_url).status_code == 200  # the page
+                return [reply.status_code for reply in replies]
+        finally:
+            service.engine.state = "dead"
+
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use_it)
+        config = server.ServerConfig(ngrok=True, public=True, requests_per_minute=2)
+        asyncio.run(server._serve(config, service, Keys([]), listening))
+    assert used.result() == [200, 200, 429, 200]
 
 
 def test_the_tunnel_leads_to_the_address_that_is_bound():

@@ -14,6 +14,7 @@ from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli import UsageError, find_choice
+from rlm.grading import without_boxes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,13 +61,14 @@ class Format:
         )
 
     def completion(self, reasoning: str, answer: str) -> str:
-        """The text that a perfect completion has.
+        """The text that a perfect completion has. The reasoning loses its boxes (`\\boxed{}`): the
+        answer has a place of its own.
 
         >>> FORMATS["deepseek"].completion("1 + 1 = 2", "2")
         '<think>\\n1 + 1 = 2\\n</think>\\n<answer>2</answer>'
         """
         return (
-            f"<{self.reasoning_tag}>\n{reasoning.strip()}\n</{self.reasoning_tag}>\n"
+            f"<{self.reasoning_tag}>\n{without_boxes(reasoning).strip()}\n</{self.reasoning_tag}>\n"
             f"<{self.answer_tag}>{answer.strip()}</{self.answer_tag}>"
         )
 

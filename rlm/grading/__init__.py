@@ -1,6 +1,12 @@
 """Grades a completion: finds the final answer and compares it exactly with the gold answer."""
 
-from rlm.grading.answers import Verdict, gold_from_gsm8k, grade, split_completion
+from rlm.grading.answers import (
+    Verdict,
+    gold_from_gsm8k,
+    grade,
+    split_completion,
+    without_boxes,
+)
 from rlm.grading.equations import NUMBER, Equation, find_equations
 from rlm.grading.numbers import numbers_in, parse_number
 from rlm.grading.text import ANSWER_TYPES, READERS
@@ -21,4 +27,5 @@ __all__ = [
     "numbers_in",
     "parse_number",
     "split_completion",
+    "without_boxes",
 ]

@@ -95,6 +95,24 @@ def _boxes(text: str) -> list[str]:
     return [text[start:end] for start, end in spans]
 
 
+def without_boxes(text: str) -> str:
+    r"""Text with `\boxed{…}` replaced by what it holds; a box that never closes stays.
+
+    >>> without_boxes(r"so \boxed{\frac{1}{2}}.")
+    'so \\frac{1}{2}.'
+    """
+    stack: list[re.Match[str]] = []
+    drop: list[tuple[int, int]] = []
+    for match in _BRACE.finditer(text):
+        if match[0] != "}":
+            stack.append(match)
+        elif stack and (opening := stack.pop())[0] != "{":
+            drop += [opening.span(), match.span()]
+    for start, end in sorted(drop, reverse=True):
+        text = text[:start] + text[end:]
+    return text
+
+
 def _tagged(text: str, tag: str) -> str | None:
     """What stands in the last closed answer tag."""
     end = text.rfind(f"</{tag}>")

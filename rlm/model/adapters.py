@@ -89,9 +89,10 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
     """
     info = AdapterInfo.load(adapter)
     if info.base_hash not in (None, model_hash):
+        todo = "train it again" if info.base_model == model else f"type --model {info.base_model}"
         raise UsageError(
             f"adapter {adapter} was trained on {info.base_model} with other weights than "
-            f"those of --model {model}"
+            f"those of --model {model}: {todo}"
         )
     templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
     if len(templates) > 1:

@@ -146,6 +146,22 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
     )
 
 
+def length_warnings(stream: ReasoningStream) -> list[str]:
+    """Say in plain words what max_new_tokens has cut off a finished request, and what to send."""
+    n, limit = len(stream.completions), stream.max_new_tokens
+    of = f" in {{}} of {n} answers" if n > 1 else ""
+    larger = f"max_new_tokens ({limit}): send a larger one"
+    found = []
+    if cut := [state for state in stream.completions if state.out_of_room]:
+        fewest = min(state.reasoning_tokens for state in cut)
+        tokens = "1 token" if fewest == 1 else f"{fewest} tokens"
+        room = f"the reasoning was cut after {tokens}{of.format(len(cut))}, as only"
+        found.append(f"{room} an answer still fitted into {larger}")
+    if ended := sum(state.finish_reason == "length" for state in stream.completions):
+        found.append(f"the text was cut{of.format(ended)} by {larger}")
+    return found
+
+
 def trace(sample: Sample) -> list[str]:
     """Split the reasoning into its lines (or sentences, if it is one line); the answer is last."""
     reasoning = sample.reasoning or ""

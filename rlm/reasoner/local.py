@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rlm.sampling import SamplingParams
 
 ADAPTER = Path("weights/final_rlm_lora")
-HOW_TO_TRAIN = "run: python train_sft.py && python train_grpo.py"
+HOW_TO_TRAIN = (
+    "run: python train_sft.py && python train_grpo.py; or add --base: the base model, untrained"
+)
 TEMPERATURE_OF_SEVERAL = 0.7  # where none is given and several answers shall differ
 MAX_NUM_SEQS = 16  # answers drawn at the same time
 
@@ -57,7 +59,7 @@ def load_rlm_model(
     adapter = Path(adapter)
     if base and not adapter.exists():
         model = model or EMBEDDED_MODEL
-    elif not (base and model):
+    elif not base:
         check_adapter(adapter, HOW_TO_TRAIN)
     info = AdapterInfo.load(adapter)
     model, quantize = info.resolve_base(model, quantize)

@@ -36,6 +36,7 @@ class CompletionState:
     opened_at: int = 0  # tokens up to the end of the opening tag
     reasoning_tokens: int = 0  # between the tags
     forced: bool = False
+    out_of_room: bool = False  # forced because only the answer still fitted
     finish_reason: str | None = None
 
     @property
@@ -77,7 +78,7 @@ class ReasoningStream:
         self._tag_tokens = len(encode_text(tokenizer, f"</{format.reasoning_tag}>"))
         reserve = min(ANSWER_RESERVE, max_new_tokens // 4) + len(self._close_text)
         self._last_moment = max_new_tokens - reserve
-        self.budget = budget
+        self.max_new_tokens, self.budget = max_new_tokens, budget
         self.answer_now = False  # set it to close the reasoning at the next token
         self.completions = [
             CompletionState(DecodeStream(skip_special_tokens=True), ReasoningParser(format, stop))
@@ -92,6 +93,8 @@ class ReasoningStream:
         if state.parser.phase != "reasoning" or not self._must_close(state, token):
             return None
         state.forced = True
+        ended = token in self._stop_ids
+        state.out_of_room = not ended and len(state.ids) >= self._last_moment
         state.reasoning_tokens = len(ids) - state.opened_at
         line_ended = not state.reasoning or self._last_piece(state).endswith("\n")
         return self._close_line if line_ended else self._close_text

@@ -4,12 +4,12 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "access": "AllowedHosts Keys is_loopback load_keys new_key",
+    "access": "AllowedHosts Keys is_loopback load_keys new_key read_origins",
     "app": "create_app",
     "engine": "Engine",
     "http_guard": "UVICORN",
     "http_server": "GracefulServer listen local_url",
-    "middleware": "SecurityMiddleware SecuritySettings",
+    "middleware": "SecurityMiddleware SecuritySettings add_cors",
     "models": "find_models load_replicas",
     "request": "Limits",
     "service": "Service",

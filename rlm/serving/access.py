@@ -20,6 +20,8 @@ MIN_KEY_LENGTH = 16
 NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
+FORM = b"application/x-www-form-urlencoded"  # what curl -d says if it is not told otherwise
 
 
 def new_key() -> str:
@@ -121,12 +123,67 @@ class AllowedHosts(set[str]):
         self.numeric = numeric
 
     def allows(self, headers: Headers) -> bool:
-        values = [value for name, value in headers if name == b"host"]
-        match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
-        if match is None:
-            return False
-        host = match[1].decode("ascii").lower().strip("[]")
+        host = asked_host(headers)
         return host in self or (self.numeric and _is_address(host))
+
+
+def asked_host(headers: Headers) -> str:
+    """The name in the Host header, in lower case and without a port; "" if it is none."""
+    values = [value for name, value in headers if name == b"host"]
+    match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
+    return match[1].decode("ascii").lower().strip("[]") if match else ""
+
+
+def read_origins(origins: Iterable[str]) -> list[str]:
+    """Origins as a browser sends them: in lower case, without a slash at the end.
+
+    Raises:
+        UsageError: `*`, or what no Origin header could say.
+    """
+    found = [origin.lower().removesuffix("/") for origin in origins]
+    for origin in found:
+        if origin == "*":
+            raise UsageError(
+                "--allow-origin *: every web page that you visit could use this server; name "
+                "the origins, such as https://my.app or http://localhost:3000"
+            )
+        if not _ORIGIN.fullmatch(origin):
+            raise UsageError(f"--allow-origin {origin}: an origin is like https://my.app:3000")
+    return found
+
+
+def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
+    """Whether the media type is a form's (curl -d says so by itself), and no web page of another
+    origin sent it, but for the allowed ones.
+
+    A page has to ask before it sends JSON to another server (CORS), but not before it sends a
+    form; browsers write Origin in both.
+    """
+    types = [value.strip().lower() for name, value in headers if name == b"content-type"]
+    sent = {name: value.decode("latin-1").lower() for name, value in headers}
+    if b"origin" in sent:
+        own = {f"{scheme}://{sent.get(b'host')}" for scheme in ("http", "https")}
+        is_ours = sent[b"origin"] in {*own, *allowed}
+    else:
+        is_ours = sent.get(b"sec-fetch-site", "none") in ("none", "same-origin")
+    return types == [FORM] and is_ours
+
+
+def client_address(peer: str, headers: Headers) -> str | None:
+    """Whom a request to an open server is counted under; None: this machine's own programs.
+
+    X-Forwarded-For counts only where the sender is this machine: a tunnel's agent, which has added
+    the address that it saw at the end. Of an IPv6 address its network counts: one client has many.
+    """
+    values = [value for name, value in headers if name == b"x-forwarded-for"]
+    if is_loopback(peer):
+        if not values and is_loopback(asked_host(headers)):
+            return None
+        peer = values[-1].decode("latin-1").rpartition(",")[2].strip() if values else ""
+    if not _is_address(peer):
+        return "unknown"
+    address = ipaddress.ip_address(peer)
+    return str(address) if address.version == 4 else f"{int(address) >> 64:x}"
 
 
 def is_loopback(host: str) -> bool:

@@ -11,19 +11,31 @@ import asyncio
 import re
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlm.serving import logging as logs
-from rlm.serving.access import AllowedHosts, Bucket, Headers, Keys, sent_key
+from rlm.serving.access import (
+    AllowedHosts,
+    Bucket,
+    Headers,
+    Keys,
+    asked_host,
+    client_address,
+    is_form_of_ours,
+    sent_key,
+)
 from rlm.serving.errors import Problem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
+MOST_CLIENTS = 4096  # addresses whose rate is known
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {  # where the app says nothing else
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -43,7 +55,11 @@ class SecuritySettings:
     max_header_bytes: int = 16384  # of the request line and all headers
     max_headers: int = 64
     body_seconds: float = 10.0  # for the whole body
-    requests_per_minute: int = 120  # per key; an open server has one user, whom nothing limits
+    # Per key, or client address of a public server; another open one has one user, whom nothing
+    # limits.
+    requests_per_minute: int = 120
+    public: bool = False  # open to whoever comes through a tunnel, without a key
+    allowed_origins: Sequence[str] = ()  # of web pages that may use this server too
     failures_per_minute: int = 20  # wrong keys, from whomever: addresses can be made up
 
 
@@ -52,7 +68,7 @@ class SecurityMiddleware:
 
     def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
         self._app, self._settings = app, settings
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # the one used last comes last
         self._failures = Bucket(settings.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,8 +82,10 @@ class SecurityMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         check_headers(scope, self._settings)
         if not self._settings.allowed_hosts.allows(scope["headers"]):
-            raise Problem(400, "bad_host", "this server does not go by the name in Host")
+            raise _unknown_host(scope["headers"])
         scope["state"]["key_id"] = self._authorize(scope)
+        if re.search(r"[^/]/$", scope["path"]):  # one slash at the end changes nothing
+            scope["path"] = scope["path"][:-1]
         await self._app(scope, await read_body(scope, receive, self._settings), send)
 
     def _authorize(self, scope: Scope) -> str:
@@ -81,11 +99,43 @@ class SecurityMiddleware:
             if sent_key(headers) and (wait := self._failures.take()):
                 raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
             raise Problem(401, "unauthorized", "a valid API key is needed")
-        if keys.required:
-            per_minute = self._settings.requests_per_minute
-            if wait := self._buckets.setdefault(key_id, Bucket(per_minute)).take():
-                raise Problem(429, "rate_limited", "too many requests", retry_after=wait)
+        limited = key_id if keys.required else None
+        if self._settings.public:
+            limited = client_address((scope["client"] or ("",))[0], headers)
+        if limited is not None and (wait := self._bucket(limited).take()):
+            raise Problem(429, "rate_limited", "too many requests", retry_after=wait)
         return key_id
+
+    def _bucket(self, name: str) -> Bucket:
+        """The bucket of a key or an address. Addresses have no end: those unseen longest leave."""
+        bucket = self._buckets.setdefault(name, Bucket(self._settings.requests_per_minute))
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > MOST_CLIENTS:
+            self._buckets.popitem(last=False)
+        return bucket
+
+
+def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let web pages of these origins use the app. They send a key themselves, never a cookie.
+
+    It goes around SecurityMiddleware: a browser asks without a key whether it may send one.
+    """
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-ID"],
+        expose_headers=["Retry-After", "X-Request-ID"],
+    )
+
+
+def _unknown_host(headers: Headers) -> Problem:
+    """The name is repeated, unlike all else that is sent: it has no sign that could do harm."""
+    name = asked_host(headers)
+    detail = "this server does not go by the name in Host"
+    if name:
+        detail += f"; if it is yours, start the server with --allow-host {name}"
+    return Problem(400, "bad_host", detail)
 
 
 def check_headers(scope: Scope, settings: SecuritySettings) -> None:
@@ -102,7 +152,10 @@ def check_headers(scope: Scope, settings: SecuritySettings) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) -> Receive:
-    """Read the whole body within its limits; the `receive` that hands it to the app at once."""
+    """Read the whole body within its limits; the `receive` that hands it to the app at once.
+
+    An object that comes as a form is JSON (a form never begins with a brace): the app is told so.
+    """
     headers: dict[bytes, bytes] = dict(scope["headers"])
     if b"content-encoding" in headers:
         raise Problem(415, "unsupported_media_type", "send the body without Content-Encoding")
@@ -123,6 +176,9 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
         raise Problem(408, "request_timeout", detail) from None
+    if body.lstrip()[:1] == b"{" and is_form_of_ours(scope["headers"], settings.allowed_origins):
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
     messages = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
     async def replay() -> Message:

@@ -6,7 +6,8 @@ A request chooses by name from this fixed list, so no name can become a path.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Format, render_prompt
 from rlm.model import (
     ADAPTER_FILES,
@@ -86,26 +87,57 @@ def find_models(
     """
     paths = ([] if base else [adapter]) + _adapters_in(folder, None if base else adapter)
     for path in paths:
-        check_adapter(path, HOW_TO_TRAIN)
+        check_adapter(path, HOW_TO_TRAIN if path == adapter else _without(path))
         _check_files(path, folder)
     infos = [AdapterInfo.load(path) for path in paths]
-    own = AdapterInfo.load(adapter)
+    own = _base_info(adapter, model) if base else infos[0]
     if infos and own.base_hash not in {info.base_hash for info in infos}:
         own = infos[0]  # with --base the folder may be of another base than the adapter left out
     if not (paths or adapter.exists()):
         model = model or EMBEDDED_MODEL
     model = model or next((i.base_model for i in (own, *infos) if i.base_model), None)
     model, quantize = own.resolve_base(model, quantize)
+    if base:
+        try:
+            check_adapter(adapter, f"the base model {model} is served")
+        except UsageError as missing:
+            terminal.line(f"warning: {missing}")
     model_hash = base_model_hash(model)
     adapters = {BASE: ServedAdapter(BASE, None, None, "base", FORMATS[own.reasoning_format])}
     for path, info in zip(paths, infos, strict=True):
-        check_base(path, model, model_hash)
+        with _adding("" if path == adapter else f"; or {_without(path)}"):
+            check_base(path, model, model_hash)
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
         format = FORMATS[info.reasoning_format]
         adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, format)
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
+
+
+def _base_info(adapter: Path, model: str | None) -> AdapterInfo:
+    """What an adapter that is left out says of its base; nothing if that is damaged and the base is
+    named anyway."""
+    try:
+        return AdapterInfo.load(adapter)
+    except UsageError as error:
+        if model is None:
+            raise UsageError(f"{error}; name the base with --model") from error
+        terminal.line(f"warning: {error}: the base model {model} is served")
+        return AdapterInfo(adapter)
+
+
+def _without(path: Path) -> str:
+    return f"move it out of {path.parent} to serve the others"
+
+
+@contextmanager
+def _adding(hint: str) -> Iterator[None]:
+    """Add a hint to what refuses an adapter."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{error}{hint}") from error
 
 
 def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
@@ -146,7 +178,9 @@ def load_replicas(
     inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT bars dots
     for name, adapter in models.adapters.items():
         if adapter.path is not None:
-            model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
+            is_default = name == models.default
+            with _adding(f"; {HOW_TO_TRAIN if is_default else _without(adapter.path)}"):
+                model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
     replicas = {}
     for name, adapter in models.adapters.items():

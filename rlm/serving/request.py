@@ -26,6 +26,7 @@ class Limits:
     requests: int  # accepted and not finished
     tokens: int  # which these may take up at most
     seconds: float  # from acceptance to the last token
+    request_tokens: int | None = None  # that one request may draw; None: n times new_tokens
 
 
 @dataclass(eq=False)

@@ -11,7 +11,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer, read_sample, trace, verify
+from rlm.reasoner import (
+    TEMPERATURE_OF_SEVERAL,
+    Sample,
+    Verification,
+    length_warnings,
+    read_answer,
+    read_sample,
+    trace,
+    verify,
+)
 from rlm.serving.errors import Problem
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
@@ -68,6 +77,7 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     expected = request.expected_answer
+    verifier = verify(shown, expected, adapter.format) if expected else None
     return ReasoningResponse(
         id=running.id,
         created=running.created,
@@ -77,17 +87,12 @@ def _report(
         answer=shown.answer,
         final_answer=shown.final_answer,
         trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
-        details={
-            "stage": adapter.stage,
-            "format": shown.format,
-            "reasoning_tokens": shown.thinking.tokens,
-            "completion_tokens": shown.completion_tokens,
-        },
+        details=_details(shown, verifier, adapter.stage),
         finish_reason=shown.finish_reason,
         thinking=shown.thinking,
         vote=answer.vote_counts,
         confidence=answer.confidence,
-        verifier=verify(shown, expected, adapter.format) if expected else None,
+        verifier=verifier,
         samples=answer.samples if request.return_samples else None,
         usage=usage,
         timings=Timings(
@@ -97,8 +102,31 @@ def _report(
         ),
         seed=request.seed,
         model=_model(service, running),
-        warnings=["tie"] if answer.vote.tie else [],
+        warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
     )
+
+
+def _details(shown: Sample, verifier: Verification | None, stage: str) -> dict[str, Any]:
+    """Our names first, then the course's: some things stand there twice."""
+    ours = {
+        "stage": stage,
+        "format": shown.format,
+        "reasoning_tokens": shown.thinking.tokens,
+        "completion_tokens": shown.completion_tokens,
+    }
+    verdict = verifier and {
+        "is_correct": verifier.correct,
+        "predicted": shown.final_answer,
+        "expected": verifier.expected,
+        "detail": verifier.reason,
+    }
+    return ours | {
+        "thinking": shown.reasoning,
+        "answer": shown.answer,
+        "has_valid_format": shown.format == "strict",
+        "tokens_generated": shown.completion_tokens,
+        "verifier": verdict,
+    }
 
 
 def _model(service: Service, running: RunningRequest) -> ModelReport:
@@ -173,6 +201,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
             "prompt_chars": PROMPT_CHARS,
             "prompt_tokens": limits.prompt_tokens,
             "max_new_tokens": limits.new_tokens,
+            "tokens_per_request": limits.request_tokens,
             "n": MOST_SAMPLES,
             "stop": 4,
             "requests_in_queue": limits.requests,

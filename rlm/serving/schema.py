@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
@@ -24,6 +25,16 @@ def _says_something(text: str) -> str:
     if not any(char.isprintable() and not char.isspace() for char in text):
         raise ValueError("is empty")
     return text
+
+
+ExpectedText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+ExpectedInt = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+ExpectedFloat = Annotated[float, Field(ge=-1e15, le=1e15)]
+
+
+def _as_text(expected: str | float | None) -> str | None:
+    """What the grader takes, without an exponent."""
+    return f"{Decimal(str(expected)):f}" if isinstance(expected, int | float) else expected
 
 
 class ReasoningRequest(Strict):
@@ -53,11 +64,12 @@ class ReasoningRequest(Strict):
     )
     stream: bool = Field(False, description="answer in server-sent events")
     return_samples: bool = Field(False, description="return every sample, not the winner alone")
-    expected_answer: str | None = Field(
-        None, min_length=1, max_length=200, description="the right answer, to be verified against"
+    expected_answer: ExpectedText | ExpectedInt | ExpectedFloat | None = Field(
+        None, description="the right answer, a text or a number, to be verified against"
     )
 
     _prompt = field_validator("prompt")(_says_something)
+    _expected = field_validator("expected_answer")(_as_text)
 
 
 class Step(Strict):
@@ -87,7 +99,7 @@ class ReasoningResponse(Strict):
     answer: str
     final_answer: str | None
     trace: list[Step] = Field(description="the reasoning in steps, then the answer")
-    details: dict[str, Any] = Field(description="stage, format verdict, token counts")
+    details: dict[str, Any] = Field(description="stage, format, token counts, verdict")
     finish_reason: Literal["stop", "length"]
     thinking: Thinking
     vote: VoteCounts | None

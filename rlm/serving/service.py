@@ -152,6 +152,10 @@ class Service:
             raise Problem(422, "validation", detail, param="stop")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
+        if (most := self.limits.request_tokens) and asked.n * new_tokens > most:
+            fits = f"with n = {asked.n} at most {most // asked.n} fit"
+            detail = f"max_new_tokens: a request may draw {most} tokens in all, so {fits}"
+            raise Problem(422, "validation", detail, param="max_new_tokens")
         default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
         temperature = default if asked.temperature is None else asked.temperature
         if asked.n > 1 and temperature == 0:

@@ -199,6 +199,15 @@ def test_the_model_writes_the_first_think_tag_itself():
     assert (whole.count("<think>"), whole.count("</think>")) == (1, 1)
 
 
+def test_a_boxed_answer_of_a_solution_is_learned_outside_the_thinking_only(tokenizer):
+    """OpenMathInstruct's solutions end so."""
+    solution = r"Half of 48 is \boxed{\frac{48}{2}}, that is $\boxed{24}$."
+    example = to_example(tokenizer, Problem("p", "48 / 2?", "24", solution), DEEPSEEK)
+    learned = tokenizer.decode([i for i in example["labels"] if i >= 0], skip_special_tokens=True)
+    reasoning = r"Half of 48 is \frac{48}{2}, that is $24$."
+    assert learned == f"<think>\n{reasoning}\n</think>\n<answer>24</answer>"
+
+
 def test_a_default_system_message_is_not_added_to_ours():
     tokenizer = byte_tokenizer(template=DEFAULT_SYSTEM)
     ids = render_prompt(tokenizer, "x", DEEPSEEK)

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlm.grading.answers import REASONS, gold_from_gsm8k, grade, split_completion
+from rlm.grading.answers import (
+    REASONS,
+    gold_from_gsm8k,
+    grade,
+    split_completion,
+    without_boxes,
+)
 from rlm.grading.numbers import parse_number
 
 COMPARED = ("correct", "wrong")
@@ -430,6 +436,22 @@ REPEATED = [
     *("answer is ", "answer is 1 ", "answer", "answer \n", "####", "#### 1\n", "18 dollars\n"),
     *("a", "x", "万", "½", "²", "٣", "１", "\u3000", "\ud800", "\x00", "<answer>1</answer>"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        (r"So it is $\boxed{24}$.", "So it is $24$."),
+        (r"\boxed{\frac{1}{2}} and \fbox{x_{1}}", r"\frac{1}{2} and x_{1}"),
+        (r"\boxed{a \boxed {b} {c}}", "a b {c}"),
+        (r"\frac{1}{2} = {x}", r"\frac{1}{2} = {x}"),
+        (r"\boxed{24", r"\boxed{24"),  # never closed: nobody knows where it ends
+        (r"} \boxed{1} {", "} 1 {"),
+        ("", ""),
+    ],
+)
+def test_a_box_is_taken_off_what_it_holds(text: str, plain: str) -> None:
+    assert without_boxes(text) == plain
 
 
 @pytest.mark.parametrize("piece", REPEATED, ids=ascii)

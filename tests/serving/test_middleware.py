@@ -143,7 +143,8 @@ http://localhost/health http://localhost/phase1/reasoning \health
 def test_other_spellings_of_a_path_do_not_get_past_the_key(wall, path):
     assert wall.ask("POST", path, body=b"{}").status == 401
     assert wall.ask("GET", path).status == 401
-    assert wall.ask("GET", path, AUTH).status in (307, 404, 405)
+    known = (200,) if path == "/health/" else (307, 404, 405)  # one slash at the end is allowed
+    assert wall.ask("GET", path, AUTH).status in known
 
 
 def test_all_hashes_are_compared_in_constant_time(monkeypatch):

@@ -1,0 +1,292 @@
+"""What the course's reader types at the server, as it is typed, and what each line gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import shutil
+import subprocess
+from functools import partial
+
+import pytest
+from live_server import ADD, LIMITS, live, make_service
+from secured_server import SecuredServer, request, small_app
+
+from rlm.cli.options import UsageError
+from rlm.serving.access import AllowedHosts, Bucket, Keys, client_address, read_origins
+from rlm.serving.middleware import MOST_CLIENTS, SecurityMiddleware, SecuritySettings, add_cors
+from rlm.serving.request import Limits
+
+SCRIPT = {
+    "two and three": ADD,
+    "long": "<think>\n" + "word " * 60 + "\n</think>\n<answer>9</answer>",
+}
+FORM = "Content-Type: application/x-www-form-urlencoded"
+JSON = "Content-Type: application/json"
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, allowed_origins=["https://my.app"]) as running:
+        yield running
+
+
+def curl(server, line: str) -> tuple[int, dict]:
+    """Run a line, in which the port is the documented one; (status, body)."""
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
+    words = shlex.split(line.replace(":8000", f":{server.port}"))
+    done = subprocess.run(
+        [*words, "-w", "\n%{http_code}"], capture_output=True, text=True, check=True
+    )
+    body, _, status = done.stdout.rpartition("\n")
+    return int(status), json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        """curl http://127.0.0.1:8000/phase1/reasoning -d '{"prompt": "two and three"}'""",
+        """curl -X POST http://localhost:8000/phase1/reasoning/ -d '{"prompt": "two and three"}'""",
+        """curl -X POST http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \
+           -d '{"prompt": "two and three", "expected_answer": 5, "max_new_tokens": 64}'""",
+    ],
+)
+def test_a_question_by_curl(tokenizer, line):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server:
+        server.server.config.app._settings.allowed_hosts.add("localhost")
+        status, body = curl(server, line)
+    assert (status, body["response"], body["final_answer"]) == (200, ADD, "5")
+
+
+def test_a_slash_at_the_end_is_no_redirect(server):
+    with server.client() as client:
+        for path in ("/health/", "/ready/", "/phase1/info/", "/v1/models/"):
+            assert client.get(path).status_code == 200
+            assert client.get(path).json().keys() == client.get(path[:-1]).json().keys()
+        chat = {"model": "tuned", "messages": [{"role": "user", "content": "two and three"}]}
+        assert client.post("/v1/chat/completions/", json=chat).status_code == 200
+        for path in ("/phase1/reasoning//", "/phase1//reasoning/"):
+            assert client.post(path, json={"prompt": "x"}).status_code == 404
+
+
+# A browser may send a form to any server without asking, and says from where.
+PAGES = [
+    ([], 200),
+    (["Origin: http://localhost"], 200),  # the server's own page
+    (["Origin: https://localhost"], 200),  # the same, behind a proxy that speaks TLS
+    (["Origin: https://my.app"], 200),
+    (["Origin: https://my.app", "Sec-Fetch-Site: cross-site"], 200),
+    (["Sec-Fetch-Site: same-origin"], 200),
+    (["Sec-Fetch-Site: none"], 200),
+    (["Origin: http://evil.example"], 415),
+    (["Origin: http://localhost.evil.example"], 415),
+    (["Origin: http://localhost:3000"], 415),
+    (["Origin: null"], 415),
+    (["Sec-Fetch-Site: cross-site"], 415),
+    (["Sec-Fetch-Site: same-site"], 415),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), PAGES, ids=range(len(PAGES)))
+def test_a_page_of_a_stranger_can_not_use_an_open_server(headers, status):
+    body = b'{"prompt": "x"}'
+    with SecuredServer(keys=Keys([]), allowed_origins=["https://my.app"]) as wall:
+        post = partial(wall.ask, "POST", "/phase1/reasoning", body=body)
+        for kind in ([FORM], [FORM.upper()], [f"{FORM}; charset=UTF-8"], [FORM, FORM]):
+            answer = post(*kind, *headers)
+            assert answer.status == (status if kind[0][-1] in "dD" and len(kind) == 1 else 415)
+            assert answer.status == 200 or answer.json["code"] == "unsupported_media_type"
+        assert post(JSON, *headers).status == 200  # a browser would have asked first
+
+
+def test_a_form_or_broken_json_stays_refused(server):
+    with server.client() as client:
+        post = partial(client.post, "/phase1/reasoning", headers=dict([FORM.split(": ")]))
+        for body, status in ((b"prompt=x", 415), (b"", 415), (b"[]", 415), (b'{"prompt"', 400)):
+            assert post(content=body).status_code == status
+        assert post(content=b'{"n": 2}').status_code == 422
+
+
+def test_named_origins_may_use_the_server_from_a_browser():
+    origins = read_origins(["https://My.app/", "http://localhost:3000"])
+    assert origins == ["https://my.app", "http://localhost:3000"]
+    asks = ["Access-Control-Request-Method: POST"]
+    asks += ["Access-Control-Request-Headers: content-type,authorization"]
+    settings = SecuritySettings(Keys(["a-key-of-some-length"]), AllowedHosts(["localhost"]))
+    inner = SecurityMiddleware(small_app(), settings)
+    sent: list[dict] = []
+
+    def ask(method: str, origin: str, *headers: tuple[str, str]) -> dict[str, str]:
+        lines = [("host", "localhost"), ("origin", origin), *headers]
+        scope = {
+            "type": "http", "method": method, "path": "/phase1/reasoning", "query_string": b"",
+            "headers": [(n.lower().encode(), v.encode()) for n, v in lines], "client": None,
+        }  # fmt: skip
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        asyncio.run(add_cors(inner, origins)(scope, None, send))
+        start = next(m for m in reversed(sent) if m["type"] == "http.response.start")
+        return {n.decode(): v.decode() for n, v in start["headers"]} | {"status": start["status"]}
+
+    preflight = [tuple(line.split(": ")) for line in asks]
+    allowed = ask("OPTIONS", "https://my.app", *preflight)
+    assert (allowed["status"], allowed["access-control-allow-origin"]) == (200, "https://my.app")
+    assert "access-control-allow-credentials" not in allowed
+    refused = ask("OPTIONS", "http://evil.example", *preflight)
+    assert refused["status"] == 400
+    assert "access-control-allow-origin" not in refused
+    denied = ask("POST", "https://my.app")  # the page can read why
+    assert (denied["status"], denied["access-control-allow-origin"]) == (401, "https://my.app")
+    assert "access-control-allow-origin" not in ask("POST", "http://evil.example")
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "my.app", "null", "https://my.app/path", "https://*.app", ""]
+)
+def test_an_origin_that_opens_too_much_or_never_comes_is_refused(origin):
+    with pytest.raises(UsageError, match=r"--allow-origin .*https://my\.app"):
+        read_origins([origin])
+
+
+def test_an_unknown_host_is_told_how_to_be_allowed():
+    with SecuredServer() as wall:
+        host = "ab12.ngrok-free.app"
+        answer = wall.send(request("GET", "/health", host=f"{host}:443"))
+        assert (answer.status, answer.json["code"]) == (400, "bad_host")
+        assert answer.json["detail"].endswith(f"start the server with --allow-host {host}")
+        assert "--allow-host" not in wall.send(request("GET", "/", host="a@b")).json["detail"]
+        wall.settings.allowed_hosts.add(host)
+        assert wall.send(request("GET", "/health", host=host)).status == 200
+
+
+# --- the reply ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "right"),
+    [
+        *((5, "5", True), (5.0, "5.0", True), ("5", "5", True), (24.5, "24.5", False)),
+        *((-3, "-3", False), (0, "0", False), (1e15, "1000000000000000.0", False)),
+        (1e-7, "0.0000001", False),
+    ],
+)
+def test_the_right_answer_may_be_a_number(server, expected, text, right):
+    body = server.post({"prompt": "two and three", "expected_answer": expected}).json()
+    assert (body["verifier"]["expected"], body["verifier"]["correct"]) == (text, right)
+    reason = "correct" if right else "wrong"
+    assert body["details"]["verifier"] == {
+        "is_correct": right, "predicted": "5", "expected": text, "detail": reason,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("expected", [True, [5], "", {}, "5" * 201, 1e16])
+def test_what_is_no_answer_is_refused(server, expected):
+    reply = server.post({"prompt": "two and three", "expected_answer": expected})
+    assert (reply.status_code, reply.json()["code"]) == (422, "validation")
+
+
+def test_the_details_have_the_courses_names(server):
+    details = server.post({"prompt": "two and three"}).json()["details"]
+    assert details["thinking"] == "2 + 3 = 5"
+    assert (details["answer"], details["has_valid_format"], details["verifier"]) == (
+        "5",
+        True,
+        None,
+    )
+    assert details["tokens_generated"] == details["completion_tokens"] == len(ADD) + 1
+    details = server.post({"prompt": "no script for this", "adapter": "base"}).json()["details"]
+    assert (details["thinking"], details["has_valid_format"]) == (None, False)
+
+
+def test_what_the_length_cuts_is_said(server):
+    ask = partial(dict, prompt="long")
+    roomy = server.post({"prompt": "two and three", "max_new_tokens": 300}).json()
+    assert roomy["warnings"] == []
+    cut = server.post(ask(max_new_tokens=100)).json()
+    room = "as only an answer still fitted into max_new_tokens (100): send a larger one"
+    assert cut["thinking"]["status"] == "forced"
+    tokens = cut["thinking"]["tokens"]
+    assert cut["warnings"][0] == f"the reasoning was cut after {tokens} tokens, {room}"
+    nothing = server.post(ask(max_new_tokens=3)).json()
+    assert nothing["warnings"] == ["the text was cut by max_new_tokens (3): send a larger one"]
+    several = server.post(ask(max_new_tokens=100, n=2)).json()
+    assert "tokens in 2 of 2 answers, as only" in several["warnings"][0]
+    # What was asked for is no surprise: a budget.
+    assert server.post(ask(thinking_budget=12, max_new_tokens=300)).json()["warnings"] == []
+
+
+# --- open to everybody ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peer", "host", "forwarded", "client"),
+    [
+        ("127.0.0.1", "localhost", [], None),  # this machine's own page
+        ("127.0.0.1", "127.0.0.1:8000", [], None),
+        ("127.0.0.1", "my.ngrok.app", ["203.0.113.9"], "203.0.113.9"),
+        ("127.0.0.1", "my.ngrok.app", ["1.2.3.4, 203.0.113.9"], "203.0.113.9"),  # made up, true
+        ("127.0.0.1", "my.ngrok.app", ["1.2.3.4", "203.0.113.9"], "203.0.113.9"),
+        ("127.0.0.1", "localhost", ["203.0.113.9"], "203.0.113.9"),
+        ("127.0.0.1", "my.ngrok.app", ["2001:db8:1:2:3::9"], "20010db800010002"),
+        ("127.0.0.1", "my.ngrok.app", ["2001:db8:1:2:ffff::1"], "20010db800010002"),
+        ("127.0.0.1", "my.ngrok.app", [], "unknown"),
+        ("127.0.0.1", "my.ngrok.app", ["nonsense"], "unknown"),
+        ("10.0.0.7", "localhost", ["203.0.113.9"], "10.0.0.7"),  # not from a tunnel of ours
+    ],
+)
+def test_whom_a_request_is_counted_under(peer, host, forwarded, client):
+    headers = [(b"host", host.encode())]
+    headers += [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    assert client_address(peer, headers) == client
+
+
+def test_a_public_server_limits_each_address_and_not_this_machine(monkeypatch):
+    monkeypatch.setattr("rlm.serving.middleware.Bucket", partial(Bucket, now=lambda: 0.0))
+    hosts = AllowedHosts(["localhost", "my.ngrok.app"])
+    open_to_all = {"keys": Keys([]), "allowed_hosts": hosts, "public": True}
+    with SecuredServer(**open_to_all, requests_per_minute=3) as wall:
+
+        def ask(address: str) -> int:
+            made_up = f"X-Forwarded-For: 1.2.3.{len(address)}, {address}"
+            headers = [JSON.encode(), made_up.encode()]
+            path = "/phase1/reasoning"
+            return wall.send(request("POST", path, *headers, body=b"1", host="my.ngrok.app")).status
+
+        assert [ask("203.0.113.9") for _ in range(5)] == [200] * 3 + [429] * 2
+        assert ask("203.0.113.10") == 200
+        own = [wall.ask("POST", "/phase1/reasoning", JSON, body=b"1").status for _ in range(5)]
+        assert own == [200] * 5
+
+
+def test_addresses_that_were_not_seen_for_long_are_forgotten():
+    settings = SecuritySettings(Keys([]), AllowedHosts(), public=True, requests_per_minute=1)
+    middleware = SecurityMiddleware(None, settings)
+    for i in range(MOST_CLIENTS + 5):
+        middleware._bucket(str(i))
+        middleware._bucket("0").take()  # still here
+    assert len(middleware._buckets) == MOST_CLIENTS
+    assert middleware._bucket("0").take() > 0
+    assert "1" not in middleware._buckets
+
+
+def test_a_public_request_may_draw_so_many_tokens(tokenizer):
+    bounded = Limits(**vars(LIMITS) | {"request_tokens": 320})
+    service, _ = make_service(tokenizer, SCRIPT, limits=bounded)
+    chat = {"model": "tuned", "messages": [{"role": "user", "content": "two and three"}], "n": 4}
+    with live(service) as server:
+        body = {"prompt": "two and three", "n": 4}
+        too_much = server.post(body)
+        assert (too_much.status_code, too_much.json()["detail"]) == (
+            422,
+            "max_new_tokens: a request may draw 320 tokens in all, so with n = 4 at most 80 fit",
+        )
+        assert server.post(body | {"max_new_tokens": 80}).status_code == 200
+        detail = server.post(chat | {"max_tokens": 81}, "/v1/chat/completions").json()["detail"]
+        assert detail.startswith("max_tokens: a request may draw 320")
+        assert server.get("/phase1/info").json()["limits"]["tokens_per_request"] == 320
