@@ -71,7 +71,7 @@ class EvaluateConfig:
         The last adapter counts; a default one that is not there makes no row.
 
         Raises:
-            UsageError: a named adapter is not there, or nothing says which model.
+            UsageError: a named adapter is not there, nothing says which model, or the tags differ.
         """
         if given.get("audit_reward"):
             return {"max_samples": None, **given}  # all that the run has
@@ -93,7 +93,14 @@ class EvaluateConfig:
         values["model"], values["quantize"] = last.resolve_base(*asked)
         values["dataset"] = given.get("dataset") or last.dataset or "word-problems"
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
-        values["reasoning_format"] = given.get("reasoning_format") or last.reasoning_format
+        tags = {info.resolve_format(given.get("reasoning_format")): info.path for info in infos}
+        if len(tags) > 1:
+            (first, one), (second, other) = tags.items()
+            raise UsageError(
+                f"{one} was trained with --reasoning-format {first}, {other} with {second}: "
+                "evaluate them one by one (--sft-adapter none, or --adapter none)"
+            )
+        values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
         return values
 
     @property

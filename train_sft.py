@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import check_command_line, run_main
@@ -29,6 +31,7 @@ from transformers import set_seed
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems
 from rlm.model import (
+    AdapterInfo,
     Device,
     base_model_hash,
     check_base,
@@ -69,10 +72,12 @@ def train(
     """Learn the problems' solutions, write the adapter, and return what its run.json says.
 
     Raises:
-        UsageError: problems without solutions, or none that is short enough; nothing to resume,
-            or it was begun otherwise.
+        UsageError: problems without solutions, or none that is short enough; other tags than those
+            of the adapter to go on from; nothing to resume, or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
+    start = AdapterInfo.load(config.adapter) if config.adapter else AdapterInfo(Path())
+    config = replace(config, reasoning_format=start.resolve_format(config.reasoning_format))
     tokenizer = load_tokenizer(config.model)
     format, limits = FORMATS[config.reasoning_format], (config.dataset, config.max_length)
     examples = to_examples(tokenizer, problems, format, *limits)

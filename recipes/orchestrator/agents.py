@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
-from rlm.data import FORMATS, render_prompt
+from rlm.data import FORMATS, Format, render_prompt
 from rlm.model import (
+    AdapterInfo,
     base_model_hash,
     check_adapter,
     check_base,
@@ -127,6 +128,12 @@ class RemoteLLM:
 
     def release(self) -> None:
         """Do nothing: no memory is held."""
+
+
+def agents_format(config: OrchestratorConfig) -> Format:
+    """Return the tags that the agents' adapter was trained with."""
+    ours = config.agent_adapter and not config.agent_url
+    return FORMATS[AdapterInfo.load(config.agent_adapter).reasoning_format if ours else "deepseek"]
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:

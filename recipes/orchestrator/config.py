@@ -56,8 +56,14 @@ class OrchestratorConfig(GRPOConfig):
             derived |= {"eval_every": 1, "sample_every": 1}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        for name in ("doctor", "reward", "reasoning_format"):  # of stage 2, and nothing to a graph
-            if getattr(self, name) != getattr(type(self), name):
+        # Of stage 2, and nothing to a graph; in the records of runs these tags stand all the same.
+        tags = None if self.reasoning_format == "deepseek" else self.reasoning_format
+        for name, value in {
+            "doctor": self.doctor,
+            "reward": self.reward,
+            "reasoning_format": tags,
+        }.items():
+            if value:
                 raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
         super().__post_init__()
         if self.agent_url and not self.agent_model:

@@ -14,6 +14,7 @@ from recipes.orchestrator.agents import (
     Call,
     LocalLLM,
     RemoteLLM,
+    agents_format,
     choose_agents,
     load_agents,
 )
@@ -60,7 +61,9 @@ class Orchestrator:
         self.config, self.agents, self.policy = config, agents, policy
         self.writer = LocalLLM(sampler, tokenizer)
         loaded = load_agents(agents, config, policy, self.writer)
-        self.runner = Runner(loaded, config.agent_max_tokens, config.agent_temperature)
+        self.format = agents_format(config)
+        options = (config.agent_max_tokens, config.agent_temperature, self.format)
+        self.runner = Runner(loaded, *options)
 
     @classmethod
     def load(cls, run_dir: Path) -> Orchestrator:

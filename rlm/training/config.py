@@ -58,7 +58,9 @@ class GRPOConfig:
         None, "leave out problems with longer prompts, in tokens", min=1
     )
     sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
-    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    reasoning_format: str | None = flag(
+        None, "tags (none: the start adapter's, else deepseek)", choices=tuple(FORMATS)
+    )
     reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(

@@ -50,7 +50,7 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
 
     Raises:
         UsageError: an adapter that was asked for is not there or belongs to another base; there
-            are more processes than problems in a step.
+            are more processes than problems in a step; other tags were asked for than it has.
     """
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
@@ -62,13 +62,13 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
     elif adapter is not None:
         check_adapter(adapter, TEACH)
         check_base(adapter, model, base_hash)
-    if adapter is not None:
-        before = AdapterInfo.load(adapter).quantize
-        if before != quantize:
-            now = f"--quantize {quantize}"
-            terminal.line(f"{adapter} was trained with --quantize {before}, now {now}")
-    use_4bit = quantize == "4bit"
-    return replace(config, sft_adapter=adapter, quantize=quantize, use_4bit=use_4bit)
+    start = AdapterInfo.load(adapter) if adapter else AdapterInfo(Path())
+    if adapter is not None and start.quantize != quantize:
+        now = f"--quantize {quantize}"
+        terminal.line(f"{adapter} was trained with --quantize {start.quantize}, now {now}")
+    tags, use_4bit = start.resolve_format(config.reasoning_format), quantize == "4bit"
+    resolved = {"sft_adapter": adapter, "quantize": quantize, "use_4bit": use_4bit}
+    return replace(config, **resolved, reasoning_format=tags)
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:

@@ -23,7 +23,9 @@ class SFTConfig:
     dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
     max_samples: int = flag(400, "training examples", min=1)
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
-    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    reasoning_format: str | None = flag(
+        None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
+    )
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
     )
