@@ -17,14 +17,18 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, is_file, load_problems
+from rlm.data import FORMATS, Problem, drop_long_prompts, is_file, load_problems, render_problem
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.runs import Journal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
@@ -138,6 +142,27 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     return [(p.question, write(p.solution, p.answer)) for p in usable[: config.few_shot]]
 
 
+def fit_window(
+    config: EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    window: int | None,
+    problems: Sequence[Problem],
+) -> tuple[list[Problem], list[tuple[str, str]]]:
+    """Return the problems whose prompts leave room for an answer in the model's window, and the
+    examples for a few-shot row if they do with these, too; what is left out is said."""
+    render = partial(render_problem, tokenizer, format=FORMATS[config.reasoning_format])
+    if window is None:
+        return list(problems), worked_examples(config, problems)
+    limit = window - config.max_new_tokens
+    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+    problems = drop_long_prompts(problems, render, limit, why)
+    examples = worked_examples(config, problems)
+    if max(len(render(problem, examples=examples)) for problem in problems) > limit:
+        terminal.line(f"no few-shot row: prompts over {limit} tokens ({why}); lower --few-shot")
+        examples = []
+    return problems, examples
+
+
 def evaluate_row(
     name: str,
     model,
@@ -233,6 +258,7 @@ def main(config: EvaluateConfig) -> int:
         EMBEDDED_MODEL,
         base_model_hash,
         check_base,
+        context_window,
         load_adapter,
         load_base,
         load_tokenizer,
@@ -247,16 +273,16 @@ def main(config: EvaluateConfig) -> int:
     problems = load_problems(
         config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
     )
-    examples = worked_examples(config, problems)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, journal = load_tokenizer(config.model), open_journal(config)
+    base = load_base(config.model, device, quantize=config.quantize)
+    asked = len(problems)
+    problems, examples = fit_window(config, tokenizer, context_window(base), problems)
     data = f"{config.dataset}, {config.split}, n = {len(problems)}"
-    journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
     rows = [("base", (), None)]
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
     rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
-    base = load_base(config.model, device, quantize=config.quantize)
     try:
         for name, shown, adapter in rows:
             model = load_adapter(base, adapter, trainable=False) if adapter else base
@@ -274,6 +300,7 @@ def main(config: EvaluateConfig) -> int:
 
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
+    made_with |= {"left_out": asked - len(problems)}  # too long for the model
     write_report(results, data, {"config": to_dict(config), **made_with}, config.output)
     return 0
 

@@ -60,8 +60,8 @@ from rlm.training import (
     TrainingState,
     announce_run,
     draw_problems,
-    drop_long_prompts,
     export_run,
+    fit_prompts,
     group_advantages,
     has_signal,
     load_data,
@@ -150,9 +150,11 @@ class GRPOTrainer:
         config, algorithm, writes = self.config, self.config.choices, self.distributed.is_main
         if writes:
             check_output(config.output)  # first: a run directory puts an old run away
+        problems = fit_prompts(self, problems)
+        eval_problems = fit_prompts(self, eval_problems, "validation problems")
         self.run = run = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
         with run:  # from here on a signal waits for the end of a step
-            problems, first_step, start_metrics = self._begin(problems, eval_problems)
+            first_step, start_metrics = self._begin(problems, eval_problems)
             for step in range(first_step, config.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -186,16 +188,15 @@ class GRPOTrainer:
 
     def _begin(
         self, problems: Sequence[Problem], eval_problems: Sequence[Problem]
-    ) -> tuple[list[Problem], int, dict[str, float]]:
-        """Return the problems that fit, the first step, and the accuracy before the very first."""
+    ) -> tuple[int, dict[str, float]]:
+        """Return the first step, and the accuracy before the very first."""
         config, distributed, run = self.config, self.distributed, self.run
-        problems = drop_long_prompts(problems, self.render, config.max_prompt_length)
         first_step = self.state.begin(run, config, problems, eval_problems, distributed)
         plan = plan_memory(self, [*problems, *eval_problems], len(eval_problems))
         self.memory_plan = distributed.broadcast(plan)
         metrics = validate(self, eval_problems, 0) if first_step == 0 else {}
         run.raise_if_interrupted(distributed.any(run.interrupted))
-        return problems, first_step, metrics
+        return first_step, metrics
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]

@@ -20,7 +20,7 @@ EXPORTS = {
     "memory_plan": "micro_batch_tokens plan_memory",
     "metrics": "LearnMetrics announce_run log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
-    "setup": "drop_long_prompts load_data load_policy make_sampler resolve_start",
+    "setup": "fit_prompts load_data load_policy make_sampler resolve_start",
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_example to_examples",

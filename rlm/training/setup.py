@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, load_problems, stop_token_ids
+from rlm.data import Problem, drop_long_prompts, load_problems, stop_token_ids
 from rlm.model import (
     TEACH,
     AdapterInfo,
     Device,
     check_adapter,
     check_base,
+    context_window,
     load_adapter,
     load_base,
     misfit,
@@ -109,22 +110,25 @@ def make_sampler(
     return VLLMSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
 
 
-def drop_long_prompts(
-    problems: Sequence[Problem], render: Callable[[Problem], Sequence[int]], limit: int | None
-) -> list[Problem]:
-    """Keep the problems whose prompts have at most `limit` tokens, and say how many have not.
+def fit_prompts(trainer: Any, problems: Sequence[Problem], what: str = "problems") -> list[Problem]:
+    """Leave out the problems of a `train_grpo.GRPOTrainer` whose prompts are over
+    --max-prompt-length, or leave no room for a completion, and say how many these are.
 
     Raises:
-        UsageError: none has.
+        UsageError: that would be all.
     """
-    if limit is None:
+    config, window = trainer.config, context_window(trainer.policy)
+    limits = (
+        {}
+        if window is None
+        else {
+            f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}; "
+            "--max-prompt-length sets less": window - config.max_new_tokens
+        }
+    )
+    if config.max_prompt_length:
+        limits["--max-prompt-length"] = config.max_prompt_length
+    if not limits:
         return list(problems)
-    fitting = [problem for problem in problems if len(render(problem)) <= limit]
-    if not fitting:
-        raise UsageError(f"--max-prompt-length {limit}: every prompt is longer")
-    if len(fitting) < len(problems):
-        left_out = len(problems) - len(fitting)
-        terminal.line(
-            f"{left_out} of {len(problems)} problems left out: prompts over {limit} tokens"
-        )
-    return fitting
+    why = min(limits, key=limits.get)
+    return drop_long_prompts(problems, trainer.render, limits[why], why, what)
