@@ -8,7 +8,7 @@ completion alone, up to and with its first end token. LoRA on all linear layers;
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
     python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
     python train_sft.py --resume                           # go on where a run stopped
-    python train_sft.py --dry-run                          # show examples and what is learned
+    python train_sft.py --dry-run 5                        # show five examples, train nothing
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlm.model import (
     write_run,
 )
 from rlm.runs import RunDirectory, writing
-from rlm.training import show_example, to_examples, use_fused_layers
+from rlm.training import show_counts, show_example, to_examples, use_fused_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -85,8 +85,11 @@ def train(
     if not examples:
         raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
     if config.dry_run:
-        for example in examples[:3]:
+        for example in examples[: config.dry_run]:
             show_example(tokenizer, example)
+        show_counts(len(problems), len(examples), config.max_length)
+        if validation:
+            show_counts(len(validation), len(held_out), config.max_length, "validation problems")
         return {}
 
     from rlm.training import CheckpointCallback, make_trainer

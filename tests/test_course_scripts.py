@@ -12,11 +12,14 @@ import server
 import train_grpo
 import train_sft
 from rlm.cli.options import UsageError
+from rlm.data import loaders
+from rlm.data.loaders import dataset_name, load_problems
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.training.sft_config import SFTConfig
 from tests.test_scripts import DATA, ROOT, no_hub, run  # noqa: F401  a fixture for all
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
+OPENMATH = ROOT / "data" / "openmathinstruct_sample.jsonl"
 SHORT = [
     "--steps", 1, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 8, "--max-samples", 4,
     "--eval-samples", 2,
@@ -201,3 +204,99 @@ def test_a_lower_limit_of_ones_own(model_dir, tmp_path, capsys):
     a_trainer(model_dir, config).train([*PROBLEMS, long])
     said = "1 of 41 problems left out: prompts over 300 tokens (--max-prompt-length)\n"
     assert said in capsys.readouterr().out
+
+
+# --- the data sets under the names that they have on the hub, and what SFT is shown of them -------
+
+GSM8K = {
+    "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72",
+}
+LEARNED = "<think>\nShe sold 48/2 = 24 in May.\nIn all 48+24 = 72.\n</think>\n<answer>72</answer>"
+
+
+@pytest.mark.parametrize(
+    ("name", "known_as"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("OpenAI/GSM8K", "gsm8k"),
+        ("GSM8K", "gsm8k"),
+        ("nvidia/OpenMathInstruct-1", "openmathinstruct"),
+        ("HuggingFaceH4/aime_2024", "aime2024"),
+        ("Word-Problems:1", "word-problems:1"),
+        ("openai/gsm8k:a/Directory", "gsm8k:a/Directory"),
+        ("Mine.jsonl", "Mine.jsonl"),
+    ],
+)
+def test_names_of_data_sets(name, known_as):
+    assert dataset_name(name) == known_as
+
+
+def test_the_courses_data_sets_are_read(monkeypatch):
+    rows = {
+        "gsm8k": [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(300)],
+        "openmathinstruct": [json.loads(line) for line in OPENMATH.open(encoding="utf-8")],
+    }
+    monkeypatch.setattr(loaders, "_hub_rows", lambda name, split: enumerate(rows[name], 1))
+    assert len(load_problems("openai/gsm8k")) == 270  # the others are for validation
+    assert len(load_problems("nvidia/OpenMathInstruct-1", max_samples=5)) == 2
+
+
+@pytest.mark.parametrize(
+    ("boxed", "plain"),
+    [
+        (r"so $\boxed{42}$.", "so $42$."),
+        (r"\boxed{\frac{1}{\sqrt{2}}} and \fbox{7}", r"\frac{1}{\sqrt{2}} and 7"),
+        (r"\boxed{4", r"\boxed{4"),  # never closed
+    ],
+)
+def test_boxes_are_taken_off(boxed, plain, tmp_path):
+    file = tmp_path / "train.jsonl"
+    row = {"question": "?", "expected_answer": "42", "is_correct": True}
+    rows = [row | {"question": f"{i}?", "generated_solution": boxed} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert {p.solution for p in load_problems(f"nvidia/OpenMathInstruct-1:{file}")} == {plain}
+
+
+@pytest.mark.parametrize(("typed", "shown"), [(["--dry-run", 2], 2), (["--dry-run"], 3)])
+def test_a_dry_run_shows_what_is_learned_and_what_is_left_out(
+    typed, shown, model_dir, tmp_path, capsys
+):
+    rows = [GSM8K | {"question": f"{i} {GSM8K['question']}"} for i in range(9)]
+    rows += [GSM8K | {"question": "x" * 900}]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ["--model", model_dir, "--dataset", f"openai/gsm8k:{tmp_path}"]
+    output = ["--output", tmp_path / "sft", "--run-dir", tmp_path / "run"]
+    before = sorted(tmp_path.iterdir())
+    assert run(train_sft, *common, *output, *typed) == 0
+    said = capsys.readouterr().out
+    parts = re.findall(r"^--- (.*) \((\d+) tokens\)\n((?:(?!---).+\n)+)", said, re.M)
+    assert [what for what, *_ in parts] == ["prompt, no loss", "completion, learned"] * shown
+    for (_, length, prompt), (_, learned_length, learned) in zip(
+        parts[::2], parts[1::2], strict=True
+    ):
+        assert GSM8K["question"] in prompt
+        assert "72" not in prompt
+        assert learned.rstrip() == f"{LEARNED}<|im_end|>"
+        assert int(learned_length) == len(LEARNED) + 1  # a byte a token, and the end
+        assert int(length) > len(GSM8K["question"])
+    assert "problems: 9 read, 8 used, 1 left out (over --max-length 1024 tokens)" in said
+    assert "validation problems: 1 read, 1 used, 0 left out" in said
+    assert sorted(tmp_path.iterdir()) == before  # nothing was trained
+
+
+def test_a_dry_run_says_why_rows_were_left_out(model_dir, caplog):
+    arguments = ["--dataset", f"openmathinstruct:{OPENMATH}", "--eval-samples", 0, "--dry-run", 1]
+    assert run(train_sft, "--model", model_dir, *arguments) == 0
+    reasons = "1 with code (--keep-code keeps them); 2 wrong; 1 without a number for an answer"
+    assert f"4 of 6 left out: {reasons}" in caplog.text
+
+
+def test_grpos_dry_run_is_its_doctor(model_dir, tmp_path, capsys):
+    arguments = ["--model", model_dir, *DATA, "--sft-adapter", "none", *SHORT]
+    assert run(train_grpo, *arguments, "--dry-run", "--run-dir", tmp_path / "run") == 1  # faults
+    said = capsys.readouterr()
+    assert said.err == "--dry-run is now --doctor\n"
+    assert "Doctor: " in said.out
+    assert not (tmp_path / "run").exists()

@@ -562,7 +562,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     resumed = a_config(tmp_path, steps=6, learning_rate=1e-4, resume=True)
     again = a_trainer(model_dir, resumed, device=bf16)
     run = RunDirectory(resumed.run_dir, resume=True)
-    assert again.state.begin(run, resumed, PROBLEMS, (), Distributed()) == 4
+    assert again.state.begin(run, again.config, PROBLEMS, (), Distributed()) == 4
     for name, tensor in trainer.adapter.items():
         assert torch.equal(tensor, again.adapter[name]), name
         assert torch.equal(

@@ -24,6 +24,8 @@ TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answ
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 
 Row = Mapping[str, Any]
+_BRACED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # braces inside, at most two deep
+_BOX = re.compile(rf"\\(?:boxed|fbox) ?\{{({_BRACED})\}}")
 _FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 
 
@@ -88,7 +90,7 @@ def parse_rows(
         raise UsageError(f"{source} holds no problems ({'; '.join(report) or 'it is empty'})")
     if report:
         text = f"{source}: {total - len(problems)} of {total} left out: {'; '.join(report)}"
-        logger.log(logging.WARNING if bad else logging.INFO, "%s", text)
+        logger.warning("%s", text)
     return list(problems.values())
 
 
@@ -116,6 +118,15 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
         raise ValueError(f"{name} is empty")
     text.encode()  # JSON can spell lone surrogates, on which a tokenizer would fail
     return text
+
+
+def _unbox(solution: str) -> str:
+    r"""Take boxes off what they hold: here the answer stands in its tag, after the reasoning.
+
+    >>> _unbox(r"so $\boxed{\frac{1}{2}}$")
+    'so $\\frac{1}{2}$'
+    """
+    return _BOX.sub(r"\1", solution)
 
 
 def parse_row(row: Row, default_id: str) -> list[Problem]:
@@ -150,7 +161,7 @@ def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Proble
         raise LeftOut("with code (--keep-code keeps them)")
     if parse_number(answer) is None:
         raise LeftOut("without a number for an answer")
-    return [Problem(default_id, question, answer, solution)]
+    return [Problem(default_id, question, answer, _unbox(solution))]
 
 
 def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
@@ -166,7 +177,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
         if rollout["is_correct"]:
             reasoning, text = split_completion(_text(rollout, "solution"))
             # What comes before the answer: the thinking if it was shown, else all but the last line
-            solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
+            solution = _unbox(reasoning or _FINAL_LINE.sub("", text)).strip()
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []
     if not problems:

@@ -23,7 +23,7 @@ EXPORTS = {
     "setup": "fit_prompts load_data load_policy make_sampler resolve_start",
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",
-    "sft_examples": "Example show_example to_examples",
+    "sft_examples": "Example show_counts show_example to_examples",
     "state": "TrainingState",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

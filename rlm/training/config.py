@@ -72,7 +72,7 @@ class GRPOConfig:
     attn_implementation: str = flag(
         "auto", "attention of the learning pass", choices=ATTENTIONS, old=["attn"]
     )
-    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
+    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up", old=["dry_run"])
 
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
     use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")

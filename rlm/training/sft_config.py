@@ -57,7 +57,9 @@ class SFTConfig:
     output: Path = flag(Path("weights/sft_lora"), "where the adapter goes")
     run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
     resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
-    dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
+    dry_run: int = flag(
+        0, "train nothing: print so many examples (alone: 3), and what is left out", bare=3, min=0
+    )
 
     def __post_init__(self) -> None:
         check_values(self)
