@@ -130,10 +130,10 @@ class RemoteLLM:
         """Do nothing: no memory is held."""
 
 
-def agents_format(config: OrchestratorConfig) -> Format:
-    """Return the tags that the agents' adapter was trained with."""
-    ours = config.agent_adapter and not config.agent_url
-    return FORMATS[AdapterInfo.load(config.agent_adapter).reasoning_format if ours else "deepseek"]
+def agents_format(agents: AgentModel | RemoteLLM) -> Format:
+    """Return the tags that the agents were trained with."""
+    adapter = agents.adapter if isinstance(agents, AgentModel) else None
+    return FORMATS[AdapterInfo.load(adapter).reasoning_format if adapter else "deepseek"]
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:

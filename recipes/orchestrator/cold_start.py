@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import agents_format
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
 from rlm.cli import terminal, to_dict
-from rlm.data import Format, Problem, encode_text, end_of_turn_id
+from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
 from rlm.model import base_model_hash, load_tokenizer, save_adapter, set_gradient_checkpointing
 from rlm.training import (
     MixedPrecisionAdapter,
@@ -71,8 +70,14 @@ def make_examples(
     return examples
 
 
-def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem]) -> None:
-    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`."""
+def train_start_adapter(
+    config: OrchestratorConfig, problems: Sequence[Problem], format: Format = FORMATS["deepseek"]
+) -> None:
+    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`.
+
+    Args:
+        format: what the agents were trained to write.
+    """
     started = time.monotonic()
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(replace(config, sft_adapter=None), config.model, None)
@@ -81,7 +86,7 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
     trained = MixedPrecisionAdapter(policy)
     weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(weights, weight_decay=0.0)
-    examples = make_examples(tokenizer, problems, config.seed, agents_format(config))
+    examples = make_examples(tokenizer, problems, config.seed, format)
     steps = math.ceil(len(examples) / BATCH_SIZE)
     terminal.line(
         f"cold start: {config.sft_adapter} is not there; learning the format from {len(examples)} "

@@ -27,6 +27,7 @@ from rlm.evaluation import paired_bootstrap, percent, points, show_table, summar
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
 from rlm.runs import check_writable, replace_file, replace_json
+from rlm.training import fit_prompts
 
 ADAPTERS = {
     "orchestrator, bare model": None,
@@ -164,6 +165,7 @@ def main(config: EvaluateConfig) -> int:
     dataset = orchestrator.config.dataset
     split = config.split or ("validation" if is_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
+    problems = fit_prompts(orchestrator, problems)
     rows = make_rows(orchestrator, problems, config.seed)
     judged, price = without_failures(rows), Price(config.read_price, config.written_price)
     single = judged["single agent"]

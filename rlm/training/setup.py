@@ -114,21 +114,20 @@ def fit_prompts(trainer: Any, problems: Sequence[Problem], what: str = "problems
     """Leave out the problems of a `train_grpo.GRPOTrainer` whose prompts are over
     --max-prompt-length, or leave no room for a completion, and say how many these are.
 
+    Args:
+        trainer: or what else has its `config`, `policy` and `render`.
+        what: the problems are for.
+
     Raises:
         UsageError: that would be all.
     """
     config, window = trainer.config, context_window(trainer.policy)
-    limits = (
-        {}
-        if window is None
-        else {
-            f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}; "
-            "--max-prompt-length sets less": window - config.max_new_tokens
-        }
-    )
-    if config.max_prompt_length:
-        limits["--max-prompt-length"] = config.max_prompt_length
-    if not limits:
+    limits = {"--max-prompt-length": config.max_prompt_length}
+    if window is not None:
+        room = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+        limits[f"{room}; --max-prompt-length sets less"] = window - config.max_new_tokens
+    known = {why: limit for why, limit in limits.items() if limit is not None}
+    if not known:
         return list(problems)
-    why = min(limits, key=limits.get)
-    return drop_long_prompts(problems, trainer.render, limits[why], why, what)
+    why = min(known, key=known.get)
+    return drop_long_prompts(problems, trainer.render, known[why], why, what)
