@@ -14,21 +14,19 @@ taken from the run.json of the last adapter.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, drop_long_prompts, is_file, load_problems, render_problem
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.runs import Journal
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
@@ -97,12 +95,11 @@ class EvaluateConfig:
         values["model"], values["quantize"] = last.resolve_base(*asked)
         values["dataset"] = given.get("dataset") or last.dataset or "word-problems"
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
-        tags = {info.resolve_format(given.get("reasoning_format")): info.path for info in infos}
-        if len(tags) > 1:
-            (first, one), (second, other) = tags.items()
+        names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
+        if len({*names}) > 1:
             raise UsageError(
-                f"{one} was trained with --reasoning-format {first}, {other} with {second}: "
-                "evaluate them one by one (--sft-adapter none, or --adapter none)"
+                f"the adapters were trained with different tags ({', '.join(names)}): evaluate "
+                "them one by one, with --sft-adapter none or --adapter none"
             )
         values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
         return values
@@ -143,24 +140,19 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
 
 
 def fit_window(
-    config: EvaluateConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    window: int | None,
-    problems: Sequence[Problem],
+    config: EvaluateConfig, tokenizer, window: int | None, problems: Sequence[Problem]
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
     """Return the problems whose prompts leave room for an answer in the model's window, and the
-    examples for a few-shot row if they do with these, too; what is left out is said."""
+    examples of the few-shot row if they do with these, too; say what is left out."""
     render = partial(render_problem, tokenizer, format=FORMATS[config.reasoning_format])
-    if window is None:
-        return list(problems), worked_examples(config, problems)
-    limit = window - config.max_new_tokens
+    limit = (window or sys.maxsize) - config.max_new_tokens
     why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
     problems = drop_long_prompts(problems, render, limit, why)
     examples = worked_examples(config, problems)
-    if max(len(render(problem, examples=examples)) for problem in problems) > limit:
-        terminal.line(f"no few-shot row: prompts over {limit} tokens ({why}); lower --few-shot")
-        examples = []
-    return problems, examples
+    if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
+        return problems, examples
+    terminal.line(f"no few-shot row: prompts over {limit} tokens ({why}); lower --few-shot")
+    return problems, []
 
 
 def evaluate_row(

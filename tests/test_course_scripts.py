@@ -124,8 +124,8 @@ def test_adapters_of_different_tags_have_no_rows_in_common(simple, model_dir, tm
     capsys.readouterr()
     assert run(evaluate, "--sft-adapter", simple, "--adapter", other) == 2
     assert (
-        f"{simple} was trained with --reasoning-format simple, {other} with deepseek: evaluate "
-        "them one by one" in capsys.readouterr().err
+        "the adapters were trained with different tags (simple, deepseek): evaluate them one by one"
+        in capsys.readouterr().err
     )
 
 
