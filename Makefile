@@ -3,6 +3,7 @@
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
+# make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make lint    style
 # make clean   remove what was made, but not weights/
@@ -13,7 +14,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow test-faults test-browser test-load test-schema lint clean
+.PHONY: install demo test test-slow test-faults test-browser test-load test-schema test-trackers lint clean
 
 install: $(STAMP)
 
@@ -53,6 +54,10 @@ test-schema: $(STAMP)
 test-browser: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,browser]'
 	$(PYTHON) -m pytest -m browser
+
+test-trackers: $(STAMP)
+	$(PYTHON) -m pip install --quiet --editable '.[dev,track]'
+	$(PYTHON) -m pytest -m trackers
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -14,14 +14,16 @@ taken from the run.json of the last adapter.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, is_file, load_problems
+from rlm.data import FORMATS, Problem, drop_long_prompts, is_file, load_problems, render_problem
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.runs import Journal
@@ -71,7 +73,7 @@ class EvaluateConfig:
         The last adapter counts; a default one that is not there makes no row.
 
         Raises:
-            UsageError: a named adapter is not there, or nothing says which model.
+            UsageError: a named adapter is not there, nothing says which model, or the tags differ.
         """
         if given.get("audit_reward"):
             return {"max_samples": None, **given}  # all that the run has
@@ -93,7 +95,13 @@ class EvaluateConfig:
         values["model"], values["quantize"] = last.resolve_base(*asked)
         values["dataset"] = given.get("dataset") or last.dataset or "word-problems"
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
-        values["reasoning_format"] = given.get("reasoning_format") or last.reasoning_format
+        names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
+        if len({*names}) > 1:
+            raise UsageError(
+                f"the adapters were trained with different tags ({', '.join(names)}): evaluate "
+                "them one by one, with --sft-adapter none or --adapter none"
+            )
+        values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
         return values
 
     @property
@@ -129,6 +137,22 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
         return []
     write = FORMATS[config.reasoning_format].completion
     return [(p.question, write(p.solution, p.answer)) for p in usable[: config.few_shot]]
+
+
+def fit_window(
+    config: EvaluateConfig, tokenizer, window: int | None, problems: Sequence[Problem]
+) -> tuple[list[Problem], list[tuple[str, str]]]:
+    """Return the problems whose prompts leave room for an answer in the model's window, and the
+    examples of the few-shot row if they do with these, too; say what is left out."""
+    render = partial(render_problem, tokenizer, format=FORMATS[config.reasoning_format])
+    limit = (window or sys.maxsize) - config.max_new_tokens
+    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+    problems = drop_long_prompts(problems, render, limit, why)
+    examples = worked_examples(config, problems)
+    if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
+        return problems, examples
+    terminal.line(f"no few-shot row: prompts over {limit} tokens ({why}); lower --few-shot")
+    return problems, []
 
 
 def evaluate_row(
@@ -227,6 +251,7 @@ def main(config: EvaluateConfig) -> int:
         EMBEDDED_MODEL,
         base_model_hash,
         check_base,
+        context_window,
         load_adapter,
         load_base,
         load_tokenizer,
@@ -241,16 +266,16 @@ def main(config: EvaluateConfig) -> int:
     problems = load_problems(
         config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
     )
-    examples = worked_examples(config, problems)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, journal = load_tokenizer(config.model), open_journal(config)
+    base = load_base(config.model, device, quantize=config.quantize)
+    asked = len(problems)
+    problems, examples = fit_window(config, tokenizer, context_window(base), problems)
     data = f"{config.dataset}, {config.split}, n = {len(problems)}"
-    journal = open_journal(config)
     terminal.line(f"{data}; {config.model} on {device}")
     rows = [("base", (), None)]
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
     rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
-    base = load_base(config.model, device, quantize=config.quantize)
     try:
         for name, shown, adapter in rows:
             model = load_adapter(base, adapter, trainable=False) if adapter else base
@@ -268,6 +293,7 @@ def main(config: EvaluateConfig) -> int:
 
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
+    made_with |= {"left_out": asked - len(problems)}  # too long for the model
     write_report(results, data, {"config": to_dict(config), **made_with}, config.output)
     return 0
 

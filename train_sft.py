@@ -8,7 +8,7 @@ completion alone, up to and with its first end token. LoRA on all linear layers;
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
     python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
     python train_sft.py --resume                           # go on where a run stopped
-    python train_sft.py --dry-run                          # show examples and what is learned
+    python train_sft.py --dry-run 5                        # show five examples, train nothing
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import check_command_line, run_main
@@ -29,6 +31,7 @@ from transformers import set_seed
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems
 from rlm.model import (
+    AdapterInfo,
     Device,
     base_model_hash,
     check_base,
@@ -44,7 +47,7 @@ from rlm.model import (
     write_run,
 )
 from rlm.runs import RunDirectory, writing
-from rlm.training import show_example, to_examples, use_fused_layers
+from rlm.training import show_counts, show_example, to_examples, use_fused_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -69,10 +72,12 @@ def train(
     """Learn the problems' solutions, write the adapter, and return what its run.json says.
 
     Raises:
-        UsageError: problems without solutions, or none that is short enough; nothing to resume,
-            or it was begun otherwise.
+        UsageError: problems without solutions, or none that is short enough; other tags than those
+            of the adapter to go on from; nothing to resume, or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
+    start = AdapterInfo.load(config.adapter) if config.adapter else AdapterInfo(Path())
+    config = replace(config, reasoning_format=start.resolve_format(config.reasoning_format))
     tokenizer = load_tokenizer(config.model)
     format, limits = FORMATS[config.reasoning_format], (config.dataset, config.max_length)
     examples = to_examples(tokenizer, problems, format, *limits)
@@ -80,8 +85,11 @@ def train(
     if not examples:
         raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
     if config.dry_run:
-        for example in examples[:3]:
+        for example in examples[: config.dry_run]:
             show_example(tokenizer, example)
+        show_counts(len(problems), len(examples), config.max_length)
+        if validation:
+            show_counts(len(validation), len(held_out), config.max_length, "validation problems")
         return {}
 
     from rlm.training import CheckpointCallback, make_trainer

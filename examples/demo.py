@@ -115,13 +115,13 @@ def _evaluate(
     import evaluate
     from rlm.data import load_problems
     from rlm.evaluation import write_report
-    from rlm.model import load_adapter, load_base, load_tokenizer, pick_device
+    from rlm.model import AdapterInfo, load_adapter, load_base, load_tokenizer, pick_device
 
     problems = load_problems(grpo.dataset, "test", max_samples=config.problems)
     settings = evaluate.EvaluateConfig(
         model=grpo.model,
         dataset=grpo.dataset,
-        reasoning_format=grpo.reasoning_format,
+        reasoning_format=AdapterInfo.load(adapters["grpo"]).reasoning_format,
         samples=config.samples,
         temperature=grpo.temperature,
         max_new_tokens=grpo.max_new_tokens,

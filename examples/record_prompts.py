@@ -3,14 +3,17 @@
     python server.py &
     python examples/record_prompts.py
 
-Each question gets its curl line and the answer of this run; `model` says who answered. The key, if
-the server wants one, is taken from RLM_API_KEY. Nothing is written unless all were answered.
+Each question gets its curl line, the answer of this run, and whether that is its `gold`; those
+answered right come first. `model` says who answered, `score` how many were right. requests.http
+beside the file gets the same requests in the same order. The key, if the server wants one, is taken
+from RLM_API_KEY. Nothing is written unless all were answered.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -28,7 +31,8 @@ from rlm.cli import (  # noqa: E402
     run_main,
     terminal,
 )
-from rlm.runs import replace_json  # noqa: E402
+from rlm.grading import grade, parse_number  # noqa: E402
+from rlm.runs import replace_file, replace_json  # noqa: E402
 
 # Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
 KEPT = (
@@ -55,10 +59,44 @@ def main(config: RecordConfig) -> int:
         for entry in book["prompts"]:
             answer = ask(client, "POST", "/phase1/reasoning", entry["request"])
             entry["curl"] = curl(config.url, entry["request"], keyed=bool(key))
+            entry["right"] = is_right(answer["response"], entry["gold"])
             entry["answer"] = {name: answer[name] for name in KEPT}
-            terminal.line(f"{entry['name']}: {answer['final_answer'] or 'no answer'}")
-    replace_json(config.file, book)
+            verdict = "right" if entry["right"] else f"wrong, it is {entry['gold']}"
+            terminal.line(f"{entry['name']}: {answer['final_answer'] or 'no answer'} ({verdict})")
+    book["prompts"].sort(key=lambda entry: not entry["right"])
+    right = sum(entry["right"] for entry in book["prompts"])
+    book["score"] = f"{right} of {len(book['prompts'])} right"
+    terminal.line(book["score"])
+    replace_json(config.file, {name: book[name] for name in ("model", "score", "prompts")})
+    http = config.file.with_name("requests.http")
+    if http.exists():
+        replace_file(http, as_http(http.read_text(encoding="utf-8"), book))
     return 0
+
+
+def is_right(response: str, gold: str) -> bool:
+    """Whether a response's answer is the gold, a number or a text."""
+    kind = "number" if parse_number(gold) is not None else "text"
+    return grade(response, gold, strict=False, kind=kind).correct
+
+
+def as_http(text: str, book: dict[str, Any]) -> str:
+    """requests.http with the book's requests and score; what stands only there stays."""
+    names = {f"### {entry['name']}" for entry in book["prompts"]}
+    blocks = re.split(r"^(?=###)", text, flags=re.M)
+    is_ours = [block.partition("\n")[0] in names for block in blocks]
+    new = [
+        f"### {entry['name']}\nPOST {{{{url}}}}/phase1/reasoning\nContent-Type: application/json\n"
+        "Authorization: Bearer {{key}}\n\n"
+        f"{json.dumps(entry['request'], ensure_ascii=False, indent=2)}\n\n"
+        for entry in book["prompts"]
+    ]
+    first = is_ours.index(True)
+    others = [
+        block for block, ours in zip(blocks[first:], is_ours[first:], strict=True) if not ours
+    ]
+    whole = "".join([*blocks[:first], *new, *others])
+    return re.sub(r"\d+ of \d+ right", book["score"], whole, count=1)
 
 
 def ask(client: httpx2.Client, method: str, path: str, body: Any = None) -> dict[str, Any]:

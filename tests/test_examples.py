@@ -8,20 +8,25 @@ from pathlib import Path
 import pytest
 from scripted_reasoning import ReasoningServer, problem
 
-from examples.record_prompts import RecordConfig, main
+from examples.record_prompts import RecordConfig, as_http, is_right, main
 from rlm.cli.options import UsageError
+from rlm.runs.checkpoints import file_hash
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
 BOOK = json.loads((EXAMPLES / "prompts.json").read_text())
 REQUESTS = [entry["request"] for entry in BOOK["prompts"]]
 
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
-    """Two questions, one that a shell could misread."""
+    """Two questions, the second of which a shell could misread and the stand-in answers right."""
     path = tmp_path / "prompts.json"
     odd = {"prompt": 'It\'s $HOME, "12" + 7 = π?', "n": 2}
-    prompts = [{"name": "plain", "request": {"prompt": "1 + 1?"}}, {"name": "odd", "request": odd}]
+    prompts = [
+        {"name": "plain", "request": {"prompt": "1 + 1?"}, "gold": "2"},
+        {"name": "odd", "request": odd, "gold": "19"},
+    ]
     path.write_text(json.dumps({"model": None, "prompts": prompts}))
     return path
 
@@ -47,13 +52,32 @@ def test_recorded_answers_are_all_of_one_run_or_none():
         assert json.loads(shlex.split(entry["curl"])[-1]) == entry["request"]
 
 
+def test_right_answers_come_first_and_are_counted():
+    """With the adapter that comes with the project."""
+    shipped = file_hash(ROOT / "weights/final_rlm_lora/adapter_model.safetensors")
+    assert BOOK["model"]["adapter_sha256"] == shipped
+    right = [is_right(e["answer"]["response"], e["gold"]) for e in BOOK["prompts"]]
+    assert right == sorted(right, reverse=True) == [e["right"] for e in BOOK["prompts"]]
+    assert sum(right) >= 1
+    assert BOOK["score"] == f"{sum(right)} of {len(right)} right"
+    http = (EXAMPLES / "requests.http").read_text()
+    assert BOOK["score"] in http
+    assert as_http(http, BOOK) == http
+    other = BOOK | {"prompts": BOOK["prompts"][::-1], "score": "0 of 12 right"}
+    assert as_http(http, other) != http == as_http(as_http(http, other), BOOK)
+    assert "reads English only" in http
+
+
 def test_answers_and_curl_lines_are_written(book, monkeypatch):
     monkeypatch.delenv("RLM_API_KEY", raising=False)
     with ReasoningServer() as server:
         assert main(RecordConfig(url=server.url.rstrip("/"), file=book)) == 0
     written = json.loads(book.read_text())
     assert written["model"]["adapter"] == "final_rlm_lora"
-    for entry, body in zip(written["prompts"], server.asked(), strict=True):
+    assert (written["score"], [e["name"] for e in written["prompts"]]) == (
+        "1 of 2 right", ["odd", "plain"],
+    )  # fmt: skip
+    for entry, body in zip(written["prompts"], reversed(server.asked()), strict=True):
         words = shlex.split(entry["curl"])
         assert words[:3] == ["curl", "-sS", server.url + "phase1/reasoning"]
         assert json.loads(words[-1]) == entry["request"] == body

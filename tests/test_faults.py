@@ -25,7 +25,6 @@ from safetensors.torch import load
 import train_grpo
 from rlm.cli.main import run_main
 from rlm.cli.options import to_dict
-from rlm.data.problem import Problem
 from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base
 from rlm.model.export import save_adapter
@@ -640,12 +639,6 @@ def with_another_tokenizer(runs, tokenizer, monkeypatch):
     return {"model": runs.folder / "model"}
 
 
-def with_a_long_prompt(runs, tokenizer, monkeypatch):
-    long = Problem("long", "1 + 1?" * 200, "2")
-    monkeypatch.setattr("tests.test_faults.PROBLEMS", [*PROBLEMS, long])
-    return {}
-
-
 def with_a_full_disk(runs, tokenizer, monkeypatch):
     usage = shutil._ntuple_diskusage(9, 9, 4096)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -657,7 +650,6 @@ def with_a_full_disk(runs, tokenizer, monkeypatch):
     [
         (with_nan, "holds values that are not finite"),
         (with_another_tokenizer, "the tokenizer has 262 tokens, the model 259"),
-        (with_a_long_prompt, "tokens and --max-new-tokens 6 exceed the model's 1024"),
         (with_a_full_disk, "are needed, 0 MB are free"),
     ],
 )

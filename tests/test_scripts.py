@@ -348,7 +348,7 @@ def test_reward_and_tags_are_those_that_were_asked_for(
 
     dry = ["--dry-run", "--max-samples", 3, "--output", tmp_path / "none"]
     assert run(train_sft, *common, *dry) == 0
-    shown = capsys.readouterr().out.split("--- learned")
+    shown = capsys.readouterr().out.split("--- completion, learned")
     assert len(shown) == 4
     assert f"<{tag}>" in shown[1]
     assert not (tmp_path / "none").exists()  # nothing was trained

@@ -465,7 +465,7 @@ def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeyp
 
 def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
     config = a_config(tmp_path, steps=1, max_prompt_length=10)
-    with pytest.raises(UsageError, match="every prompt is longer"):
+    with pytest.raises(UsageError, match=r"every prompt of the problems is over 10 tokens"):
         train(model_dir, config)
     long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
     config = a_config(tmp_path, "some", steps=1, batch_size=8, max_prompt_length=300)
@@ -576,7 +576,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     resumed = a_config(tmp_path, steps=6, learning_rate=1e-4, resume=True)
     again = a_trainer(model_dir, resumed, device=bf16)
     run = RunDirectory(resumed.run_dir, resume=True)
-    assert again.state.begin(run, resumed, PROBLEMS, (), Distributed()) == 4
+    assert again.state.begin(run, again.config, PROBLEMS, (), Distributed()) == 4
     for name, tensor in trainer.adapter.items():
         assert torch.equal(tensor, again.adapter[name]), name
         assert torch.equal(

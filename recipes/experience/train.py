@@ -36,7 +36,7 @@ from recipes.experience.summary import summarize
 from recipes.experience.trainer import Task, Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
-from rlm.data import Problem, is_file, load_jsonl, load_problems, only_numbers
+from rlm.data import Problem, dataset_name, is_file, load_jsonl, load_problems, only_numbers
 from rlm.runs import Journal, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
@@ -87,7 +87,7 @@ def load_problem_set(
     dataset: str, split: str, max_problems: int | None, seed: int = 0
 ) -> list[Problem]:
     """Load the problems, AIME's with ids like aime2024_001; a set without splits comes whole."""
-    name = dataset.partition(":")[0]
+    name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems") else "test"
     if is_file(source):  # all of it, in its order

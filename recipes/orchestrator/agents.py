@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
-from rlm.data import FORMATS, render_prompt
+from rlm.data import FORMATS, Format, render_prompt
 from rlm.model import (
+    AdapterInfo,
     base_model_hash,
     check_adapter,
     check_base,
@@ -127,6 +128,12 @@ class RemoteLLM:
 
     def release(self) -> None:
         """Do nothing: no memory is held."""
+
+
+def agents_format(agents: AgentModel | RemoteLLM) -> Format:
+    """Return the tags that the agents were trained with."""
+    adapter = agents.adapter if isinstance(agents, AgentModel) else None
+    return FORMATS[AdapterInfo.load(adapter).reasoning_format if adapter else "deepseek"]
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:

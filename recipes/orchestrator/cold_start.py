@@ -24,7 +24,7 @@ from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
 from rlm.cli import terminal, to_dict
-from rlm.data import Problem, encode_text, end_of_turn_id
+from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
 from rlm.model import base_model_hash, load_tokenizer, save_adapter, set_gradient_checkpointing
 from rlm.training import (
     MixedPrecisionAdapter,
@@ -45,14 +45,19 @@ LEARNING_RATE = 1e-3  # peak
 WARMUP_STEPS = 3
 
 
-def random_graph(rng: random.Random) -> Graph:
-    """Compose a graph of parts: an agent that solves, and one that checks and ends."""
-    roles, methods, checks, endings = map(rng.choice, PROMPTS["random_graphs"].values())
+def random_graph(rng: random.Random, format: Format) -> Graph:
+    """Compose a graph of parts: an agent that solves, and one that checks and ends.
+
+    Args:
+        format: what the agents were trained to write.
+    """
+    parts = [rng.choice(texts) for texts in PROMPTS["random_graphs"].values()]
+    roles, methods, checks, endings = (part.format(**format.tags) for part in parts)
     return Graph.chain(f"{roles} {methods}", f"{checks} {endings}")
 
 
 def make_examples(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], seed: int
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], seed: int, format: Format
 ) -> list[Rollout]:
     """Write random graphs as completions to learn, GRAPHS_PER_PROBLEM for each problem's prompt."""
     rng, end = random.Random(f"cold start {seed}"), end_of_turn_id(tokenizer)
@@ -60,13 +65,19 @@ def make_examples(
     for number, problem in enumerate(problems):
         prompt = render(tokenizer, problem.question)
         for _ in range(GRAPHS_PER_PROBLEM):
-            completion = [*encode_text(tokenizer, random_graph(rng).to_json()), end]
+            completion = [*encode_text(tokenizer, random_graph(rng, format).to_json()), end]
             examples.append(Rollout(number, prompt, completion, advantage=1.0, weight=1.0))
     return examples
 
 
-def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem]) -> None:
-    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`."""
+def train_start_adapter(
+    config: OrchestratorConfig, problems: Sequence[Problem], format: Format = FORMATS["deepseek"]
+) -> None:
+    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`.
+
+    Args:
+        format: what the agents were trained to write.
+    """
     started = time.monotonic()
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(replace(config, sft_adapter=None), config.model, None)
@@ -75,7 +86,7 @@ def train_start_adapter(config: OrchestratorConfig, problems: Sequence[Problem])
     trained = MixedPrecisionAdapter(policy)
     weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(weights, weight_decay=0.0)
-    examples = make_examples(tokenizer, problems, config.seed)
+    examples = make_examples(tokenizer, problems, config.seed, format)
     steps = math.ceil(len(examples) / BATCH_SIZE)
     terminal.line(
         f"cold start: {config.sft_adapter} is not there; learning the format from {len(examples)} "

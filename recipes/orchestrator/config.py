@@ -57,9 +57,11 @@ class OrchestratorConfig(GRPOConfig):
             derived |= {"eval_every": 1, "sample_every": 1}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        # Options of stage 2 that are nothing to a graph.
-        for name in ("doctor", "reward", "reasoning_format", "num_epochs"):
-            if getattr(self, name) != getattr(type(self), name):
+        # Options of stage 2 that are nothing to a graph; old records of runs hold these tags.
+        tags = None if self.reasoning_format == "deepseek" else self.reasoning_format
+        given = {name: getattr(self, name) for name in ("doctor", "reward", "num_epochs")}
+        for name, value in {**given, "reasoning_format": tags}.items():
+            if value:
                 raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
         super().__post_init__()
         if self.agent_url and not self.agent_model:

@@ -22,17 +22,13 @@ from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, is_file, load_problems
+from rlm.data import Problem, is_file, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
 from rlm.runs import check_writable, replace_file, replace_json
+from rlm.training import fit_prompts
 
-SOLVER_PROMPT = FORMATS["deepseek"].system_prompt
-FIXED_GRAPHS = {
-    name: Graph.chain(*(text.format(solver=SOLVER_PROMPT) for text in prompts))
-    for name, prompts in PROMPTS["fixed_graphs"].items()
-}
 ADAPTERS = {
     "orchestrator, bare model": None,
     "orchestrator, untrained": "start",
@@ -67,13 +63,23 @@ class EvaluateConfig:
         check_values(self)
 
 
+def fixed_graphs(solver: str) -> dict[str, Graph]:
+    """Return what the orchestrator is compared with; `solver` is the agents' own system prompt."""
+    return {
+        name: Graph.chain(*(text.format(solver=solver) for text in prompts))
+        for name, prompts in PROMPTS["fixed_graphs"].items()
+    }
+
+
 def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int) -> dict[str, Row]:
     """Run everything that is compared on the problems; the vote comes last, as its size follows."""
     config, agents = orchestrator.config, orchestrator.runner.agents
     rows: dict[str, Row] = {}
-    for name, graph in FIXED_GRAPHS.items():
+    format = orchestrator.format
+    fixed = fixed_graphs(format.system_prompt)
+    for name, graph in fixed.items():
         limit = 2 * config.agent_max_tokens // len(graph.agents)
-        runner = Runner(agents, limit, config.agent_temperature)
+        runner = Runner(agents, limit, config.agent_temperature, format)
         rows[name] = [[run] for run in runner.run(problems, [graph] * len(problems))]
     for name, adapter in ADAPTERS.items():
         if adapter == "start" and config.sft_adapter is None:
@@ -85,8 +91,8 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
     single, trained = (tokens(judged[name]) for name in ("single agent", "orchestrator, trained"))
     k = round((trained["written"] + trained["orchestrator"]) / max(1.0, single["written"])) or 1
     voters = [problem for problem in problems for _ in range(k)]
-    runner = Runner(agents, 2 * config.agent_max_tokens, temperature=1.0)
-    votes = runner.run(voters, [FIXED_GRAPHS["single agent"]] * len(voters), seed)
+    runner = Runner(agents, 2 * config.agent_max_tokens, temperature=1.0, format=format)
+    votes = runner.run(voters, [fixed["single agent"]] * len(voters), seed)
     groups = [votes[i : i + k] for i in range(0, len(votes), k)]
     return rows | {f"single agent, vote of {k}": groups}
 
@@ -159,6 +165,7 @@ def main(config: EvaluateConfig) -> int:
     dataset = orchestrator.config.dataset
     split = config.split or ("validation" if is_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
+    problems = fit_prompts(orchestrator, problems)
     rows = make_rows(orchestrator, problems, config.seed)
     judged, price = without_failures(rows), Price(config.read_price, config.written_price)
     single = judged["single agent"]

@@ -14,6 +14,7 @@ from recipes.orchestrator.agents import (
     Call,
     LocalLLM,
     RemoteLLM,
+    agents_format,
     choose_agents,
     load_agents,
 )
@@ -60,7 +61,9 @@ class Orchestrator:
         self.config, self.agents, self.policy = config, agents, policy
         self.writer = LocalLLM(sampler, tokenizer)
         loaded = load_agents(agents, config, policy, self.writer)
-        self.runner = Runner(loaded, config.agent_max_tokens, config.agent_temperature)
+        self.format = agents_format(agents)
+        options = (config.agent_max_tokens, config.agent_temperature, self.format)
+        self.runner = Runner(loaded, *options)
 
     @classmethod
     def load(cls, run_dir: Path) -> Orchestrator:
@@ -85,6 +88,10 @@ class Orchestrator:
             load_adapter(policy, config.sft_adapter, trainable=False, name="start")
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         return cls(config, choose_agents(config), policy, tokenizer, sampler)
+
+    def render(self, problem: Problem) -> list[int]:
+        """Render the orchestrator's prompt for a problem as token ids."""
+        return render(self.writer.tokenizer, problem.question)
 
     def solve(
         self,

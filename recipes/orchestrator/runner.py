@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.orchestrator.agents import Call, LocalLLM, RemoteLLM, Reply
 from recipes.orchestrator.graph import AGENT_IDS, Graph, InvalidGraph
-from rlm.data import Problem
+from rlm.data import FORMATS, Format, Problem
 from rlm.grading import Verdict, grade, numbers_in, parse_number
 from rlm.sampling import SamplingParams, prompt_seed
 
@@ -23,6 +23,7 @@ class Trajectory:
     calls: list[Call] = field(default_factory=list)  # of the agents, in their order
     replies: list[Reply] = field(default_factory=list)
     written: Reply | None = None  # the orchestrator's reply, where it wrote the graph
+    format: Format = FORMATS["deepseek"]  # of the agents' replies
 
     @property
     def error(self) -> str | None:
@@ -44,7 +45,8 @@ class Trajectory:
             return Verdict(False, self.graph.reason, None)
         if self.error:
             return Verdict(False, "agent_failed", None)
-        return grade(self.replies[-1].text, self.problem.answer, strict=False)
+        text, tags = self.replies[-1].text, self.format.tags
+        return grade(text, self.problem.answer, strict=False, **tags)
 
     @property
     def leak(self) -> bool:
@@ -97,9 +99,13 @@ class Runner:
     """Runs graphs on problems. Greedy calls are cached by content: the agents never change."""
 
     def __init__(
-        self, agents: LocalLLM | RemoteLLM, max_new_tokens: int, temperature: float = 0.0
+        self,
+        agents: LocalLLM | RemoteLLM,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        format: Format = FORMATS["deepseek"],
     ) -> None:
-        self.agents = agents
+        self.agents, self.format = agents, format
         self.params = SamplingParams(max_new_tokens, temperature)
         self._cache: dict[Call, Reply] = {}
 
@@ -116,13 +122,14 @@ class Runner:
             seed: of agents that sample at a temperature.
             numbers: tells the graphs of a problem apart, for that seed; by default their places.
         """
-        runs = [Trajectory(*pair) for pair in zip(problems, graphs, strict=True)]
+        pairs = zip(problems, graphs, strict=True)
+        runs = [Trajectory(*pair, format=self.format) for pair in pairs]
         seeds: list[int | None] = [None] * len(runs)
         if self.params.temperature:
             numbers = range(len(runs)) if numbers is None else numbers
             seeds = [prompt_seed(seed, p.id, n) for p, n in zip(problems, numbers, strict=True)]
-        pairs = list(zip(runs, seeds, strict=True))
-        while asking := [(run, call) for run, own in pairs if (call := run.next_call(own))]:
+        seeded = list(zip(runs, seeds, strict=True))
+        while asking := [(run, call) for run, own in seeded if (call := run.next_call(own))]:
             replies = self._chat([call for _, call in asking])
             for (run, call), reply in zip(asking, replies, strict=True):
                 run.calls.append(call)

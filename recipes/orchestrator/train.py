@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import AgentModel, RemoteLLM, choose_agents
+from recipes.orchestrator.agents import AgentModel, RemoteLLM, agents_format, choose_agents
 from recipes.orchestrator.cold_start import train_start_adapter
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import Orchestrator, render
@@ -37,7 +37,7 @@ from rlm.model import (
     prepare_process,
 )
 from rlm.runs import replace_json
-from rlm.training import Group, load_data, load_policy
+from rlm.training import Group, fit_prompts, load_data, load_policy
 from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class OrchestratorTrainer(GRPOTrainer):
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, object]]:
         """Train, test the best adapter, and return the lines of train_logs.csv and the summary."""
+        test = fit_prompts(self, test, "test problems")
         summary = self.train(train, validation)
         logs = [as_log(row) for row in self.distributed.broadcast(self.run.metrics())]
         share = self.distributed.shard(test)
@@ -229,7 +230,7 @@ def main(config: OrchestratorConfig) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(f"{start} is not there: make it in one process first (--steps 1)")
         check_output(start, "--sft-adapter")
-        train_start_adapter(config, train[: config.start_questions])
+        train_start_adapter(config, train[: config.start_questions], agents_format(agents))
     trainer = OrchestratorTrainer(config, agents)
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}")
     _, summary = trainer.train_and_test(train, validation, test)

@@ -30,6 +30,7 @@ class Flag:
     old: Sequence[str] = ()  # names that it had: accepted with a line that says the new one
     same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
     positional: bool = False
+    bare: Any = None  # its value where it is typed without one
     group: str | None = None
     min: float | None = None  # bounds of a number; of a tuple field: of each item
     above: float | None = None
@@ -84,6 +85,9 @@ class Flag:
             parser.add_argument(self.name, nargs="?", help=text)
         elif bool in members_of(self.kind):
             parser.add_argument(self.spelling, action=argparse.BooleanOptionalAction, help=text)
+        elif self.bare is not None:
+            bare = {"nargs": "?", "const": str(self.bare), "metavar": self.expects}
+            parser.add_argument(self.spelling, **bare, help=text)
         else:
             many = any(get_origin(member) is tuple for member in members_of(self.kind))
             action = "append" if many else "store"

@@ -5,11 +5,11 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "experiences": "experience_block load_experiences with_experiences",
-    "loaders": "HELD_OUT is_file load_gsm8k load_jsonl load_problems only_numbers",
+    "loaders": "HELD_OUT dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers",
     "problem": "Problem as_problems",
     "prompts": (
-        "FORMATS IGNORED Format encode_text end_of_turn_id longest_prompts render_completion "
-        "render_problem render_prompt stop_token_ids"
+        "FORMATS IGNORED Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
+        "render_completion render_problem render_prompt stop_token_ids"
     ),
     "word_problems": "generate_word_problems load_word_problem_table",
 }

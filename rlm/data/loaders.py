@@ -2,7 +2,8 @@
 
 `load_problems` takes what a user writes after `--dataset`:
 
-    gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub
+    gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub; its own names do, too:
+                                                  openai/gsm8k, nvidia/OpenMathInstruct-1, …
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
@@ -49,6 +50,7 @@ HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, beside
     "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # its only one
     "aime2025": {"path": "math-ai/aime25"},
 }
+NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
 HUB_TIMEOUT = 5.0  # seconds
 # OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
 # (or max_samples, if that is more), and train is a sample of these.
@@ -79,6 +81,7 @@ def load_problems(
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
+    dataset = dataset_name(dataset)
     name, colon, rest = dataset.partition(":")
     if name not in SPLITS and not is_file(dataset):
         known = ", ".join(known for known in SPLITS if known != "rollouts")
@@ -101,9 +104,15 @@ def load_problems(
     return problems[:max_samples]
 
 
+def dataset_name(dataset: str) -> str:
+    """The same under the name that it has here: of "OpenAI/gsm8k:DIR" that is "gsm8k:DIR"."""
+    name, colon, rest = dataset.partition(":")
+    return NAMES.get(name.lower(), name) + colon + rest
+
+
 def is_file(dataset: str) -> bool:
     """Whether that is a JSONL file of the user's own, all of which is its test split."""
-    named = dataset.partition(":")[0] in SPLITS
+    named = dataset_name(dataset).partition(":")[0] in SPLITS
     return not named and dataset.lower().endswith(JSONL_SUFFIXES)
 
 

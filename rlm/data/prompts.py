@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
-from rlm.cli import UsageError, find_choice
+from rlm.cli import UsageError, find_choice, terminal
 from rlm.grading import without_boxes
 
 if TYPE_CHECKING:
@@ -213,6 +213,32 @@ def longest_prompts(
     """The prompts of the problems with the longest questions, as token ids."""
     longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
     return [render(problem) for problem in longest]
+
+
+def drop_long_prompts(
+    problems: Sequence[Problem],
+    render: Callable[[Problem], Sequence[int]],
+    limit: int,
+    why: str,
+    what: str = "problems",
+) -> list[Problem]:
+    """Keep the problems whose prompts have at most `limit` tokens, and say how many have not.
+
+    Args:
+        why: where the limit comes from, and which option changes it.
+        what: the problems are for.
+
+    Raises:
+        UsageError: none has.
+    """
+    fitting = [problem for problem in problems if len(render(problem)) <= limit]
+    if problems and not fitting:
+        raise UsageError(f"every prompt of the {what} is over {limit} tokens ({why})")
+    if left_out := len(problems) - len(fitting):
+        terminal.line(
+            f"{left_out} of {len(problems)} {what} left out: prompts over {limit} tokens ({why})"
+        )
+    return fitting
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:

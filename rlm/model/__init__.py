@@ -13,8 +13,8 @@ EXPORTS = {
     ),
     "attention": "softmax_scale",
     "base": (
-        "base_model_hash decoder_and_head head_dim kernels_for load_base load_tokenizer "
-        "model_directory num_key_value_heads"
+        "base_model_hash context_window decoder_and_head head_dim kernels_for load_base "
+        "load_tokenizer model_directory num_key_value_heads"
     ),
     "export": "check_output save_adapter write_run",
     "hardware": (

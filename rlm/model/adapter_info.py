@@ -50,7 +50,7 @@ class AdapterInfo:
             quantize=run.get("quantize") or ("4bit" if run.get("use_4bit") else "none"),
             dataset=run.get("dataset"),
             stage=run.get("stage", "unknown"),
-            reasoning_format=run.get("config", {}).get("reasoning_format", "deepseek"),
+            reasoning_format=run.get("config", {}).get("reasoning_format") or "deepseek",
             run=run,
         )
 
@@ -66,3 +66,17 @@ class AdapterInfo:
                 f"{self.path} does not say what it was trained on; name it with --model"
             )
         return model, self.quantize if quantize == "auto" else quantize
+
+    def resolve_format(self, asked: str | None = None) -> str:
+        """The name of the tags: those of training, which are the only ones that it was taught.
+
+        Raises:
+            UsageError: others were asked for.
+        """
+        was_taught = self.run.get("config", {}).get("reasoning_format")
+        if asked and was_taught and asked != was_taught:
+            raise UsageError(
+                f"--reasoning-format {asked}: the adapter {self.path} was trained with "
+                f"{was_taught}; leave the option out, or name another adapter (or none)"
+            )
+        return asked or self.reasoning_format

@@ -170,6 +170,11 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     return base.get_decoder(), base.get_output_embeddings()
 
 
+def context_window(model: PreTrainedModel) -> int | None:
+    """The most tokens that the model can read and write; None where it has no such limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

@@ -98,7 +98,8 @@ class _Wandb:
         )
         # A resumed run logs steps again, which W&B's own counter would refuse.
         self._run.define_metric("*", step_metric="step")
-        self.where = self._run.url or f"`wandb sync {Path(self._run.dir).parent}` uploads it"
+        url = None if self._run.offline else self._run.url  # asked for offline, it warns
+        self.where = url or f"`wandb sync {Path(self._run.dir).parent}` uploads it"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

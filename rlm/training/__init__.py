@@ -22,11 +22,12 @@ EXPORTS = {
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
     "setup": (
-        "begin_run check_arguments load_data load_policy make_sampler prepare_run resolve_start"
+        "begin_run check_arguments fit_prompts load_data load_policy make_sampler prepare_run "
+        "resolve_start"
     ),
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",
-    "sft_examples": "Example show_example to_examples",
+    "sft_examples": "Example show_counts show_example to_examples",
     "state": "TrainingState",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -36,7 +36,9 @@ class GRPOConfig:
         None, "leave out problems with longer prompts, in tokens", min=1
     )
     sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
-    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    reasoning_format: str | None = flag(
+        None, "tags (none: the start adapter's, else deepseek)", choices=tuple(FORMATS)
+    )
     reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(
@@ -55,7 +57,7 @@ class GRPOConfig:
         "of the sampler's merged copy (auto: measured)",
         choices=("auto", *DTYPES),
     )
-    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
+    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up", old=["dry_run"])
 
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
     use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")

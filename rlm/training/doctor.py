@@ -21,6 +21,7 @@ from rlm.evaluation import Evaluation, evaluate
 from rlm.training.advantages import has_signal
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import plan_memory
+from rlm.training.setup import fit_prompts
 
 PROBLEMS = 32
 MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault
@@ -40,6 +41,7 @@ class Finding:
 
 def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
+    problems = fit_prompts(trainer, problems)
     plan_memory(trainer, problems, 0)
     metrics, findings = diagnose(trainer, problems)
     shown = {name: f"{value:.1%}" for name, value in metrics.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlm.cli import UsageError, terminal
+from rlm.cli import terminal
 from rlm.data import Problem, longest_prompts
 from rlm.model import attention, available_memory, set_gradient_checkpointing
 from rlm.sampling import common_prefix_length
@@ -77,14 +77,10 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
 
     Args:
         evaluated: how many problems are validated on.
-
-    Raises:
-        UsageError: the model cannot take a completion of the longest prompt.
     """
     policy, config = trainer.policy, trainer.config
     prompts = longest_prompts(trainer.render, problems)
     longest = max(map(len, prompts))
-    _check_context(policy, longest, config.max_new_tokens)
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
         trainer.sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
@@ -121,15 +117,6 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
             "--max-new-tokens and --quantize bring it down"
         )
     return plan
-
-
-def _check_context(policy: PreTrainedModel, prompt: int, max_new_tokens: int) -> None:
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    if context and prompt + max_new_tokens > context:
-        raise UsageError(
-            f"a prompt of {prompt} tokens and --max-new-tokens {max_new_tokens} exceed the "
-            f"model's {context}; leave that problem out, or lower the limit"
-        )
 
 
 def micro_batch_tokens(model: PreTrainedModel) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,14 @@ import torch
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, as_problems, load_problems, stop_token_ids
+from rlm.data import Problem, as_problems, drop_long_prompts, load_problems, stop_token_ids
 from rlm.model import (
     TEACH,
     AdapterInfo,
     Device,
     check_adapter,
     check_base,
+    context_window,
     load_adapter,
     load_base,
     misfit,
@@ -87,7 +88,7 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
 
     Raises:
         UsageError: an adapter that was asked for is not there or belongs to another base; there
-            are more processes than problems in a step.
+            are more processes than problems in a step; other tags were asked for than it has.
     """
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
@@ -99,13 +100,18 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
     elif adapter is not None:
         check_adapter(adapter, TEACH)
         check_base(adapter, model, base_hash)
-    if adapter is not None:
-        before = AdapterInfo.load(adapter).quantize
-        if before != quantize:
-            now = f"--quantize {quantize}"
-            terminal.line(f"{adapter} was trained with --quantize {before}, now {now}")
-    switches = {"use_4bit": quantize == "4bit", "use_8bit": quantize == "8bit"}
-    return replace(config, sft_adapter=adapter, quantize=quantize, **switches)
+    start = AdapterInfo.load(adapter) if adapter else AdapterInfo(Path())
+    if adapter is not None and start.quantize != quantize:
+        now = f"--quantize {quantize}"
+        terminal.line(f"{adapter} was trained with --quantize {start.quantize}, now {now}")
+    return replace(
+        config,
+        sft_adapter=adapter,
+        quantize=quantize,
+        use_4bit=quantize == "4bit",
+        use_8bit=quantize == "8bit",
+        reasoning_format=start.resolve_format(config.reasoning_format),
+    )
 
 
 def prepare_run(
@@ -120,7 +126,9 @@ def prepare_run(
     problems = as_problems(dataset)
     is_empty = eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset))
     eval_problems = [] if is_empty else as_problems(eval_dataset, "eval_dataset")
-    problems = drop_long_prompts(problems, trainer.render, config.max_prompt_length)
+    problems = fit_prompts(trainer, problems)
+    if eval_problems:
+        eval_problems = fit_prompts(trainer, eval_problems, "validation problems")
     steps = config.steps_for(len(problems))
     trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
     announce_run(trainer, len(problems), len(eval_problems))
@@ -198,22 +206,24 @@ def make_sampler(
     return VLLMSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
 
 
-def drop_long_prompts(
-    problems: Sequence[Problem], render: Callable[[Problem], Sequence[int]], limit: int | None
-) -> list[Problem]:
-    """Keep the problems whose prompts have at most `limit` tokens, and say how many have not.
+def fit_prompts(trainer: Any, problems: Sequence[Problem], what: str = "problems") -> list[Problem]:
+    """Leave out the problems of a `train_grpo.GRPOTrainer` whose prompts are over
+    --max-prompt-length, or leave no room for a completion, and say how many these are.
+
+    Args:
+        trainer: or what else has its `config`, `policy` and `render`.
+        what: the problems are for.
 
     Raises:
-        UsageError: none has.
+        UsageError: that would be all.
     """
-    if limit is None:
+    config, window = trainer.config, context_window(trainer.policy)
+    limits = {"--max-prompt-length": config.max_prompt_length}
+    if window is not None:
+        room = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+        limits[f"{room}; --max-prompt-length sets less"] = window - config.max_new_tokens
+    known = {why: limit for why, limit in limits.items() if limit is not None}
+    if not known:
         return list(problems)
-    fitting = [problem for problem in problems if len(render(problem)) <= limit]
-    if not fitting:
-        raise UsageError(f"--max-prompt-length {limit}: every prompt is longer")
-    if len(fitting) < len(problems):
-        left_out = len(problems) - len(fitting)
-        terminal.line(
-            f"{left_out} of {len(problems)} problems left out: prompts over {limit} tokens"
-        )
-    return fitting
+    why = min(known, key=known.get)
+    return drop_long_prompts(problems, trainer.render, known[why], why, what)

@@ -24,7 +24,9 @@ class SFTConfig:
     dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
     max_samples: int = flag(400, "training examples", min=1)
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
-    reasoning_format: str = flag("deepseek", "tags", choices=tuple(FORMATS))
+    reasoning_format: str | None = flag(
+        None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
+    )
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
     )
@@ -62,7 +64,9 @@ class SFTConfig:
     )
     run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
     resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
-    dry_run: bool = flag(False, "print rendered examples with the loss mask, and stop")
+    dry_run: int = flag(
+        0, "train nothing: print so many examples (alone: 3), and what is left out", bare=3, min=0
+    )
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -44,8 +44,16 @@ def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: For
 
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
-    """Print the rendered text, the part that is learned marked."""
+    """Print the rendered text: the part without a loss, and the part that is learned."""
     prompt = example["labels"].count(IGNORED)
-    context, learned = example["input_ids"][:prompt], example["input_ids"][prompt:]
-    terminal.line(f"--- not learned ({len(context)} tokens)\n{tokenizer.decode(context)}")
-    terminal.line(f"--- learned ({len(learned)} tokens)\n{tokenizer.decode(learned)}\n")
+    parts = {"prompt, no loss": slice(prompt), "completion, learned": slice(prompt, None)}
+    for what, part in parts.items():
+        ids = example["input_ids"][part]
+        terminal.line(f"--- {what} ({len(ids)} tokens)\n{tokenizer.decode(ids)}")
+    terminal.line("")
+
+
+def show_counts(problems: int, examples: int, max_length: int, what: str = "problems") -> None:
+    """Print how many of the problems that were read are used."""
+    left_out = f"{problems - examples} left out (over --max-length {max_length} tokens)"
+    terminal.line(f"{what}: {problems} read, {examples} used, {left_out}")

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.orchestrator.cold_start import random_graph
-from recipes.orchestrator.evaluate import FIXED_GRAPHS
+from recipes.orchestrator.evaluate import fixed_graphs
 from recipes.orchestrator.graph import REASONS, Graph, InvalidGraph, parse_graph
 from recipes.orchestrator.orchestrator import SYSTEM_PROMPT
 from recipes.orchestrator.runner import Trajectory
 from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
 from rlm.grading.numbers import numbers_in
 
 A, B, C = (
@@ -120,10 +121,16 @@ def test_reading_never_raises(text):
 
 
 def test_text_and_reading_are_inverse():
-    graphs = [random_graph(random.Random(seed)) for seed in range(200)]
+    def draw(name):
+        return [random_graph(random.Random(seed), FORMATS[name]) for seed in range(200)]
+
+    graphs = draw("deepseek")
     assert [parse_graph(graph.to_json()) for graph in graphs] == graphs
-    assert [random_graph(random.Random(seed)) for seed in range(200)] == graphs
-    by_hand = FIXED_GRAPHS["two agents, by hand"]
+    assert draw("deepseek") == graphs
+    others = [graph.to_json().replace("think>", "reasoning>") for graph in graphs]
+    assert [graph.to_json() for graph in draw("simple")] == others
+    assert "<reasoning></reasoning>" in "".join(others)
+    by_hand = fixed_graphs("Solve it.")["two agents, by hand"]
     assert parse_graph(by_hand.to_json()) == by_hand
     # What the orchestrator is shown is what is read.
     assert isinstance(parse_graph(SYSTEM_PROMPT[SYSTEM_PROMPT.index('{"agents') :]), Graph)

@@ -7,13 +7,14 @@ from conftest import tiny_model
 from scripted_llm import ScriptedLLM
 from scripted_server import BASE, ScriptedServer, chat_reply, refuse
 
-from recipes.orchestrator.agents import LocalLLM, RemoteLLM, Reply
+from recipes.orchestrator.agents import AgentModel, LocalLLM, RemoteLLM, Reply, agents_format
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.reward import GraphReward
 from recipes.orchestrator.runner import Runner
 from rlm.api_client import APIClient
 from rlm.data.problem import Problem
+from rlm.data.prompts import FORMATS
 from rlm.sampling import Sampler
 
 SUMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(40)]
@@ -121,6 +122,19 @@ def test_nothing_is_run_where_no_graph_is_valid():
 def test_the_verifier_is_exact(final, gold, reward):
     scorer = reward_of(ScriptedLLM(lambda call: final))
     assert scorer([Problem("p", "how many?", gold)], [[BAD, BAD]]).rewards == [[reward, reward]]
+
+
+def test_agents_are_read_by_the_tags_of_their_adapter(tmp_path):
+    (tmp_path / "run.json").write_text('{"config": {"reasoning_format": "simple"}}')
+    format = agents_format(AgentModel("base", tmp_path))
+    assert format == FORMATS["simple"]
+    assert agents_format(AgentModel("base")) == FORMATS["deepseek"]
+    still_thinking = ScriptedLLM(lambda call: "<reasoning>2")
+    solved = [
+        Runner(still_thinking, 9, format=tags).run([Problem("p", "?", "2")], [CHAIN])[0].solved()
+        for tags in (FORMATS["deepseek"], format)
+    ]
+    assert solved == [True, False]
 
 
 @pytest.mark.parametrize(

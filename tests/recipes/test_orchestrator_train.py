@@ -47,7 +47,7 @@ LEAKING = Graph.chain("solve", "gold, 420")  # 20 + 400
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
 
 
-def toy_graph(rng):
+def toy_graph(rng, format):
     return Graph.chain("solve", rng.choice(WORDS))
 
 
