@@ -246,7 +246,7 @@ def test_the_courses_data_sets_are_read(monkeypatch):
     ("boxed", "plain"),
     [
         (r"so $\boxed{42}$.", "so $42$."),
-        (r"\boxed{\frac{1}{\sqrt{2}}} and \fbox{7}", r"\frac{1}{\sqrt{2}} and 7"),
+        (r"\boxed{\frac{1}{\sqrt{2}}} and \boxed{7}", r"\frac{1}{\sqrt{2}} and 7"),
         (r"\boxed{4", r"\boxed{4"),  # never closed
     ],
 )
@@ -255,7 +255,9 @@ def test_boxes_are_taken_off(boxed, plain, tmp_path):
     row = {"question": "?", "expected_answer": "42", "is_correct": True}
     rows = [row | {"question": f"{i}?", "generated_solution": boxed} for i in range(3)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    assert {p.solution for p in load_problems(f"nvidia/OpenMathInstruct-1:{file}")} == {plain}
+    for problem in load_problems(f"nvidia/OpenMathInstruct-1:{file}"):
+        taught = FORMATS["deepseek"].completion(problem.solution, problem.answer)
+        assert taught == f"<think>\n{plain}\n</think>\n<answer>42</answer>"
 
 
 @pytest.mark.parametrize(("typed", "shown"), [(["--dry-run", 2], 2), (["--dry-run"], 3)])

@@ -28,8 +28,6 @@ NEEDED = (
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 
 Row = Mapping[str, Any]
-_BRACED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # braces inside, at most two deep
-_BOX = re.compile(rf"\\(?:boxed|fbox) ?\{{({_BRACED})\}}")
 _FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 
 
@@ -154,15 +152,6 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     return text
 
 
-def _unbox(solution: str) -> str:
-    r"""Take boxes off what they hold: here the answer stands in its tag, after the reasoning.
-
-    >>> _unbox(r"so $\boxed{\frac{1}{2}}$")
-    'so $\\frac{1}{2}$'
-    """
-    return _BOX.sub(r"\1", solution)
-
-
 def parse_row(row: Row, default_id: str) -> list[Problem]:
     """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
     answer, solution = _text(row, *ANSWER_FIELDS), ""
@@ -195,7 +184,7 @@ def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Proble
         raise LeftOut("with code (--keep-code keeps them)")
     if parse_number(answer) is None:
         raise LeftOut("without a number for an answer")
-    return [Problem(default_id, question, answer, _unbox(solution))]
+    return [Problem(default_id, question, answer, solution)]
 
 
 def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
@@ -211,7 +200,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
         if rollout["is_correct"]:
             reasoning, text = split_completion(_text(rollout, "solution"))
             # What comes before the answer: the thinking if it was shown, else all but the last line
-            solution = _unbox(reasoning or _FINAL_LINE.sub("", text)).strip()
+            solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []
     if not problems:

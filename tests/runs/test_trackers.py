@@ -123,7 +123,7 @@ def test_the_project_is_the_option_or_the_variable_or_rlm(
     if variable:
         monkeypatch.setenv("WANDB_PROJECT", variable)
     asked = []
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, url="there")
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, url="there", offline=False)
     module = SimpleNamespace(Settings=dict, init=lambda **given: asked.append(given) or run)
     monkeypatch.setitem(sys.modules, name, module)
     config = to_dict(GRPOConfig(tracker=name, wandb_project=option, run_dir=tmp_path))
