@@ -84,13 +84,17 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     policy, config = trainer.policy, trainer.config
     prompts = longest_prompts(trainer.render, problems)
     longest = max(map(len, prompts))
-    _check_context(policy, longest, config.max_new_tokens)
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    _check_context("model", context, longest, config.max_new_tokens)
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
         trainer.sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
         for count, n in ((config.batch_size, config.group_size), (evaluated, 1))
         if count
     )
+    # Of servers that have been started for this run by now; the memory they take is not free.
+    served = getattr(trainer.sampler, "max_model_len", None)
+    _check_context("server", served, longest, config.max_new_tokens)
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
@@ -123,12 +127,11 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     return plan
 
 
-def _check_context(policy: PreTrainedModel, prompt: int, max_new_tokens: int) -> None:
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+def _check_context(whose: str, context: int | None, prompt: int, max_new_tokens: int) -> None:
     if context and prompt + max_new_tokens > context:
         raise UsageError(
             f"a prompt of {prompt} tokens and --max-new-tokens {max_new_tokens} exceed the "
-            f"model's {context}; leave that problem out, or lower the limit"
+            f"{whose}'s {context}; leave that problem out, or lower the limit"
         )
 
 

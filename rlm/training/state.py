@@ -35,7 +35,7 @@ MAY_CHANGE = {
     *("max_prompt_length", "use_4bit"),  # the data's hash and --quantize say it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
-    *("checkpointing", "attn_implementation", "tracker", "use_wandb"),
+    *("checkpointing", "attn_implementation", "tracker", "use_wandb", "vllm_command"),
 }
 # What a checkpoint's JSON has of the state, beside the run's origin.
 SAVED = (
