@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,7 +137,7 @@ class GRPOTrainer:
         set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
-        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed.rank)
+        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -170,7 +171,7 @@ class GRPOTrainer:
         if writes:
             check_output(config.output)  # first: a run directory puts an old run away
         self.run = run = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
-        with run:  # from here on a signal waits for the end of a step
+        with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
             for step in range(first_step, config.steps):
                 seconds: dict[str, float] = {}

@@ -94,6 +94,9 @@ class ScriptedServer:
         self.runtime_lora = True  # False: as without VLLM_ALLOW_RUNTIME_LORA_UPDATING
         self.processed_logprobs = True  # False: as without --logprobs-mode processed_logprobs
         self.delay = 0.0  # seconds before each answer that is not scripted
+        self.port = 0  # 0: a free one
+        self.key = ""  # that requests must bring; none: all are answered
+        self.max_model_len = 1024
         self._script: deque[Reply] = deque()
         self._in_flight = 0
         self._lock = threading.Lock()
@@ -107,7 +110,7 @@ class ScriptedServer:
         return [seen.body for seen in self.requests if seen.path == path]
 
     def __enter__(self) -> ScriptedServer:
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
         serve = self._http.serve_forever
@@ -136,9 +139,13 @@ class ScriptedServer:
 
     def _own(self, seen: Seen) -> Reply:
         body = seen.body
+        if seen.path == "/health":  # asks for no key, as vLLM's
+            return Reply("", content_type="text/plain")
+        if self.key and seen.headers.get("authorization") != f"Bearer {self.key}":
+            return refuse(401, "Unauthorized")
         if seen.path == "models":
             cards = [{"id": name, "parent": BASE} for name in self.adapters]
-            cards += [{"id": BASE, "parent": None}]
+            cards += [{"id": BASE, "parent": None, "max_model_len": self.max_model_len}]
             return Reply({"object": "list", "data": cards})
         if seen.path.endswith("load_lora_adapter") and self.runtime_lora:
             return self._adapter(seen.path.startswith("un"), body)
@@ -165,8 +172,8 @@ class ScriptedServer:
     def _choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         """Tokens 3… that count up from (prompt, seed + index); every third one is cut off."""
         end = body["stop_token_ids"][0]
-        if body["top_k"] == 1:  # one candidate a token: certain, once the others are left out
-            logprob = 0.0 if self.processed_logprobs else -0.7
+        if body["top_k"] == 1:  # the best two are equal: certain once top_p leaves one of them out
+            logprob = 0.0 if self.processed_logprobs and body["top_p"] < 0.5 else -0.7
             return completion_choice([5, 6, end], [0.0, logprob, 0.0], "stop", index)
         start = 3 + (sum(body["prompt"]) + body["seed"] + index) % 100
         cut = (body["seed"] + index) % 3 == 2

@@ -369,10 +369,16 @@ def test_v1_is_added_where_there_is_no_path(server):
         APIClient(server.url.removesuffix("v1") + "api").models()
 
 
+def test_a_proxy_is_not_asked_for_servers_of_this_machine(server, nobody, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, nobody)
+    assert APIClient(server.url).models()
+
+
 def test_no_server(nobody, pauses):
     client = APIClient(nobody)
     with pytest.raises(UsageError, match="no server answers at http://127"):
-        VLLMSampler(client, [END])
+        VLLMSampler([client], [END])
     assert (pauses, client.retries) == ([], 0)  # not five tries
 
 

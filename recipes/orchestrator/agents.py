@@ -94,7 +94,8 @@ class LocalLLM:
 
     def release(self) -> None:
         """Free the memory that only a batch needs."""
-        self.sampler.release()
+        if isinstance(self.sampler, Sampler):  # a server's adapter stays: the trainer says when
+            self.sampler.release()
 
 
 @dataclass

@@ -246,6 +246,8 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
         # Servers close idle connections (commonly after 5 s). A request that meets one just being
         # closed would look like a crash, so the client drops them first.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
+        # A proxy of the company's does not reach this machine's own servers.
+        trust_env=httpx2.URL(url).host not in ("127.0.0.1", "localhost"),
         verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
         follow_redirects=False,  # the key is for this server
     )

@@ -197,7 +197,7 @@ class RunDirectory:
 def _is_run(path: Path) -> bool:
     """Whether nothing is in a directory (but for hidden files: a kill leaves some of ours), or what
     a run leaves there."""
-    marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json"]
+    marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json", "vllm*.log"]
     empty = all(file.name.startswith(".") for file in path.iterdir())
     return empty or any(next(path.glob(mark), None) for mark in marks)
 

@@ -2,6 +2,13 @@
 
 from rlm.sampling.engine import Sampler
 from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.managed_vllm import (
+    VLLM_COMMAND,
+    ManagedVLLM,
+    server_command,
+    server_options,
+    split_command,
+)
 from rlm.sampling.params import Completion, Request, SamplingParams, Token, prompt_seed
 from rlm.sampling.scheduler import common_prefix_length
 from rlm.sampling.vllm import VLLMSampler
@@ -9,8 +16,10 @@ from rlm.sampling.weights import FUSED_MODEL_TYPES, sampling_dtype
 
 __all__ = [
     "FUSED_MODEL_TYPES",
+    "VLLM_COMMAND",
     "CacheConfig",
     "Completion",
+    "ManagedVLLM",
     "Request",
     "Sampler",
     "SamplingParams",
@@ -19,4 +28,7 @@ __all__ = [
     "common_prefix_length",
     "prompt_seed",
     "sampling_dtype",
+    "server_command",
+    "server_options",
+    "split_command",
 ]

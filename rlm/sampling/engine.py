@@ -170,6 +170,8 @@ class Sampler:
         self._weights.release()
         release_memory()
 
+    close = release  # after the last batch; a server's sampler ends the server
+
     @torch.inference_mode()
     def allocate_cache(self, config: CacheConfig, prefix: Sequence[int] = ()) -> None:
         """Allocate the cache for requests up to this size; fewer rows where memory is short.

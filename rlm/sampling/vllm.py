@@ -1,12 +1,13 @@
-"""Generates completions on a vLLM server."""
+"""Generates completions on vLLM servers."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
@@ -16,47 +17,96 @@ from rlm.sampling.params import Completion, SamplingParams
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
 
+LOAD_TIMEOUT = 300.0  # seconds in which the main process loads an adapter that others wait for
+
+
+class ManagedServers(Protocol):
+    """Servers of this run's own."""
+
+    def start(self) -> Sequence[APIClient]:
+        """Start them, and return their clients."""
+
+    def check(self) -> None:
+        """Raise UsageError if one has ended."""
+
+    def stop(self) -> None:
+        """End them."""
+
+
 class VLLMSampler:
-    """Generates completions on a vLLM server: the same `sample` as `rlm.sampling.Sampler`.
+    """Generates completions on vLLM servers: the same `sample` as `rlm.sampling.Sampler`.
 
     One request a prompt, for all its completions: vLLM gives completion i the seed + i, which is
     our own rule, reads the prompt once and answers with 1/n of the messages. Equal seeds give
     equal completions again, but not those of our own sampler: it has other random streams.
+    Several servers get the prompts in turn, and all get the adapter.
     """
 
     exact = False  # other kernels, maybe another number type: not quite what training scores
 
     def __init__(
         self,
-        client: APIClient,
+        servers: Sequence[APIClient] | ManagedServers,
         stop_ids: Collection[int],
         export: Callable[[], Path] | None = None,
+        *,
+        run: str | None = None,
+        is_main: bool = True,
     ) -> None:
         """Finds the base model that is served, and checks that log-probabilities are right.
 
         Args:
+            servers: that run; or our own, started when memory is planned.
             stop_ids: every token that ends a completion (`rlm.data.prompts.stop_token_ids`).
             export: writes the adapter that is trained and says where. What it wrote is loaded
                 before the first batch, and before the next one after each `release`.
+            run: what the adapter's names begin with; the same in all processes of a run.
+            is_main: false in processes that wait for the main one to load the adapter.
 
         Raises:
             UsageError: there is no server, or one that can not give what training needs.
         """
-        self._client, self._export, self._stale = client, export, True
+        self._export, self._is_main = export, is_main
+        self._run = run or uuid.uuid4().hex[:12]
+        self._version = 0  # of the adapter: how many batches are over, the same in all processes
         self.stop_ids = frozenset(stop_ids)
-        # vLLM names what an adapter stands on as its parent; the base model has none.
-        self._model = next(m["id"] for m in client.models() if not m.get("parent"))
+        self.max_model_len: int | None = None  # the longest sequence that all servers take
+        self._models: list[tuple[APIClient, str]] = []  # and the base model's name there
         self._adapter: str | None = None
-        self._check_logprobs()
-        self.description = f"vLLM at {client.url}"
+        self._managed = None if isinstance(servers, Sequence) else servers
+        self.description = "vLLM, started for this run"
+        if not self._managed:
+            self.description = f"vLLM at {' and '.join(client.url for client in servers)}"
+            self._connect(servers)
+
+    def _start(self) -> None:
+        if self._managed and not self._models:
+            self._connect(self._managed.start())
+
+    def close(self) -> None:
+        """End the servers, where they are ours. The next batch would start them again."""
+        if self._managed:
+            self._managed.stop()
+            self._models, self._adapter = [], None
+
+    def _connect(self, clients: Sequence[APIClient]) -> None:
+        lengths = set()
+        for client in clients:
+            # vLLM names what an adapter stands on as its parent; the base model has none.
+            base = next(model for model in client.models() if not model.get("parent"))
+            lengths |= {base.get("max_model_len")} - {None}
+            self._models.append((client, base["id"]))
+            self._check_logprobs(client, base["id"])
+        self.max_model_len = min(lengths, default=None)
 
     def bytes_for(self, *_: object) -> int:
-        """A batch takes no memory here."""
+        """A batch takes no memory of this process. The servers must be up: theirs is not free."""
+        self._start()
         return 0
 
     def release(self) -> None:
         """The batch is over: training goes on, and the adapter on the server is then stale."""
-        self._stale = True
+        self._version += 1
 
     def sample(
         self,
@@ -66,25 +116,41 @@ class VLLMSampler:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """Generate as `rlm.sampling.Sampler.sample` does, from the adapter of the last `sync`.
+        """Generate as `rlm.sampling.Sampler.sample` does, from the adapter as it is trained.
 
         Raises:
-            APIError: the server failed, or ends completions on other tokens than the model.
-            UsageError: it does not return token ids and log-probabilities.
+            APIError: a server failed, or ends completions on other tokens than the model.
+            UsageError: it does not return token ids and log-probabilities, or has ended.
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         if not prompts:
             return []
-        if self._export and self._stale:
-            self.sync(self._export())
-            self._stale = False
+        self._start()
+        try:
+            self._follow_adapter()
+            return self._sample(prompts, n, params, seeds, on_finish)
+        except APIError:
+            if self._managed:
+                self._managed.check()
+            raise
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        params: SamplingParams,
+        seeds: Sequence[int],
+        on_finish: Callable[[], None],
+    ) -> list[list[Completion]]:
         groups: list[list[Completion]] = [[] for _ in prompts]
-        with ThreadPoolExecutor(min(len(prompts), self._client.concurrency)) as pool:
-            futures = {
-                pool.submit(self._group, prompt, n, params, seed): i
-                for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-            }
+        at_once = sum(client.concurrency for client, _ in self._models)
+        with ThreadPoolExecutor(min(len(prompts), at_once)) as pool:
+            futures = {}
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                client, base = self._models[i % len(self._models)]
+                model = self._adapter or base
+                futures[pool.submit(self._group, client, model, prompt, n, params, seed)] = i
             try:
                 for future in as_completed(futures):
                     groups[futures[future]] = future.result()
@@ -95,32 +161,63 @@ class VLLMSampler:
                 raise
         return groups
 
-    def sync(self, adapter_dir: Path) -> None:
-        """Sample from this adapter from now on. The server reads the directory itself.
+    def _follow_adapter(self) -> None:
+        """Sample from the adapter as it is now: load it, or wait until the main process has.
 
-        Raises:
-            UsageError: it refuses; it goes on with the adapter that it had.
+        Whoever samples knows its name without asking, and the one before is not drawn from any
+        more: all processes have shared the last batch's rewards before they sample again.
         """
         # A new name each time: vLLM keeps the keys and values of prompts by the adapter's name.
-        name = f"rlm-{uuid.uuid4().hex[:12]}"
-        path = str(adapter_dir.resolve())
-        try:
-            self._client.post("load_lora_adapter", {"lora_name": name, "lora_path": path})
-        except UsageError as error:
-            raise UsageError(
-                f"the server did not load the adapter {path}: {error}; it needs --enable-lora, "
-                "--max-lora-rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and to see that directory"
-            ) from error
-        previous, self._adapter = self._adapter, name
-        if previous:
-            self._client.post("unload_lora_adapter", {"lora_name": previous})
+        name = f"rlm-{self._run}-{self._version}"
+        if name == self._adapter or not self._export:
+            return
+        if self._is_main:
+            self._load(name, self._export().resolve())
+        else:
+            self._wait_for(name)
+        self._adapter = name
+
+    def _load(self, name: str, path: Path) -> None:
+        """Load an adapter under its name on every server, then drop the one before.
+
+        Raises:
+            UsageError: a server refuses. It reads the directory itself.
+        """
+        for client, _ in self._models:
+            try:
+                client.post("load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            except UsageError as error:
+                if self._managed:
+                    self._managed.check()
+                raise UsageError(
+                    f"{client.url} did not load the adapter {path}: {error}; it needs "
+                    "--enable-lora, --max-lora-rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and "
+                    "to see that directory"
+                ) from error
+        if self._adapter:
+            for client, _ in self._models:
+                client.post("unload_lora_adapter", {"lora_name": self._adapter})
+
+    def _wait_for(self, name: str) -> None:
+        until = time.monotonic() + LOAD_TIMEOUT
+        for client, _ in self._models:
+            while name not in {model["id"] for model in client.models()}:
+                if time.monotonic() > until:
+                    raise UsageError(f"the main process has not loaded {name} on {client.url}")
+                time.sleep(0.05)
 
     def _group(
-        self, prompt: Sequence[int], n: int, params: SamplingParams, seed: int
+        self,
+        client: APIClient,
+        model: str,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        seed: int,
     ) -> list[Completion]:
         greedy = params.temperature == 0  # n times the same: asked once, and vLLM insists on it
         body = {
-            "model": self._adapter or self._model,
+            "model": model,
             "prompt": list(prompt),
             "n": 1 if greedy else n,
             "seed": seed,
@@ -134,42 +231,43 @@ class VLLMSampler:
             "return_token_ids": True,
             **NEUTRAL,
         }
-        choices = self._client.post("completions", body).get("choices", [])
+        choices = client.post("completions", body).get("choices", [])
         if len(choices) != body["n"]:
             raise APIError(f"asked for {body['n']} completions, got {len(choices)}", 200)
         choices = sorted(choices, key=lambda choice: choice["index"])
         return [
-            self._completion(choice, stop_texts=bool(params.stop))
+            self._completion(client.url, choice, stop_texts=bool(params.stop))
             for choice in (choices * n if greedy else choices)
         ]
 
-    def _completion(self, choice: dict[str, Any], *, stop_texts: bool) -> Completion:
+    def _completion(self, url: str, choice: dict[str, Any], *, stop_texts: bool) -> Completion:
         ids = choice.get("token_ids") or []
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         reason = choice.get("finish_reason")
         if not ids or len(ids) != len(logprobs) or None in logprobs:
             raise UsageError(
-                f"{self._client.url} returns no token ids with their log-probabilities; "
+                f"{url} returns no token ids with their log-probabilities; "
                 "sampling there needs a vLLM server"
             )
         ended = ids[-1] in self.stop_ids
         if reason not in ("stop", "length") or ((reason == "stop") != ended and not stop_texts):
             raise APIError(
-                f"{self._client.url} ended a completion ({reason}) at token {ids[-1]}: that is "
+                f"{url} ended a completion ({reason}) at token {ids[-1]}: that is "
                 "not how the model being trained ends; is another one served?"
             )
         return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
 
-    def _check_logprobs(self) -> None:
-        """Check that log-probabilities are of what was drawn from: 0 where top_k = 1 leaves one.
+    def _check_logprobs(self, client: APIClient, model: str) -> None:
+        """Check that log-probabilities are of what was drawn from: 0 where one token is left.
 
         vLLM's default are those before temperature, top_p and top_k. A few tokens are asked for,
-        because of a single one the model may be sure anyway.
+        because of a single one the model may be sure anyway. top_k = 1 alone leaves two where the
+        best logits are equal, as they sometimes are in bf16; top_p then leaves one of them.
         """
-        params = SamplingParams(max_new_tokens=8, top_k=1)
-        (drawn,) = self._group([min(self.stop_ids)], 1, params, 0)
+        params = SamplingParams(max_new_tokens=8, top_k=1, top_p=1e-6)
+        (drawn,) = self._group(client, model, [min(self.stop_ids)], 1, params, 0)
         if min(drawn.logprobs) < -1e-4:
             raise UsageError(
-                f"{self._client.url} gives log-probabilities that leave out temperature, top_p "
+                f"{client.url} gives log-probabilities that leave out temperature, top_p "
                 "and top_k: start it with --logprobs-mode processed_logprobs"
             )

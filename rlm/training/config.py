@@ -98,7 +98,10 @@ class GRPOConfig:
     top_k: int = flag(0, "0: off, for the same reason")
     max_num_seqs: int = flag(128, "completions decoded at the same time", old=["seats"], min=1)
     sampler: str = flag("auto", "which weights draw (auto: by memory)", choices=SAMPLER_NAMES)
-    sampler_url: str | None = flag(None, "of the server, for --sampler vllm")
+    sampler_url: str | None = flag(
+        None, "for --sampler vllm: of a running server, or several: A,B (none: starts one)"
+    )
+    vllm_command: str = flag("vllm serve", "program that it starts, with more of its options")
 
     learning_rate: float = flag(1e-4, "peak; LoRA wants about ten times full fine-tuning's", min=0)
     lr_schedule: str = flag("linear", "after warm-up", choices=("constant", "linear", "cosine"))
@@ -269,8 +272,12 @@ class GRPOConfig:
             f"{self.max_new_tokens}: every completion would be punished": (
                 self.overlong_buffer > self.max_new_tokens
             ),
-            "--sampler vllm and --sampler-url go together": (
-                (self.sampler == "vllm") != (self.sampler_url is not None)
+            "--sampler-url needs --sampler vllm": (
+                self.sampler_url is not None and self.sampler != "vllm"
+            ),
+            "--vllm-command is for --sampler vllm without --sampler-url": (
+                self.vllm_command != "vllm serve"
+                and (self.sampler != "vllm" or self.sampler_url is not None)
             ),
             "--attn-implementation flash_attention_2: completions share their prompt through a "
             "mask that it does not take; sdpa does (train_sft.py has no such mask)": (

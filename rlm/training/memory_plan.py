@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlm.cli import terminal
+from rlm.cli import UsageError, terminal
 from rlm.data import Problem, longest_prompts
 from rlm.model import attention, available_memory, set_gradient_checkpointing
 from rlm.sampling import common_prefix_length
@@ -87,6 +87,9 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
         for count, n in ((config.batch_size, config.group_size), (evaluated, 1))
         if count
     )
+    # Of servers that have been started for this run by now; the memory they take is not free.
+    served = getattr(trainer.sampler, "max_model_len", None)
+    _check_context("server", served, longest, config.max_new_tokens)
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
@@ -117,6 +120,14 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
             "--max-new-tokens and --quantize bring it down"
         )
     return plan
+
+
+def _check_context(whose: str, context: int | None, prompt: int, max_new_tokens: int) -> None:
+    if context and prompt + max_new_tokens > context:
+        raise UsageError(
+            f"a prompt of {prompt} tokens and --max-new-tokens {max_new_tokens} exceed the "
+            f"{whose}'s {context}; leave that problem out (--max-prompt-length), or lower the limit"
+        )
 
 
 def micro_batch_tokens(model: PreTrainedModel) -> int:

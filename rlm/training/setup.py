@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import uuid
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,13 @@ from rlm.model import (
     release_memory,
 )
 from rlm.rewards import CorrectnessReward
-from rlm.sampling import Sampler, VLLMSampler, sampling_dtype
+from rlm.sampling import Sampler, VLLMSampler, sampling_dtype, split_command
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
+from rlm.training.distributed import Distributed
 from rlm.training.finish import validate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run
+from rlm.training.run_servers import RunServers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -92,6 +95,8 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
     """
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
+    if config.sampler == "vllm" and not config.sampler_url:
+        split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
     if adapter == DEFAULT_SFT_ADAPTER:
         if problem := misfit(adapter, model, base_hash):
@@ -180,12 +185,12 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
 
 
 def make_sampler(
-    policy: PeftModel, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, rank: int
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GRPOConfig,
+    distributed: Distributed,
 ) -> Sampler | VLLMSampler:
     """Make the sampler that the config asks for.
-
-    Args:
-        rank: of this process: each has a directory of its own from which the server reads.
 
     Raises:
         UsageError: no server answers, or this model has no fast path and --sampler asks for it.
@@ -195,15 +200,33 @@ def make_sampler(
         dtype = sampling_dtype(policy, config.sampler_dtype)
         seqs = config.max_num_seqs
         return Sampler(policy, tokenizer, max_num_seqs=seqs, merged=merged, dtype=dtype)
+    if config.quantize != "none" and "quantization" not in config.vllm_command:
+        terminal.line(
+            f"warning: with --quantize {config.quantize} another model samples than the one that "
+            "is trained, if the server's is not packed alike (sampler/logprob_gap_mean shows it); "
+            "use --quantize none"
+        )
 
     def export() -> Path:
-        path = config.run_dir / f"sampler_adapter_{rank}"
-        policy.save_pretrained(path, selected_adapters=["default"])
+        path = config.run_dir / "sampler_adapter"
+        # "auto" would ask the hub for the base's config each time.
+        options = {"selected_adapters": ["default"], "save_embedding_layers": False}
+        policy.save_pretrained(path, **options)
         return path
 
-    key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
-    client = APIClient(config.sampler_url, concurrency=config.max_num_seqs, api_key_env=key)
-    return VLLMSampler(client, stop_token_ids(tokenizer, policy.generation_config), export)
+    servers = RunServers(policy, config, distributed)
+    if config.sampler_url:
+        key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
+        urls = [url.strip() for url in config.sampler_url.split(",")]
+        options = {"concurrency": config.max_num_seqs, "api_key_env": key}
+        servers = [APIClient(url, **options) for url in urls]
+    return VLLMSampler(
+        servers,
+        stop_token_ids(tokenizer, policy.generation_config),
+        export,
+        run=distributed.broadcast(uuid.uuid4().hex[:12]),
+        is_main=distributed.is_main,
+    )
 
 
 def fit_prompts(trainer: Any, problems: Sequence[Problem], what: str = "problems") -> list[Problem]:

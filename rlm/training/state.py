@@ -36,6 +36,7 @@ MAY_CHANGE = {
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
     *("checkpointing", "attn_implementation", "tracker", "use_wandb", "wandb_project"),
+    "vllm_command",
 }
 # What a checkpoint's JSON has of the state, beside the run's origin.
 SAVED = (

@@ -1,8 +1,9 @@
 """Completions drawn by a vLLM server, against a scripted one."""
 
-import math
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def client_of(server: ScriptedServer) -> APIClient:
 
 @pytest.fixture
 def sampler(server):
-    sampler = VLLMSampler(client_of(server), [END, 7])
+    sampler = VLLMSampler([client_of(server)], [END, 7])
     server.requests.clear()
     return sampler
 
@@ -145,7 +146,7 @@ def test_completions_that_could_not_be_trained_on(server, sampler, choices, says
 def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
     server.processed_logprobs = False
     with pytest.raises(UsageError, match="--logprobs-mode processed_logprobs"):
-        VLLMSampler(client_of(server), [END])
+        VLLMSampler([client_of(server)], [END])
 
 
 def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
@@ -155,7 +156,7 @@ def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
         exported.append(tmp_path / str(len(exported)))
         return exported[-1]
 
-    sampler = VLLMSampler(client_of(server), [END], export)
+    sampler = VLLMSampler([client_of(server)], [END], export)
     loaded = []
     for release in (False, True, True, False):
         sampler.sample([[1]], 1, SamplingParams(4), [0])
@@ -165,31 +166,85 @@ def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
     assert [Path(path).name for path in loaded] == ["0", "0", "1", "2"]
 
 
-def test_sync_gives_each_adapter_a_new_name_and_drops_the_last_one(server, sampler, tmp_path):
-    sampler.sync(tmp_path / "one")
+def exporting(server, folder: Path, **options) -> VLLMSampler:
+    return VLLMSampler([client_of(server)], [END], lambda: folder, **options)
+
+
+def draw(sampler: VLLMSampler, prompts=1) -> None:
+    sampler.sample([[i] for i in range(prompts)], 1, SamplingParams(4), list(range(prompts)))
+
+
+def test_each_adapter_has_a_new_name_and_the_last_one_is_dropped(server, tmp_path):
+    sampler = exporting(server, tmp_path / "one")
+    server.requests.clear()
+    draw(sampler)
     ((first, path),) = server.adapters.items()
     assert path == str((tmp_path / "one").resolve())
-    sampler.sample([[1]], 1, SamplingParams(4), [0])
-    sampler.sync(tmp_path / "one")  # the same directory, other content
+    draw(sampler)  # nothing is stale: nothing is loaded
+    sampler.release()
+    draw(sampler)  # the same directory, other content
     ((second, _),) = server.adapters.items()
-    assert first != second
-    assert re.fullmatch(r"rlm-[0-9a-f]{12}", second)
-    sampler.sample([[1]], 1, SamplingParams(4), [0])
-    assert [body["model"] for body in server.asked("completions")] == [first, second]
-    other = VLLMSampler(client_of(server), [END])  # the base is found beside what others left
-    other.sample([[1]], 1, SamplingParams(4), [0])
+    assert re.fullmatch(r"rlm-[0-9a-f]{12}-\d", second)
+    drawn = [body["model"] for body in server.asked("completions")]
+    assert drawn == [first, first, second] != [first] * 3
+    other = VLLMSampler([client_of(server)], [END])  # the base is found beside what others left
+    draw(other)
     assert server.asked("completions")[-1]["model"] == BASE
 
 
-def test_a_refused_adapter_is_one_line_and_the_old_one_stays(server, sampler, tmp_path):
-    sampler.sync(tmp_path)
+def test_a_refused_adapter_is_one_line_and_the_old_one_stays(server, tmp_path):
+    sampler = exporting(server, tmp_path)
+    draw(sampler)
     before = dict(server.adapters)
+    sampler.release()
     server.script(*[refuse(500, "LoRA rank 64 is greater than max_lora_rank 16.")] * 5)
     with pytest.raises(UsageError, match=r"did not load .*max_lora_rank 16.*--max-lora-rank"):
-        sampler.sync(tmp_path)
+        draw(sampler)
     server.runtime_lora = False
     with pytest.raises(UsageError, match=r"404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING") as caught:
-        sampler.sync(Path(tmp_path))
+        draw(sampler)
     assert "\n" not in str(caught.value)
     assert server.adapters == before
-    assert not math.isnan(sampler.sample([[1]], 1, SamplingParams(4), [0])[0][0].logprobs[0])
+
+
+def test_several_servers_get_prompts_in_turn_and_all_get_the_adapter(server, tmp_path):
+    with ScriptedServer() as second:
+        second.max_model_len = 512
+        clients = [client_of(each) for each in (server, second)]
+        sampler = VLLMSampler(clients, [END], lambda: tmp_path)
+        assert server.url in sampler.description
+        assert second.url in sampler.description
+        assert sampler.max_model_len == 512  # the shorter one's
+        for each in (server, second):
+            each.requests.clear()
+        draw(sampler, prompts=5)
+        asked = [sorted(b["prompt"][0] for b in s.asked("completions")) for s in (server, second)]
+        assert asked == [[0, 2, 4], [1, 3]]
+        assert server.adapters == second.adapters
+        sampler.release()
+        draw(sampler)
+        assert len(server.adapters) == 1
+        assert server.adapters == second.adapters  # the first one is dropped on both
+        second.processed_logprobs = False
+        with pytest.raises(UsageError, match=f"{second.url} gives log-prob"):
+            VLLMSampler(clients, [END])
+
+
+def test_a_process_that_is_not_the_main_one_waits_for_the_adapter(server, tmp_path, monkeypatch):
+    main = exporting(server, tmp_path, run="run")
+    other = exporting(server, tmp_path / "never written", run="run", is_main=False)
+    for _ in range(2):
+        server.requests.clear()
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(draw, other)
+            time.sleep(0.1)
+            assert not server.asked("completions")
+            assert not waiting.done()
+            draw(main)
+        assert len({body["model"] for body in server.asked("completions")}) == 1
+        assert len(server.asked("load_lora_adapter")) == len(server.adapters) == 1
+        for sampler in (main, other):
+            sampler.release()
+    monkeypatch.setattr("rlm.sampling.vllm.LOAD_TIMEOUT", 0.1)
+    with pytest.raises(UsageError, match="main process has not loaded rlm-run-2"):
+        draw(other)

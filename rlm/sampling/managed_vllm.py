@@ -1,0 +1,251 @@
+"""Starts a vLLM server for one run, waits until it answers, and ends it with the run."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import os
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from rlm.cli import UsageError, terminal
+from rlm.model import available_memory, release_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VLLM_COMMAND = "vllm serve"
+START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
+PROGRESS_INTERVAL = 20.0  # seconds
+PORTS_TRIED = 3
+LOG_LINES = 15  # of a server that has died
+MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+KV_SHARE = 0.4  # of the memory that both models' weights leave free; the rest is for learning
+# What tells a process its place among those of torchrun: the server is none of them.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+# Ends the server's process group ($1) when standard input is closed. The system closes it however
+# the trainer ends, also by kill -9, and on every Unix. Asked first, because vLLM's own processes
+# must let go of the GPU; after ten seconds killed.
+WATCHDOG = """
+read -r _
+kill -s TERM -- "-$1"
+for _ in $(seq 100); do kill -s 0 -- "-$1" || exit; sleep 0.1; done
+kill -s KILL -- "-$1"
+"""
+
+
+class ManagedVLLM:
+    """A vLLM server on this machine that ends when this object or this process does."""
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> None:
+        """Start it; `wait_until_healthy` says when it can be used.
+
+        Args:
+            command: made by `server_command`; host and port are added.
+            log: the file to which it writes.
+            env: variables of its environment, beside this process's.
+        """
+        self.log, self._command = log, list(command)
+        self.key = secrets.token_urlsafe(24)
+        ours = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER)}
+        switches = {"VLLM_API_KEY": self.key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        self._env = {**ours, **env, **switches}
+        self._launch()
+
+    @property
+    def url(self) -> str:
+        """Return the address of its API."""
+        return f"http://127.0.0.1:{self._port}/v1"
+
+    def wait_until_healthy(self) -> None:
+        """Wait until it answers, with a line now and then; on another port if one was taken.
+
+        Raises:
+            UsageError: it has ended, or takes too long; its last lines have been printed.
+        """
+        began = said = time.monotonic()
+        ports = 1
+        terminal.line(f"starting vLLM (its log: {self.log})")
+        while self._process.poll() is not None or not self._is_healthy():
+            if self._process.poll() is not None:
+                taken = any("address already in use" in line.lower() for line in self._last_lines())
+                if ports == PORTS_TRIED or not taken:
+                    self.check()
+                ports += 1
+                self._launch()
+            now = time.monotonic()
+            if now - began > START_TIMEOUT:
+                self.stop()
+                self._print_last_lines()
+                raise UsageError(f"vLLM was not ready after {START_TIMEOUT:.0f} s: see {self.log}")
+            if now - said > PROGRESS_INTERVAL:
+                said = now
+                last = "".join(self._last_lines(1)).split("] ")[-1].strip()[:80]
+                terminal.line(f"vLLM starts: {terminal.duration(now - began)} so far: {last}")
+            time.sleep(0.1)
+        terminal.line(f"vLLM answers after {terminal.duration(time.monotonic() - began)}")
+
+    def check(self) -> None:
+        """Do nothing while it runs.
+
+        Raises:
+            UsageError: it has ended; its last lines have been printed.
+        """
+        code = self._process.poll()
+        if code is not None:
+            self._print_last_lines()
+            raise UsageError(f"vLLM has ended with exit code {code}: see {self.log}")
+
+    def _launch(self) -> None:
+        self._port = _free_port()
+        address = ["--host", "127.0.0.1", "--port", str(self._port)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        # A session of its own: Ctrl-C in the terminal is for the trainer, which ends its step.
+        detached = {"start_new_session": True, "stderr": subprocess.STDOUT}
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [*self._command, *address],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                **detached,
+            )
+        watchdog = subprocess.Popen(
+            ["sh", "-c", WATCHDOG, "sh", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            **detached,
+        )
+        self.stop = weakref.finalize(self, _stop, self._process, watchdog)
+
+    def _is_healthy(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _last_lines(self, count: int = LOG_LINES) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 2**16))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line.rstrip()[:300] for line in lines if line.strip()][-count:]
+
+    def _print_last_lines(self) -> None:
+        lines = [f"  | {line}" for line in self._last_lines()]
+        terminal.line("\n".join([f"the last lines of {self.log}:", *lines]))
+
+
+def _stop(process: subprocess.Popen, watchdog: subprocess.Popen) -> None:
+    watchdog.stdin.close()
+    process.wait()  # at most as long as the watchdog waits
+    watchdog.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def split_command(command: str) -> list[str]:
+    """Split --vllm-command into words, with the program as it is found on PATH.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    try:
+        program, *words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--vllm-command {command!r}: {error or 'it is empty'}") from error
+    found = shutil.which(os.path.expanduser(program))
+    if not found:
+        raise UsageError(
+            f"{program} is not there: vLLM needs an environment of its own "
+            "(python -m venv ~/vllm-env && ~/vllm-env/bin/pip install vllm); then add "
+            "--vllm-command '~/vllm-env/bin/vllm serve', or name a running server by --sampler-url"
+        )
+    return [found, *map(os.path.expanduser, words)]
+
+
+def server_command(command: str, model: str, options: Mapping[str, object]) -> list[str]:
+    """Return the command line that serves a model; options that the command has itself win.
+
+    Args:
+        options: name → value, None for a switch.
+    """
+    words = split_command(command)
+    if "serve" in words:  # takes the model as its first argument, the module as an option
+        words.insert(words.index("serve") + 1, model)
+    else:
+        words += ["--model", model]
+    for name, value in options.items():
+        if not _names_option(words, name):
+            words += [f"--{name}"] if value is None else [f"--{name}", str(value)]
+    return words
+
+
+def _names_option(words: Sequence[str], name: str) -> bool:
+    return f"--{name}" in {word.split("=")[0].replace("_", "-") for word in words}
+
+
+def server_options(
+    policy: PreTrainedModel, max_model_len: int, max_num_seqs: int, rank: int
+) -> dict[str, object]:
+    """Return what the server of a run needs, as `server_command` takes it.
+
+    Args:
+        rank: of the adapter.
+
+    Raises:
+        UsageError: the adapter's rank is more than vLLM takes, or there is too little memory.
+    """
+    if rank > MAX_LORA_RANKS[-1]:
+        raise UsageError(f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, not {rank}")
+    return {
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "max-model-len": max_model_len,
+        "max-num-seqs": max_num_seqs,
+        "enable-lora": None,
+        "max-lora-rank": next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank),
+        "max-loras": 1,
+        "max-cpu-loras": 2,  # the next one is loaded before the last one goes
+        "logprobs-mode": "processed_logprobs",
+        "gpu-memory-utilization": _memory_share(policy),
+    }
+
+
+def _memory_share(policy: PreTrainedModel) -> float:
+    """Return the server's share of the memory of the card that trains (without one, of the RAM).
+
+    A number fixed before it starts: by itself it would take nine tenths, or what is free.
+    """
+    release_memory()
+    free = available_memory(policy.device.type)
+    if policy.device.type == "cuda":
+        total = torch.cuda.mem_get_info()[1]
+    else:
+        total = psutil.virtual_memory().total
+    weights = policy.num_parameters() * policy.dtype.itemsize  # it loads them unpacked
+    if free < 1.2 * weights:
+        raise UsageError(
+            f"vLLM would need {1.2 * weights / 2**30:.1f} GB beside the model that is trained, "
+            f"{free / 2**30:.1f} are free: take a smaller --model, --sampler auto, or another "
+            "card (docs/vllm.md)"
+        )
+    return math.floor(100 * (weights + KV_SHARE * (free - weights)) / total) / 100
