@@ -1,4 +1,4 @@
-"""docs/names.md: what it says is taken is taken, what it says is refused is, and its files exist."""
+"""docs/names.md: what it calls taken is taken, what it calls refused is, and its files exist."""
 
 import re
 from pathlib import Path
