@@ -130,8 +130,10 @@ def load_base(
         by_products = device.type == "cpu" and device.dtype.itemsize == 2
         attn = ATTN_IMPLEMENTATION if by_products else "sdpa"
     packed, place = quantization_config(quantize, device.dtype), None
-    if packed:
-        place = {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
+    if device.type == "cuda":  # read straight onto the card: host memory may be smaller
+        place = {"": torch.cuda.current_device()}
+    elif packed:
+        place = {"": device.type}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             **_hub_arguments(name),
@@ -149,8 +151,6 @@ def load_base(
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         freeze_packed_weights(model)
-    else:
-        model.to(device.type)
     return model.eval().requires_grad_(False)
 
 

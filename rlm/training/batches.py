@@ -222,6 +222,8 @@ def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
 def _pack(rollouts: Sequence[Rollout], sequences: list[list[int]], device: str) -> MicroBatch:
     ids, positions, segments, sources, targets = [], [], [], [], []
     width = max(_packed_length(rollouts, rows) for rows in sequences)
+    if device == "cuda":  # its attention would copy a mask of another width, in every layer
+        width += -width % 8
     for b, rows in enumerate(sequences):
         prompt = rollouts[rows[0]].prompt
         row_ids, row_positions = list(prompt), list(range(len(prompt)))

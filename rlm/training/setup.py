@@ -101,7 +101,9 @@ def make_sampler(
 
     def export() -> Path:
         path = config.run_dir / f"sampler_adapter_{rank}"
-        policy.save_pretrained(path, selected_adapters=["default"])
+        # "auto" would ask the hub for the base's config, each time.
+        options = {"selected_adapters": ["default"], "save_embedding_layers": False}
+        policy.save_pretrained(path, **options)
         return path
 
     key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None

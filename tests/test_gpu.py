@@ -1,0 +1,171 @@
+"""The scripts on pretended GPUs of several sizes and generations (`tests/pretended_cards.py`)."""
+
+import atexit
+from functools import partial
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import byte_tokenizer, tiny_model
+from live_server import live
+from pretended_cards import card_of, pretended_cards
+from transformers import PreTrainedModel
+
+import evaluate
+import inference
+import server
+import train_grpo
+import train_sft
+from rlm.cli import UsageError, run_main
+from rlm.model.adapters import load_adapter
+from rlm.model.base import load_base
+from rlm.model.hardware import pick_device
+from rlm.training.batches import Rollout, make_micro_batches
+from rlm.training.distributed import Distributed
+
+DATA = ["--dataset", "word-problems:1"]
+CLASSES = {
+    train_sft: train_sft.SFTConfig,
+    train_grpo: train_grpo.GRPOConfig,
+    evaluate: evaluate.EvaluateConfig,
+    inference: inference.InferenceConfig,
+}
+REWARD = """
+def letters(completions, **_):
+    return [float(bool(set("etaoinshrdlu") & set(text))) for text in completions]
+"""
+T4, GB8, GB24, GB80 = (16, (7, 5)), (8, (8, 6)), (24, (8, 9)), (80, (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """Whether the machine has a network does not matter."""
+    for place in ("hardware", "base"):
+        monkeypatch.setattr(f"rlm.model.{place}.hub_reachable", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A base that can be packed in 4 bits: its rows are whole blocks of 64."""
+    path = tmp_path_factory.mktemp("gpu_base")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 264}
+    tiny_model("qwen2", **shape).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    (path / "reward.py").write_text(REWARD)
+    return path
+
+
+def run(script, *arguments) -> int:
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, CLASSES[script], argv=[str(a) for a in arguments])
+    return exit.value.code or 0
+
+
+def sft(base, path, *options) -> int:
+    return run(
+        train_sft, "--model", base, *DATA, "--max-samples", 8, "--batch-size", 4, "--micro-batch",
+        4, "--eval-samples", 2, "--output", path / "sft", "--run-dir", path / "run_sft", *options,
+    )  # fmt: skip
+
+
+def grpo(base, path, *options) -> int:
+    return run(
+        train_grpo, "--model", base, *DATA, "--sft-adapter", path / "sft", "--output",
+        path / "grpo", "--run-dir", path / "run_grpo", "--steps", 1, "--batch-size", 2,
+        "--group-size", 4, "--max-new-tokens", 8, "--eval-samples", 2, "--kl-weight", 0.1,
+        "--updates-per-batch", 2, "--reward", f"{base / 'reward.py'}:letters", *options,
+    )  # fmt: skip
+
+
+def trained(base, path, *options) -> Path:
+    assert sft(base, path, *options) == 0
+    assert grpo(base, path, *options) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("card", "options"),
+    [
+        pytest.param(T4, [], id="T4"),
+        pytest.param(GB8, ["--quantize=4bit"], id="8GB-4bit"),
+        pytest.param(GB80, [], id="80GB"),
+    ],
+)
+def test_every_script_runs(base, tmp_path, card, options):
+    with pretended_cards(*card) as cards:
+        trained(base, tmp_path, *options)
+        assert run(
+            evaluate, *DATA, "--model", base, "--adapter", tmp_path / "grpo", "--sft-adapter",
+            tmp_path / "sft", "--max-samples", 2, "--max-new-tokens", 8, "--output", tmp_path / "e",
+        ) == 0  # fmt: skip
+        assert run(inference, "1 + 1?", "--adapter", tmp_path / "grpo", "--max-new-tokens", 8) == 0
+        service = server._service(server.ServerConfig(adapter=tmp_path / "grpo"))
+        with live(service) as running:
+            answer = running.post({"prompt": "1 + 1?", "max_new_tokens": 8})
+            assert answer.status_code == 200, answer.text
+    assert cards.peak[0] > 0
+
+
+def two_ranks(base, path) -> list[faults.Ended]:
+    """How two processes of one run end on a machine with two cards of 24 GB."""
+
+    def be(rank: int) -> None:
+        faults.meet(rank, path / "meeting")
+        with pretended_cards(*GB24, count=2) as cards:
+            assert grpo(base, path) == 0
+        atexit._run_exitfuncs()
+        assert not dist.is_initialized()
+        assert cards.peak[1 - rank] == 0, f"rank {rank} has put bytes on the other's card"
+        assert cards.peak[rank] > 0
+
+    said = [path / f"said{rank}.txt" for rank in (0, 1)]
+    started = [faults.start(partial(be, rank), said[rank]) for rank in (0, 1)]
+    return [faults.wait(*each) for each in zip(started, said, strict=True)]
+
+
+def test_two_processes_keep_to_their_own_cards(base, tmp_path):
+    with pretended_cards(*GB24):
+        assert sft(base, tmp_path) == 0
+    ends = two_ranks(base, tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert (tmp_path / "grpo" / "adapter_model.safetensors").exists()
+
+
+def test_more_processes_than_cards_is_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pretended_cards(*GB24, count=2), pytest.raises(UsageError, match=r"3 or more .* 2 GPUs"):
+        Distributed.from_env()
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_a_base_is_read_straight_onto_the_card(base, monkeypatch, quantize):
+    """Not into host memory first, which may be smaller; also not onto another card."""
+    monkeypatch.setattr(PreTrainedModel, "to", lambda *_, **__: pytest.fail("moved as a whole"))
+    with pretended_cards(*GB24, count=2) as cards:
+        torch.cuda.set_device(1)
+        model = load_base(str(base), pick_device(), quantize=quantize)
+        assert {str(card_of(tensor)) for tensor in model.parameters()} == {"cuda:1"}
+        assert cards.peak[0] == 0
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_an_adapter_computes_in_the_base_s_type(base, tmp_path, quantize):
+    with pretended_cards(*GB8):
+        sft(base, tmp_path, f"--quantize={quantize}")
+        model = load_base(str(base), pick_device(), quantize=quantize)
+        policy = load_adapter(model, tmp_path / "sft", trainable=False)
+        lora = {tensor.dtype for name, tensor in policy.named_parameters() if "lora_" in name}
+        assert lora == {torch.bfloat16}
+
+
+def test_masks_need_no_copy_on_a_gpu():
+    """Its attention copies a mask whose rows are no multiple of 8 long, in every layer."""
+    rollouts = [Rollout(0, [1] * 5, [1] * 7, 1.0, 1.0, [0.0] * 7)]
+    widths = {"cpu": 11, "cuda": 16}
+    with pretended_cards(*T4):
+        for device, width in widths.items():
+            (micro,) = make_micro_batches(rollouts, 8, 512, device)
+            assert micro.input_ids.shape == (1, width)
