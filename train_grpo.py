@@ -121,7 +121,6 @@ class GRPOTrainer:
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         use_fused_layers(self.policy)
-        set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed.rank)
@@ -193,6 +192,7 @@ class GRPOTrainer:
         first_step = self.state.begin(run, config, problems, eval_problems, distributed)
         plan = plan_memory(self, [*problems, *eval_problems], len(eval_problems))
         self.memory_plan = distributed.broadcast(plan)
+        set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
         metrics = validate(self, eval_problems, 0) if first_step == 0 else {}
         run.raise_if_interrupted(distributed.any(run.interrupted))
         return problems, first_step, metrics

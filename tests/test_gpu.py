@@ -19,11 +19,15 @@ import server
 import train_grpo
 import train_sft
 from rlm.cli import UsageError, run_main
-from rlm.model.adapters import load_adapter
+from rlm.model.adapters import load_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base
 from rlm.model.hardware import pick_device
 from rlm.training.batches import Rollout, make_micro_batches
+from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
+from rlm.training.logprobs import token_logprobs
+from rlm.training.memory_plan import plan_memory
+from tests.test_train_grpo import PROBLEMS
 
 DATA = ["--dataset", "word-problems:1"]
 CLASSES = {
@@ -169,3 +173,65 @@ def test_masks_need_no_copy_on_a_gpu():
         for device, width in widths.items():
             (micro,) = make_micro_batches(rollouts, 8, 512, device)
             assert micro.input_ids.shape == (1, width)
+
+
+@pytest.fixture(scope="module")
+def larger_base(tmp_path_factory) -> Path:
+    """Wide and deep enough that a micro-batch's activations are what counts."""
+    path = tmp_path_factory.mktemp("larger_base")
+    shape = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "vocab_size": 320}
+    tiny_model("qwen2", **shape, num_hidden_layers=6).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def planned(base, path, **options) -> train_grpo.GRPOTrainer:
+    config = GRPOConfig(
+        sft_adapter=None, max_new_tokens=64, batch_size=4, group_size=4, run_dir=path / "run",
+        output=path / "adapter", **options,
+    )  # fmt: skip
+    trainer = train_grpo.GRPOTrainer(str(base), config)
+    trainer.memory_plan = plan_memory(trainer, PROBLEMS[:4], 0)
+    return trainer
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_plan_counts_what_a_micro_batch_takes(larger_base, tmp_path, quantize, checkpointing):
+    options = {"quantize": quantize, "train_batch_tokens": 512, "checkpointing": checkpointing}
+    with pretended_cards(*GB24) as cards:
+        trainer = planned(larger_base, tmp_path, **options)
+        plan = trainer.memory_plan
+        assert plan.loaded == cards.allocated[0]
+        set_gradient_checkpointing(trainer.policy, plan.checkpointing)
+        row = {"prompt": [1] * 97, "completion": [1] * 32, "weight": 1.0, "advantage": 1.0}
+        rollouts = [Rollout(i, **row, sampler_logprobs=[0.0] * 32) for i in range(4)]
+        (micro,) = make_micro_batches(rollouts, 8, 512, "cuda")
+        before = cards.allocated[0]
+        cards.peak[0] = before
+        logprobs, _ = token_logprobs(trainer.policy, micro, 1.0)
+        (logprobs.sum() * trainer.weights.loss_scale).backward()
+        counted = cards.peak[0] - before
+    assert plan.learning == pytest.approx(counted, rel=0.15)
+
+
+def test_where_the_longest_completion_does_not_fit_activations_are_computed_twice(
+    larger_base, tmp_path, capsys, monkeypatch
+):
+    def plan(**options):
+        return planned(larger_base, tmp_path, **options).memory_plan
+
+    with pretended_cards(*GB8):
+        assert not plan().checkpointing
+        kept = plan(train_batch_tokens=64, checkpointing=False)
+        free = kept.optimizer + kept.learning
+        monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
+        assert "with gradient checkpointing" not in capsys.readouterr().out
+        tight = plan()
+        said = capsys.readouterr().out
+        assert tight.checkpointing
+        assert tight.learning < kept.learning
+        assert "with gradient checkpointing" in said
+        assert "may not fit" not in said
+        assert not plan(checkpointing=False).checkpointing  # as asked
+        assert "may not fit" in capsys.readouterr().out

@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
-# What changes when a GPU picks the 7B model on GSM8K.
+# What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
 
 
@@ -134,9 +134,9 @@ class GRPOConfig:
     train_batch_tokens: int | None = flag(
         None, "padded tokens in a micro-batch (none: by memory)", min=1
     )
-    checkpointing: bool = flag(
-        False,
-        "compute activations twice rather than keep them",
+    checkpointing: bool | None = flag(
+        None,
+        "compute activations twice rather than keep them (none: where they would not fit)",
         aliases=["gradient_checkpointing"],
     )
     use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])

@@ -50,6 +50,7 @@ class MemoryPlan:
     kept: int  # by libraries and the allocator, of what nobody needs any longer
     available: int  # beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
+    checkpointing: bool = False  # compute activations twice rather than keep them
 
     @property
     def peak(self) -> int:
@@ -62,11 +63,12 @@ class MemoryPlan:
         'about 2.5 GB at the peak (loaded 1.0, samplin'
         """
         gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
+        how = ", with gradient checkpointing" if self.checkpointing else ""
         return (
             f"about {self.peak / 2**30:.1f} GB at the peak (loaded {gb['loaded']}, sampling "
             f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}, kept by "
             f"libraries {gb['kept']}); {gb['available']} GB are free; micro-batches of "
-            f"{self.train_batch_tokens} tokens"
+            f"{self.train_batch_tokens} tokens{how}"
         )
 
 
@@ -94,33 +96,58 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
-    set_gradient_checkpointing(policy, False)
-    per_token = activation_bytes(policy)
-    set_gradient_checkpointing(policy, config.checkpointing)
-    longest_sequence = longest + config.max_new_tokens
-    learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
-    tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
-    if tokens is None:
-        tokens = micro_batch_tokens(policy)
-        room = HEADROOM * available - optimizer - code
-        while tokens > SMALLEST_MICRO_BATCH and (1 + holes) * learning(tokens) > room:
-            tokens = max(tokens // 2, SMALLEST_MICRO_BATCH)
+    code, holes = CODE.get(device, 0), HOLES.get(device, 0)
+    room = int((HEADROOM * available - optimizer - code) / (1 + holes))
+    asked = config.train_batch_tokens, config.checkpointing
+    tokens, checkpointing, learning = _fit_micro_batch(
+        policy, longest + config.max_new_tokens, room, *asked
+    )
     plan = MemoryPlan(
         loaded=_allocated(device),
         sampling=sampling,
         optimizer=optimizer,
-        learning=learning(tokens),
-        kept=code + int(holes * learning(tokens)),
+        learning=learning,
+        kept=code + int(holes * learning),
         available=available,
         train_batch_tokens=tokens,
+        checkpointing=checkpointing,
     )
     terminal.line(f"memory: {plan}")
-    if plan.peak - plan.loaded > available:
+    if plan.peak - plan.loaded > (HEADROOM if device == "cuda" else 1) * available:
         terminal.line(
-            "warning: this may not fit into memory; --checkpointing, --max-num-seqs, "
-            "--max-new-tokens and --quantize bring it down"
+            "warning: this may not fit into memory; --max-new-tokens, --max-num-seqs, --quantize "
+            "4bit and a smaller --model bring it down"
         )
     return plan
+
+
+def _fit_micro_batch(
+    policy: PreTrainedModel,
+    longest_sequence: int,
+    room: int,
+    tokens: int | None,
+    checkpointing: bool | None,
+) -> tuple[int, bool, int]:
+    """Choose the tokens of a micro-batch, and whether activations are kept for its backward pass:
+    yes, unless not even the smallest would fit into `room` then.
+
+    Args:
+        tokens, checkpointing: what the user wants; None: the plan chooses.
+
+    Returns:
+        Both, and the bytes that they take.
+    """
+    set_gradient_checkpointing(policy, False)
+    per_token = activation_bytes(policy)
+    largest = tokens or micro_batch_tokens(policy)
+    for twice in (False, True) if checkpointing is None else (checkpointing,):
+        learning = partial(_learning_bytes, policy, per_token, twice, longest_sequence)
+        size = largest
+        while tokens is None and size > SMALLEST_MICRO_BATCH and learning(size) > room:
+            size = max(size // 2, SMALLEST_MICRO_BATCH)
+        if learning(size) <= room:
+            break
+    return size, twice, learning(size)
 
 
 def _check_context(policy: PreTrainedModel, prompt: int, max_new_tokens: int) -> None:
