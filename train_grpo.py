@@ -75,6 +75,7 @@ from rlm.training import (
     plan_memory,
     policy_loss,
     reference_logprobs,
+    repeat_if_out_of_memory,
     resolve_start,
     reward_tensor,
     rollout_seeds,
@@ -167,7 +168,7 @@ class GRPOTrainer:
                 # 4. learn from the rollouts whose loss is not exactly zero
                 rollouts = make_rollouts(groups, advantages, kept, config)
                 with timer(seconds, "learn"):
-                    learn_metrics = self._learn(rollouts, step)
+                    learn_metrics = repeat_if_out_of_memory(self, self._learn, rollouts, step)
                 self.state.restore_if_diverged(run, step)
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)

@@ -1,6 +1,7 @@
 """The scripts on pretended GPUs of several sizes and generations (`tests/pretended_cards.py`)."""
 
 import atexit
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import byte_tokenizer, tiny_model
 from live_server import live
-from pretended_cards import card_of, pretended_cards
+from pretended_cards import CONTEXT, card_of, pretended_cards
 from transformers import PreTrainedModel
 
 import evaluate
@@ -21,13 +22,17 @@ import train_sft
 from rlm.cli import UsageError, run_main
 from rlm.model.adapters import load_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base
-from rlm.model.hardware import pick_device
+from rlm.model.hardware import Device, pick_device
+from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.weights import copy_bytes
+from rlm.serving import models as serving_models
+from rlm.serving.models import find_models, load_replicas
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
-from rlm.training.memory_plan import plan_memory
-from tests.test_train_grpo import PROBLEMS
+from rlm.training.memory_plan import plan_memory, repeat_if_out_of_memory
+from tests.test_train_grpo import PROBLEMS, a_config, likes_letters
 
 DATA = ["--dataset", "word-problems:1"]
 CLASSES = {
@@ -173,6 +178,31 @@ def test_masks_need_no_copy_on_a_gpu():
         for device, width in widths.items():
             (micro,) = make_micro_batches(rollouts, 8, 512, device)
             assert micro.input_ids.shape == (1, width)
+        # Nor is most of a row computed in vain: a group of eight is two rows.
+        (micro,) = make_micro_batches(rollouts * 8, 8, 512, "cuda")
+        assert micro.input_ids.shape == (2, 32)
+
+
+def test_replicas_share_a_card_s_memory(base, tmp_path, monkeypatch):
+    """Each would choose a merged copy and half of what is free then: the last ones find nothing."""
+
+    def leaving_little(model):
+        cards.total = cards.allocated[0] + CONTEXT + int(2.2 * copy_bytes(model))
+        return switch(model)
+
+    switch = serving_models._adapter_switch
+    monkeypatch.setattr(serving_models, "_adapter_switch", leaving_little)
+    config = CacheConfig(max_num_seqs=16, prompt_slots=16, prompt_tokens=64, new_tokens=64)
+    with pretended_cards(*GB24) as cards:
+        sft(base, tmp_path)
+        for name in ("second", "third"):
+            shutil.copytree(tmp_path / "sft", tmp_path / name)
+        models = find_models(tmp_path / "sft", tmp_path, None)
+        replicas = load_replicas(models, byte_tokenizer(), 16)
+        assert len(replicas) == 4
+        for replica in replicas.values():
+            replica.activate()
+            replica.sampler.allocate_cache(config, replica.prefix[:8])
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +265,37 @@ def test_where_the_longest_completion_does_not_fit_activations_are_computed_twic
         assert "may not fit" not in said
         assert not plan(checkpointing=False).checkpointing  # as asked
         assert "may not fit" in capsys.readouterr().out
+
+
+def test_where_memory_runs_out_the_update_is_repeated_in_halves(
+    base, tmp_path, capsys, monkeypatch
+):
+    """From its beginning, and gives the same adapter; the second time it ends the run."""
+    calls_left = []  # before memory runs out
+    device = Device("cuda", torch.float32, "test")  # in 16 bits sums depend on their order
+
+    def fails(*arguments):
+        if calls_left:
+            calls_left[0] -= 1
+            if calls_left[0] == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return token_logprobs(*arguments)
+
+    monkeypatch.setattr(train_grpo, "token_logprobs", fails)
+    adapters = []
+    with pretended_cards(*GB8):
+        for name in ("whole", "halves"):
+            options = {"steps": 2, "updates_per_batch": 2, "train_batch_tokens": 256}
+            config = a_config(tmp_path, name, **options)
+            trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device)
+            calls_left[:] = [2] if name == "halves" else []  # one micro-batch is learned from
+            trainer.train(PROBLEMS)
+            adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})
+        assert trainer.memory_plan.train_batch_tokens == 128
+        assert capsys.readouterr().out.count("out of GPU memory") == 1
+        calls_left[:] = [1]
+        assert trainer.memory_plan.halved
+        with pytest.raises(torch.OutOfMemoryError):
+            repeat_if_out_of_memory(trainer, fails)
+    for name, tensor in adapters[0].items():
+        assert torch.allclose(tensor, adapters[1][name], atol=1e-3), name

@@ -131,6 +131,8 @@ def load_adapter(
             policy.load_adapter(path, name, **options)
         else:
             policy = PeftModel.from_pretrained(model, path, name, **options)
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error

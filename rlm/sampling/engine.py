@@ -46,9 +46,11 @@ class Sampler:
         *,
         max_num_seqs: int = 128,
         merged: bool | None = None,
+        share: float = 1.0,
     ) -> None:
         """
         Args:
+            share: of the free memory that this sampler may plan with: others are beside it.
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
 
@@ -63,10 +65,11 @@ class Sampler:
                 "together"
             )
         self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
+        self._share = share
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
         self._kernels, compiled = kernels_for(model)
-        self._weights, weights = choose_weights(model, merged, self._kernels)
+        self._weights, weights = choose_weights(model, merged, self._kernels, share)
         self.description = f"{weights}, {compiled}"
         self._cache: KVCache | None = None
         self._scheduler = Scheduler(0, 0)
@@ -194,7 +197,7 @@ class Sampler:
 
     def _fit_memory(self, config: CacheConfig) -> CacheConfig:
         """Shrink the config to as many rows and slots as fit in half of the free memory."""
-        memory = available_memory(self.model.device.type) // 2
+        memory = int(self._share * available_memory(self.model.device.type)) // 2
         return config.fit(token_bytes(self._config, self.model.dtype), memory)
 
     def has_unfinished_requests(self) -> bool:

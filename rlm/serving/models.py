@@ -148,11 +148,11 @@ def load_replicas(
         if adapter.path is not None:
             model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    replicas = {}
+    replicas, share = {}, 1 / len(models.adapters)  # of the memory: each has a copy and a cache
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
-        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
+        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs, share=share)
         replicas[name] = Replica(sampler, activate, prompt_prefix(tokenizer, adapter.format))
     return replicas
 

@@ -6,10 +6,10 @@ not estimated from its shape; everything else is counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
 from rlm.data import Problem, longest_prompts
-from rlm.model import attention, available_memory, set_gradient_checkpointing
+from rlm.model import attention, available_memory, release_memory, set_gradient_checkpointing
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
+
+T = TypeVar("T")
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
@@ -51,6 +53,7 @@ class MemoryPlan:
     available: int  # beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
     checkpointing: bool = False  # compute activations twice rather than keep them
+    halved: bool = False  # the micro-batch, after memory ran out
 
     @property
     def peak(self) -> int:
@@ -119,6 +122,32 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
             "4bit and a smaller --model bring it down"
         )
     return plan
+
+
+def repeat_if_out_of_memory(trainer: Any, learn: Callable[..., T], *arguments: Any) -> T:
+    """Learn from the rollouts of a step; where a GPU's memory runs out, once a run, repeat it in
+    half the micro-batch, with gradient checkpointing, and stay with that.
+
+    Once an update of the step is made nothing is repeated: it would be made twice.
+    """
+    try:
+        return learn(*arguments)
+    except torch.OutOfMemoryError:
+        if trainer.state.updated or trainer.memory_plan.halved:
+            raise
+    # Here, where the error holds no tensors any longer.
+    weights, plan = trainer.weights, trainer.memory_plan
+    for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
+        tensor.grad = None
+    release_memory()
+    tokens = max(plan.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
+    trainer.memory_plan = replace(plan, train_batch_tokens=tokens, checkpointing=True, halved=True)
+    set_gradient_checkpointing(trainer.policy, True)
+    terminal.line(
+        f"out of GPU memory: the update is repeated in micro-batches of {tokens} tokens with "
+        "gradient checkpointing, and so are those to come"
+    )
+    return learn(*arguments)
 
 
 def _fit_micro_batch(
