@@ -1,6 +1,7 @@
 """The scripts on pretended GPUs of several sizes and generations (`tests/pretended_cards.py`)."""
 
 import atexit
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,39 @@ def test_every_script_runs(base, tmp_path, card, options):
             answer = running.post({"prompt": "1 + 1?", "max_new_tokens": 8})
             assert answer.status_code == 200, answer.text
     assert cards.peak[0] > 0
+
+
+def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
+    """In its own way, whose logits are of learned tokens alone, and keeps what fits on the card."""
+    losses, bf16 = [], Device("cpu", torch.bfloat16, "test")
+    refuse = classmethod(lambda *_, **__: pytest.fail("TRL's loss, whose logits are of all tokens"))
+    monkeypatch.setattr("trl.SFTTrainer.compute_loss", refuse)
+    monkeypatch.setattr(train_sft, "pick_device", lambda: bf16)
+    assert sft(base, tmp_path / "cpu", "--eval-samples=0", "--lora-r=4") == 0
+    losses.append(json.loads((tmp_path / "cpu" / "sft" / "run.json").read_text())["loss"])
+    monkeypatch.setattr(train_sft, "pick_device", pick_device)
+    for name in ("kept", "tight"):
+        with pretended_cards(*GB8):
+            if name == "tight":
+                place = "rlm.training.memory_plan.available_memory"
+                monkeypatch.setattr(place, lambda device: 12 * 2**20)
+            assert sft(base, tmp_path / name, "--eval-samples=0", "--lora-r=4") == 0
+        losses.append(json.loads((tmp_path / name / "sft" / "run.json").read_text())["loss"])
+        said = capsys.readouterr().out
+        assert ("with gradient checkpointing" in said) == (name == "tight")
+    assert losses[1:] == [pytest.approx(losses[0], abs=0.02)] * 2
+
+
+def test_a_resumed_sft_goes_on_with_the_card_s_random_numbers(base, tmp_path):
+    """Which draw the dropout."""
+    dropout = "--lora-dropout=0.1"
+    with pretended_cards(*GB8) as cards:
+        cards.random_state = before = torch.Generator().manual_seed(7).get_state()
+        assert sft(base, tmp_path, dropout, "--max-minutes=1e-9") == 0
+    with pretended_cards(*GB8) as cards:
+        assert not torch.equal(cards.random_state, before)
+        assert sft(base, tmp_path, dropout, "--resume") == 0
+        assert torch.equal(cards.random_state, before)
 
 
 def two_ranks(base, path) -> list[faults.Ended]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -22,6 +22,10 @@ from rlm.model import attention, available_memory, release_memory, set_gradient_
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
+
+if TYPE_CHECKING:
+    from rlm.training.sft_config import SFTConfig
+    from rlm.training.sft_examples import Example
 
 T = TypeVar("T")
 
@@ -122,6 +126,34 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
             "4bit and a smaller --model bring it down"
         )
     return plan
+
+
+def plan_sft(
+    policy: PreTrainedModel, config: SFTConfig, examples: Sequence[Example]
+) -> tuple[int, bool]:
+    """Choose the examples of a forward pass of SFT, at most `config.micro_batch`, and whether they
+    need gradient checkpointing. On a CPU both are as they were: few long rows fill it."""
+    micro_batch = config.micro_batch
+    if policy.device.type != "cuda":
+        return micro_batch, False
+    longest = max(len(example["input_ids"]) for example in examples)
+    available = available_memory("cuda")
+    trained = sum(t.numel() * 4 for t in policy.parameters() if t.requires_grad)
+    room = int(HEADROOM * available - 3 * trained)  # gradients, two moments
+    while True:
+        _, checkpointing, learning = _fit_micro_batch(
+            policy, longest, room, micro_batch * longest, None
+        )
+        smaller = micro_batch // 2
+        if learning <= room or smaller < 1 or config.batch_size % smaller:
+            break
+        micro_batch = smaller
+    terminal.line(
+        f"memory: about {(_allocated('cuda') + 3 * trained + learning) / 2**30:.1f} GB at the "
+        f"peak; {available / 2**30:.1f} GB are free; micro-batches of {micro_batch} examples"
+        + (", with gradient checkpointing" if checkpointing else "")
+    )
+    return micro_batch, checkpointing
 
 
 def repeat_if_out_of_memory(trainer: Any, learn: Callable[..., T], *arguments: Any) -> T:
