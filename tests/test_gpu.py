@@ -13,7 +13,8 @@ import torch.distributed as dist
 from conftest import byte_tokenizer, tiny_model
 from live_server import live
 from pretended_cards import CONTEXT, card_of, pretended_cards
-from transformers import PreTrainedModel
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import evaluate
 import inference
@@ -24,7 +25,9 @@ from rlm.cli import UsageError, run_main
 from rlm.model.adapters import load_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base
 from rlm.model.hardware import Device, pick_device
+from rlm.sampling.draw import sample_rows
 from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.params import SamplingParams
 from rlm.sampling.weights import copy_bytes
 from rlm.serving import models as serving_models
 from rlm.serving.models import find_models, load_replicas
@@ -192,6 +195,48 @@ def test_a_base_is_read_straight_onto_the_card(base, monkeypatch, quantize):
         model = load_base(str(base), pick_device(), quantize=quantize)
         assert {str(card_of(tensor)) for tensor in model.parameters()} == {"cuda:1"}
         assert cards.peak[0] == 0
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_what_overflows_in_fp16_is_loaded_in_fp32(base, tmp_path, capsys, quantize):
+    """As Qwen2.5 does on a T4 where its activations grow beyond 65,504; bf16 holds them."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.embed_tokens.weight.data.mul_(1e6)
+    model.lm_head.weight.data.mul_(1e-3)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for card, dtype in ((T4, torch.float32), (GB8, torch.bfloat16)):
+        with pretended_cards(*card):
+            loaded = load_base(str(tmp_path), pick_device(), quantize=quantize)
+            assert loaded.dtype == loaded.lm_head.weight.dtype == dtype
+            assert (
+                load_base(str(base), pick_device(), quantize=quantize).dtype == pick_device().dtype
+            )
+    assert capsys.readouterr().out.count("overflows in fp16") == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_noticed_in_the_one_transfer(bad, temperature):
+    """The batch waits for what is read of a card: once a token."""
+    logits, uniform = torch.zeros(3, 50), torch.full((3,), 0.5, dtype=torch.float64)
+    params, reads = [SamplingParams(1, temperature)] * 3, []
+
+    class Reads(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ in ("tolist", "item", "__bool__") and args[0].is_cuda:
+                reads.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with pretended_cards(*T4):
+        on_card = logits.to("cuda")
+        with Reads():
+            drawn = sample_rows(on_card, uniform, params)
+        assert drawn == sample_rows(logits, uniform, params)
+        assert len(reads) == 1
+        on_card[1, 7] = bad
+        with pytest.raises(UsageError, match="not finite"):
+            sample_rows(on_card, uniform, params)
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])

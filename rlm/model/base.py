@@ -33,10 +33,11 @@ from transformers import (
 from rlm.cli import UsageError, terminal
 from rlm.kernels import Kernels, load_kernels
 from rlm.model.attention import ATTN_IMPLEMENTATION
-from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
+from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
 from rlm.runs import check_space, file_hash
 
+PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 WEIGHTS = "model*.safetensors"  # of a hub model, that are read
 
 
@@ -157,7 +158,22 @@ def load_base(
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         freeze_packed_weights(model)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    if device.type == "cuda" and device.dtype == torch.float16 and _overflows(model, name):
+        terminal.line(f"{name} overflows in fp16, so it is loaded in fp32 (twice the memory)")
+        del model
+        release_memory()
+        reason = f"{device.reason}, and the model overflows in fp16"
+        wide = Device("cuda", torch.float32, reason)
+        return load_base(name, wide, quantize=quantize, attn=attn)
+    return model
+
+
+@torch.no_grad()
+def _overflows(model: PreTrainedModel, name: str) -> bool:
+    """Whether a prompt's logits are not finite: models trained in bf16 may exceed fp16's range."""
+    ids = load_tokenizer(name)(PROBE, return_tensors="pt")["input_ids"].to(model.device)
+    return not model(input_ids=ids, use_cache=False).logits.isfinite().all()
 
 
 def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
