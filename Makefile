@@ -1,6 +1,7 @@
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make test    everything but the slow tests (3 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
+# make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo test test-slow test-faults test-browser test-load test-schema test-trackers lint clean
+.PHONY: install demo test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers lint clean
 
 install: $(STAMP)
 
@@ -43,6 +44,9 @@ test-slow: $(STAMP)
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/runs/test_checkpoints.py
+
+test-gpu: $(STAMP)
+	RLM_TEST_GPU=1 $(PYTHON) -m pytest -m gpu
 
 test-load: $(STAMP)
 	$(PYTHON) -m pytest -m load

@@ -48,7 +48,6 @@ from rlm.model import (
     load_tokenizer,
     prepare_process,
     release_memory,
-    set_gradient_checkpointing,
 )
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.runs import RunDirectory
@@ -77,6 +76,7 @@ from rlm.training import (
     policy_loss,
     prepare_run,
     reference_logprobs,
+    repeat_if_out_of_memory,
     resolve_start,
     reward_tensor,
     rollout_seeds,
@@ -134,7 +134,6 @@ class GRPOTrainer:
         self.tokenizer, self.policy = self.load_model(device)
         self.model = self.policy  # its name elsewhere
         use_fused_layers(self.policy)
-        set_gradient_checkpointing(self.policy, config.checkpointing)
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed)
@@ -188,7 +187,7 @@ class GRPOTrainer:
                 # 4. learn from the rollouts whose loss is not exactly zero
                 rollouts = make_rollouts(groups, advantages, kept, config)
                 with timer(seconds, "learn"):
-                    learn_metrics = self._learn(rollouts, step)
+                    learn_metrics = repeat_if_out_of_memory(self, self._learn, rollouts, step)
                 self.state.restore_if_diverged(run, step)
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)

@@ -133,7 +133,7 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     else:
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
-    if device.type == "cpu" and not policy.peft_config["default"].lora_dropout:
+    if not policy.peft_config["default"].lora_dropout:
         use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     return policy
 

@@ -316,6 +316,34 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
     assert (state.last_finite, state.consecutive_skips) == (1, 1)
 
 
+def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_path):
+    """It is no sign of bad weights while the scale may be at fault; good updates raise it again."""
+    fp16 = Device("cpu", torch.float16, "test")
+    config = a_config(tmp_path)
+    state = a_trainer(model_dir, config, device=fp16).state
+    scale = state.weights.loss_scale
+    assert scale == 2.0**14
+    for halvings in range(1, 5):  # more than end a run in another number type
+        state.count_update(skipped=True)
+        assert state.weights.loss_scale == scale / 2**halvings
+    assert state.consecutive_skips == 0
+    assert state.skipped_total == 4
+    for _ in range(203):
+        state.count_update(skipped=False)
+    with RunDirectory(config.run_dir, resume=False) as run:
+        state.begin(run, config, PROBLEMS, (), Distributed())
+        again = a_trainer(model_dir, config, device=fp16).state
+        again.origin = state.origin
+        again.restore(run)
+    assert (again.weights.loss_scale, again.weights.good_updates) == (scale / 2**3, 3)
+    for _ in range(3000):
+        state.count_update(skipped=False)
+    assert state.weights.loss_scale == 2.0**16
+    for _ in range(16 + 2):
+        state.count_update(skipped=True)
+    assert (state.weights.loss_scale, state.consecutive_skips) == (1, 2)
+
+
 def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
     model_dir, tmp_path, monkeypatch, capsys
 ):
@@ -537,11 +565,15 @@ def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path):
         assert torch.allclose(tensor, adapters[1][name], atol=1e-4), name
 
 
-def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_path):
+def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_path, monkeypatch):
     with ScriptedServer() as server:
         url = server.url
         config = a_config(tmp_path, steps=2, sampler="vllm", sampler_url=url, eval_every=1)
-        train(model_dir, config, evaluate_on=PROBLEMS[:2])
+        trainer = a_trainer(model_dir, config)
+        # Writing the adapter asks nobody for the base's config: of a hub model that is a request.
+        refuse = classmethod(lambda *_, **__: pytest.fail("asked for the base's config"))
+        monkeypatch.setattr("transformers.LlamaConfig.from_pretrained", refuse)
+        trainer.train(PROBLEMS, PROBLEMS[:2])
         loaded = [body["lora_path"] for body in server.asked("load_lora_adapter")]
         drawn = [body["model"] for body in server.asked("completions")]
     assert len(loaded) == 5  # three evaluations, two steps: after each the adapter may be another

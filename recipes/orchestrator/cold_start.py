@@ -82,7 +82,7 @@ def train_start_adapter(
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(replace(config, sft_adapter=None), config.model, None)
     use_fused_layers(policy)
-    set_gradient_checkpointing(policy, config.checkpointing)
+    set_gradient_checkpointing(policy, bool(config.checkpointing))
     trained = MixedPrecisionAdapter(policy)
     weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(weights, weight_decay=0.0)

@@ -48,7 +48,8 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        tell(f"error: out of memory; --help has options that take less ({error})")
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        tell(f"error: out of memory: {_what_takes_less(cls)} ({first_line})")
         code = 2
     except BrokenPipeError:
         poll = select.poll()
@@ -94,6 +95,17 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
     typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
     typed += [] if "--resume" in typed else ["--resume"]
     return f"; go on with: {shlex.join(['python', *script, *typed])}"
+
+
+def _what_takes_less(cls: type) -> str:
+    """Name the script's options that take less memory."""
+    options = {field.name for field in dataclasses.fields(cls)}
+    lower = ("train_batch_tokens", "micro_batch", "max_num_seqs", "max_length", "max_new_tokens")
+    use = {"checkpointing": "--checkpointing", "quantize": "--quantize 4bit", "model": "--model"}
+    named = " or ".join("--" + name.replace("_", "-") for name in lower if name in options)
+    used = ", ".join(text for name, text in use.items() if name in options)
+    used = used.replace("--model", "a smaller --model")
+    return "; ".join(filter(None, [named and f"lower {named}", used and f"use {used}"])) or "--help"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

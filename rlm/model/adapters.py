@@ -124,6 +124,7 @@ def load_adapter(
     """
     _check_kind(path)
     options = {"is_trainable": trainable, "use_safetensors": True}
+    options["torch_device"] = str(model.device)  # PEFT would read onto the first card
     training: dict[torch.nn.Module, bool] = {}
     try:
         if isinstance(model, PeftModel):
@@ -131,6 +132,8 @@ def load_adapter(
             policy.load_adapter(path, name, **options)
         else:
             policy = PeftModel.from_pretrained(model, path, name, **options)
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
@@ -141,6 +144,10 @@ def load_adapter(
             raise UsageError(f"adapter {path}: {key} holds values that are not finite")
     if any(layer.lora_variant or any(layer.lora_bias.values()) for layer in lora_layers(policy)):
         raise UsageError(f"adapter {path} is more than plain LoRA (DoRA, biases): unsupported")
+    if not trainable and model.device.type == "cuda":  # PEFT made it fp32: slower, not as trained
+        for key, tensor in policy.named_parameters():
+            if name in key.split("."):
+                tensor.data = tensor.data.to(model.dtype)
     policy.eval()
     for module, was in training.items():
         module.training = was

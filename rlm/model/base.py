@@ -15,6 +15,8 @@ import importlib.util
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -28,12 +30,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, terminal
 from rlm.kernels import Kernels, load_kernels
 from rlm.model.attention import ATTN_IMPLEMENTATION
-from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable
+from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
-from rlm.runs import file_hash
+from rlm.runs import check_space, file_hash
+
+PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
+WEIGHTS = "model*.safetensors"  # of a hub model, that are read
 
 
 def model_directory(name: str) -> str:
@@ -130,8 +135,12 @@ def load_base(
         by_products = device.type == "cpu" and device.dtype.itemsize == 2
         attn = ATTN_IMPLEMENTATION if by_products else "sdpa"
     packed, place = quantization_config(quantize, device.dtype), None
-    if packed:
-        place = {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
+    if device.type == "cuda":  # read straight onto the card: host memory may be smaller
+        place = {"": torch.cuda.current_device()}
+    elif packed:
+        place = {"": device.type}
+    if not Path(model_directory(name)).is_dir():
+        _download_weights(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             **_hub_arguments(name),
@@ -149,9 +158,22 @@ def load_base(
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         freeze_packed_weights(model)
-    else:
-        model.to(device.type)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    if device.type == "cuda" and device.dtype == torch.float16 and _overflows(model, name):
+        terminal.line(f"{name} overflows in fp16, so it is loaded in fp32 (twice the memory)")
+        del model
+        release_memory()
+        reason = f"{device.reason}, and the model overflows in fp16"
+        wide = Device("cuda", torch.float32, reason)
+        return load_base(name, wide, quantize=quantize, attn=attn)
+    return model
+
+
+@torch.no_grad()
+def _overflows(model: PreTrainedModel, name: str) -> bool:
+    """Whether a prompt's logits are not finite: models trained in bf16 may exceed fp16's range."""
+    ids = load_tokenizer(name)(PROBE, return_tensors="pt")["input_ids"].to(model.device)
+    return not model(input_ids=ids, use_cache=False).logits.isfinite().all()
 
 
 def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -217,18 +239,53 @@ def base_model_hash(name: str) -> str:
     Raises:
         UsageError: nothing loadable is there.
     """
-    folder, pattern = Path(model_directory(name)), "model*.safetensors"
+    folder, pattern = Path(model_directory(name)), WEIGHTS
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        options = {"allow_patterns": pattern, "local_files_only": not hub_reachable()}
-        try:
-            folder = Path(snapshot_download(name, **options))
-        except (OSError, ValueError) as error:
-            raise UsageError(_cannot_load(name, error)) from error
+        folder = _download_weights(name)
     # Some repositories hold the same weights under other names too.
     files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
     return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"
+
+
+def _download_weights(name: str) -> Path:
+    """Fetch a hub model's weights, unless they are here, and return their directory.
+
+    Raises:
+        UsageError: nothing loadable is there, or the disk has too little room.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    options = {"allow_patterns": WEIGHTS, "local_files_only": not hub_reachable()}
+    missing = 0
+    try:
+        with suppress(DryRunError):  # the hub does not tell: what is in the cache may do
+            if not options["local_files_only"]:
+                files = snapshot_download(name, **options, dry_run=True)
+                missing = sum(file.file_size or 0 for file in files if file.will_download)
+        with _announced_download(name, missing) if missing else nullcontext():
+            return Path(snapshot_download(name, **options))
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+
+
+@contextmanager
+def _announced_download(name: str, size: int) -> Iterator[None]:
+    """Say what will be fetched, if the disk holds it, and show the hub's progress bars."""
+    from huggingface_hub import constants
+    from huggingface_hub import utils as hub
+
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    check_space("the hub's cache (HF_HOME)", cache, size)
+    terminal.line(f"downloading {size / 1e9:.1f} GB: {name} into {cache}")
+    were_off = hub.are_progress_bars_disabled()
+    hub.enable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_off:
+            hub.disable_progress_bars()
 
 
 def _sha256(file: Path) -> bytes:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
+import shutil
 import socket
+import subprocess
 import sys
 import urllib.request
 import warnings
@@ -24,7 +27,14 @@ from rlm.model.adapter_info import AdapterInfo
 from rlm.model.number_types import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
-GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+# By the GB that a GPU has at least: the largest base that trains there in 16 bits, beside what
+# sampling takes; its licence and its download in GB.
+GPU_MODELS = {
+    38: ("Qwen/Qwen2.5-7B-Instruct", "Apache 2.0", 15.2),
+    15: ("Qwen/Qwen2.5-3B-Instruct", "Qwen Research: not for commercial use", 6.2),
+    5: ("Qwen/Qwen2.5-1.5B-Instruct", "Apache 2.0", 3.1),
+}
+DRIVER = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")  # version 2: of the container that this process is in
 
 
@@ -55,7 +65,40 @@ def pick_device(dtype: str = "auto") -> Device:
         if major >= 8:
             return Device("cuda", torch.bfloat16, f"{name} computes bf16 fast")
         return Device("cuda", torch.float16, f"{name}, sm_{major}{minor}, has no fast bf16")
-    return Device("cpu", *learning_dtype())
+    unused = f"; {why}" if (why := why_no_gpu()) else ""
+    dtype, reason = learning_dtype()
+    return Device("cpu", dtype, f"{reason}{unused}")
+
+
+def why_no_gpu() -> str:
+    """Say why PyTorch can not use this machine's NVIDIA GPU; "" if it can, or there is none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user: no news
+    if hidden or torch.cuda.is_available() or not (driver := _nvidia_driver()):
+        return ""
+    if torch.version.cuda is None:
+        return (
+            f"there is an NVIDIA GPU (driver {driver}), but PyTorch {torch.__version__} is built "
+            "without CUDA: install a build with it, see https://pytorch.org"
+        )
+    return (
+        f"there is an NVIDIA GPU, but its driver {driver} does not work with PyTorch "
+        f"{torch.__version__} (CUDA {torch.version.cuda}): update the driver, or install PyTorch "
+        "for an older CUDA"
+    )
+
+
+def _nvidia_driver() -> str | None:
+    """The version of the driver, where one is loaded (under WSL only nvidia-smi knows)."""
+    if DRIVER.is_file():
+        found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text(encoding="utf-8"))
+        return found[0] if found else "of unknown version"
+    if shutil.which("nvidia-smi") is None:
+        return None
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -69,15 +112,21 @@ class Setup:
 
 
 def default_setup() -> Setup:
-    """Choose a 7B model in 4-bit on GSM8K where a GPU and the hub are, else what is installed."""
+    """Choose GSM8K and the base that the GPU's memory holds, where both are in reach, else what is
+    installed."""
     embedded = (EMBEDDED_MODEL, "word-problems:1", "none")
+    came = "the 135M model that came with the installation"
     if not torch.cuda.is_available():
-        return Setup(*embedded, "no GPU here: the 135M model that came with the installation")
+        return Setup(*embedded, f"{why_no_gpu() or 'no GPU here'}: {came}")
+    gigabytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+    fitting = [model for least, model in GPU_MODELS.items() if gigabytes >= least]
+    if not fitting:
+        return Setup(*embedded, f"a GPU with {gigabytes:.1f} GB: {came}")
     if not hub_reachable():
-        return Setup(
-            *embedded, "the hub is out of reach: the model that came with the installation"
-        )
-    return Setup(GPU_MODEL, "gsm8k", "4bit", "a GPU and the hub are at hand")
+        return Setup(*embedded, f"the hub is out of reach: {came}")
+    name, licence, download = fitting[0]
+    reason = f"a GPU with {gigabytes:.0f} GB; licence {licence}; a download of {download} GB once"
+    return Setup(name, "gsm8k", "none", reason)
 
 
 def default_values(
@@ -89,7 +138,7 @@ def default_values(
         given: what a preset, YAML and the command line set, of a script's config with the fields
             model, dataset and quantize.
         start: the adapter that training starts from: the model and data of its run win.
-        gpu_defaults: other values that change when the 7B model is chosen.
+        gpu_defaults: other values that change when a GPU's model is chosen.
     """
     values = {k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")}
     if "quantize" in values:
@@ -102,9 +151,10 @@ def default_values(
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
         setup = Setup(model, dataset, start.quantize, "the start adapter's are taken")
     chosen = {"model": setup.model, "dataset": setup.dataset}
-    if "model" not in values or knows_its_run:  # packed is what we choose, not what the user chose
+    if "model" not in values or knows_its_run:
         chosen["quantize"] = setup.quantize
-    if GPU_MODEL == setup.model == values.get("model", GPU_MODEL):
+    gpu_models = [name for name, *_ in GPU_MODELS.values()]
+    if setup.model in gpu_models and values.get("model", setup.model) == setup.model:
         chosen |= gpu_defaults
     new = [name for name in ("model", "dataset") if name not in values]
     named = ", ".join(f"{name} {chosen[name]}" for name in new)

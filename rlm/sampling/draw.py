@@ -5,6 +5,7 @@ Letters: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -64,8 +65,15 @@ def sample_rows(
             params[rows[0]],
             kernels,
         )
-        for row, *pair in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            drawn[row] = tuple(pair)
+        if logits.is_cuda:  # one transfer, for which the whole batch waits, instead of three
+            ids, values = torch.stack([tokens.double(), logprobs.double()]).tolist()
+            if not all(map(math.isfinite, values)):
+                raise UsageError(NOT_FINITE)
+            tokens_and_logprobs = zip(map(int, ids), values, strict=True)
+        else:
+            tokens_and_logprobs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for row, pair in zip(rows, tokens_and_logprobs, strict=True):
+            drawn[row] = pair
     return drawn
 
 
@@ -110,7 +118,8 @@ def sample_tokens(
 
 
 def _check_finite(mass: torch.Tensor) -> None:
-    if not mass.isfinite().all():
+    # On a GPU that would wait for it: `sample_rows` looks at the log-probabilities that follow.
+    if not mass.is_cuda and not mass.isfinite().all():
         raise UsageError(NOT_FINITE)
 
 
@@ -131,7 +140,10 @@ def _sample(
     block = _search(before, wanted)
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
     inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-    return (block * VOCAB_BLOCK + _search(inside, wanted)).squeeze(-1), total
+    tokens = block * VOCAB_BLOCK + _search(inside, wanted)
+    # Of sums that are not finite, until that is noticed, the last index: a GPU would not survive
+    # one beyond it.
+    return tokens.clamp(max=vocabulary - 1).squeeze(-1), total
 
 
 def _search(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -140,7 +152,8 @@ def _search(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
     """
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
+    found = torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
+    return found.clamp(max=sums.shape[1] - 1)
 
 
 def apply_top_k_top_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

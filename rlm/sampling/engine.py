@@ -47,9 +47,11 @@ class Sampler:
         max_num_seqs: int = 128,
         merged: bool | None = None,
         dtype: torch.dtype | None = None,
+        share: float = 1.0,
     ) -> None:
         """
         Args:
+            share: of the free memory that this sampler may plan with: others are beside it.
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
             dtype: number type of a merged copy (None: the model's): see `sampling_dtype`.
@@ -65,11 +67,12 @@ class Sampler:
                 "together"
             )
         self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
+        self._share = share
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
         dtype = dtype or model.dtype
         self._kernels, compiled = kernels_for(model, dtype)
-        self._weights, weights = choose_weights(model, merged, self._kernels, dtype)
+        self._weights, weights = choose_weights(model, merged, self._kernels, dtype, share)
         self.dtype = self._weights.dtype
         if self.dtype != dtype:
             self._kernels, compiled = kernels_for(model)
@@ -202,7 +205,7 @@ class Sampler:
 
     def _fit_memory(self, config: CacheConfig) -> CacheConfig:
         """Shrink the config to as many rows and slots as fit in half of the free memory."""
-        memory = available_memory(self.model.device.type) // 2
+        memory = int(self._share * available_memory(self.model.device.type)) // 2
         return config.fit(token_bytes(self._config, self.dtype), memory)
 
     def has_unfinished_requests(self) -> bool:

@@ -168,7 +168,11 @@ class MergedWeights:
 
 
 def choose_weights(
-    model: PreTrainedModel, merged: bool | None, kernels: Kernels | None, dtype: torch.dtype
+    model: PreTrainedModel,
+    merged: bool | None,
+    kernels: Kernels | None,
+    dtype: torch.dtype,
+    share: float = 1.0,
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
     """Choose the weights to sample with; returns them and a line that says which and why.
 
@@ -176,6 +180,7 @@ def choose_weights(
         merged: whether to merge; None: if the architecture has a fast path, and half of the memory
             that is free would hold the copy.
         dtype: of a merged copy.
+        share: of the free memory that is this sampler's.
 
     Raises:
         UsageError: a merged copy was asked for, and there is no fast path.
@@ -183,7 +188,7 @@ def choose_weights(
     reason = "as asked" if merged is False else why_not_fused(model)
     if merged and reason:
         raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
-    size, free = copy_bytes(model, dtype), available_memory(model.device.type)
+    size, free = copy_bytes(model, dtype), share * available_memory(model.device.type)
     gb = f"{size / 2**30:.1f} GB"
     if merged is None and reason is None and size > free / 2:
         reason = f"a merged copy would take {gb}, {free / 2**30:.1f} GB are free"

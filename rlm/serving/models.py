@@ -182,12 +182,12 @@ def load_replicas(
             with _adding(f"; {HOW_TO_TRAIN if is_default else _without(adapter.path)}"):
                 model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    replicas = {}
+    replicas, share = {}, 1 / len(models.adapters)  # of the memory: each has a copy and a cache
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
-        dtype = sampling_dtype(model)
-        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs, dtype=dtype)
+        options = {"max_num_seqs": max_num_seqs, "dtype": sampling_dtype(model), "share": share}
+        sampler = Sampler(model, tokenizer, **options)
         replicas[name] = Replica(sampler, activate, prompt_prefix(tokenizer, adapter.format))
     return replicas
 

@@ -18,7 +18,7 @@ EXPORTS = {
     "fused_layers": "use_fused_layers",
     "logprobs": "reference_logprobs token_logprobs",
     "loss": "policy_loss",
-    "memory_plan": "micro_batch_tokens plan_memory",
+    "memory_plan": "micro_batch_tokens plan_memory repeat_if_out_of_memory",
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
     "setup": (

@@ -19,7 +19,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # taken if it is there
 
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
-# What changes when a GPU picks the 7B model on GSM8K.
+# What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # of the command line, where neither steps nor passes are said
 
@@ -86,7 +86,7 @@ class GRPOConfig:
     steps: int | None = flag(
         None,
         f"rounds of sampling and learning (none: {STEPS}; {GPU_DEFAULTS['steps']} on a GPU that "
-        "picks the 7B model; in Python one pass)",
+        "picks the model; in Python one pass)",
         min=1,
     )
     num_epochs: float | None = flag(None, "instead of --steps: passes over the problems", above=0)
@@ -118,7 +118,9 @@ class GRPOConfig:
     train_batch_tokens: int | None = flag(
         None, "padded tokens in a micro-batch (none: by memory)", min=1
     )
-    checkpointing: bool = flag(False, "compute activations twice rather than keep them")
+    checkpointing: bool | None = flag(
+        None, "compute activations twice rather than keep them (none: where they would not fit)"
+    )
     use_lora: bool = flag(True, "train an adapter; the base is never written", aliases=["lora"])
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "scale times rank, of a new adapter", min=1)

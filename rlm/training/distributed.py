@@ -8,6 +8,7 @@ gradients are added up once per update.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +38,14 @@ class Distributed:
         if size == 1:
             return cls()
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            rank, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if rank >= cards:
+                message = f"{rank + 1} or more processes on this machine, and it has {cards} GPUs"
+                raise UsageError(f"{message}: start one process a GPU (--nproc-per-node {cards})")
+            torch.cuda.set_device(rank)
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(_leave)  # NCCL warns of a group that is left, and may hang
         distributed = cls(dist.get_rank(), size)
         terminal.console.quiet = not distributed.is_main
         terminal.line(f"{size} processes share this run")  # a launcher may have started only one
@@ -92,6 +98,11 @@ class Distributed:
         parts = flat.split([p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

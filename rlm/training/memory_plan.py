@@ -6,10 +6,10 @@ not estimated from its shape; everything else is counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -18,10 +18,16 @@ from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
 from rlm.data import Problem, longest_prompts
-from rlm.model import attention, available_memory, set_gradient_checkpointing
+from rlm.model import attention, available_memory, release_memory, set_gradient_checkpointing
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
+
+if TYPE_CHECKING:
+    from rlm.training.sft_config import SFTConfig
+    from rlm.training.sft_examples import Example
+
+T = TypeVar("T")
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
@@ -50,6 +56,8 @@ class MemoryPlan:
     kept: int  # by libraries and the allocator, of what nobody needs any longer
     available: int  # beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
+    checkpointing: bool = False  # compute activations twice rather than keep them
+    halved: bool = False  # the micro-batch, after memory ran out
 
     @property
     def peak(self) -> int:
@@ -62,11 +70,12 @@ class MemoryPlan:
         'about 2.5 GB at the peak (loaded 1.0, samplin'
         """
         gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
+        how = ", with gradient checkpointing" if self.checkpointing else ""
         return (
             f"about {self.peak / 2**30:.1f} GB at the peak (loaded {gb['loaded']}, sampling "
             f"{gb['sampling']}, optimizer {gb['optimizer']}, learning {gb['learning']}, kept by "
             f"libraries {gb['kept']}); {gb['available']} GB are free; micro-batches of "
-            f"{self.train_batch_tokens} tokens"
+            f"{self.train_batch_tokens} tokens{how}"
         )
 
 
@@ -93,33 +102,112 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
-    set_gradient_checkpointing(policy, False)
-    per_token = activation_bytes(policy)
-    set_gradient_checkpointing(policy, config.checkpointing)
-    longest_sequence = longest + config.max_new_tokens
-    learning = partial(_learning_bytes, policy, per_token, config.checkpointing, longest_sequence)
-    tokens, code, holes = config.train_batch_tokens, CODE.get(device, 0), HOLES.get(device, 0)
-    if tokens is None:
-        tokens = micro_batch_tokens(policy)
-        room = HEADROOM * available - optimizer - code
-        while tokens > SMALLEST_MICRO_BATCH and (1 + holes) * learning(tokens) > room:
-            tokens = max(tokens // 2, SMALLEST_MICRO_BATCH)
+    code, holes = CODE.get(device, 0), HOLES.get(device, 0)
+    room = int((HEADROOM * available - optimizer - code) / (1 + holes))
+    asked = config.train_batch_tokens, config.checkpointing
+    tokens, checkpointing, learning = _fit_micro_batch(
+        policy, longest + config.max_new_tokens, room, *asked
+    )
     plan = MemoryPlan(
         loaded=_allocated(device),
         sampling=sampling,
         optimizer=optimizer,
-        learning=learning(tokens),
-        kept=code + int(holes * learning(tokens)),
+        learning=learning,
+        kept=code + int(holes * learning),
         available=available,
         train_batch_tokens=tokens,
+        checkpointing=checkpointing,
     )
     terminal.line(f"memory: {plan}")
-    if plan.peak - plan.loaded > available:
+    if plan.peak - plan.loaded > (HEADROOM if device == "cuda" else 1) * available:
         terminal.line(
-            "warning: this may not fit into memory; --checkpointing, --max-num-seqs, "
-            "--max-new-tokens and --quantize bring it down"
+            "warning: this may not fit into memory; --max-new-tokens, --max-num-seqs, --quantize "
+            "4bit and a smaller --model bring it down"
         )
     return plan
+
+
+def plan_sft(
+    policy: PreTrainedModel, config: SFTConfig, examples: Sequence[Example]
+) -> tuple[int, bool]:
+    """Choose the examples of a forward pass of SFT, at most `config.micro_batch`, and whether they
+    need gradient checkpointing. On a CPU both are as they were: few long rows fill it."""
+    micro_batch = config.micro_batch
+    if policy.device.type != "cuda":
+        return micro_batch, False
+    longest = max(len(example["input_ids"]) for example in examples)
+    available = available_memory("cuda")
+    trained = sum(t.numel() * 4 for t in policy.parameters() if t.requires_grad)
+    room = int(HEADROOM * available - 3 * trained)  # gradients, two moments
+    while True:
+        _, checkpointing, learning = _fit_micro_batch(
+            policy, longest, room, micro_batch * longest, None
+        )
+        smaller = micro_batch // 2
+        if learning <= room or smaller < 1 or config.batch_size % smaller:
+            break
+        micro_batch = smaller
+    terminal.line(
+        f"memory: about {(_allocated('cuda') + 3 * trained + learning) / 2**30:.1f} GB at the "
+        f"peak; {available / 2**30:.1f} GB are free; micro-batches of {micro_batch} examples"
+        + (", with gradient checkpointing" if checkpointing else "")
+    )
+    return micro_batch, checkpointing
+
+
+def repeat_if_out_of_memory(trainer: Any, learn: Callable[..., T], *arguments: Any) -> T:
+    """Learn from the rollouts of a step; where a GPU's memory runs out, once a run, repeat it in
+    half the micro-batch, with gradient checkpointing, and stay with that.
+
+    Once an update of the step is made nothing is repeated: it would be made twice.
+    """
+    try:
+        return learn(*arguments)
+    except torch.OutOfMemoryError:
+        if trainer.state.updated or trainer.memory_plan.halved:
+            raise
+    # Here, where the error holds no tensors any longer.
+    weights, plan = trainer.weights, trainer.memory_plan
+    for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
+        tensor.grad = None
+    release_memory()
+    tokens = max(plan.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
+    trainer.memory_plan = replace(plan, train_batch_tokens=tokens, checkpointing=True, halved=True)
+    set_gradient_checkpointing(trainer.policy, True)
+    terminal.line(
+        f"out of GPU memory: the update is repeated in micro-batches of {tokens} tokens with "
+        "gradient checkpointing, and so are those to come"
+    )
+    return learn(*arguments)
+
+
+def _fit_micro_batch(
+    policy: PreTrainedModel,
+    longest_sequence: int,
+    room: int,
+    tokens: int | None,
+    checkpointing: bool | None,
+) -> tuple[int, bool, int]:
+    """Choose the tokens of a micro-batch, and whether activations are kept for its backward pass:
+    yes, unless not even the smallest would fit into `room` then.
+
+    Args:
+        tokens, checkpointing: what the user wants; None: the plan chooses.
+
+    Returns:
+        Both, and the bytes that they take.
+    """
+    set_gradient_checkpointing(policy, False)
+    per_token = activation_bytes(policy)
+    largest = tokens or micro_batch_tokens(policy)
+    for twice in (False, True) if checkpointing is None else (checkpointing,):
+        learning = partial(_learning_bytes, policy, per_token, twice, longest_sequence)
+        size = largest
+        while tokens is None and size > SMALLEST_MICRO_BATCH and learning(size) > room:
+            size = max(size // 2, SMALLEST_MICRO_BATCH)
+        if learning(size) <= room:
+            break
+    return size, twice, learning(size)
 
 
 def _check_context(whose: str, context: int | None, prompt: int, max_new_tokens: int) -> None:

@@ -11,6 +11,9 @@ from rlm.model import adapter_tensors
 if TYPE_CHECKING:
     from peft import PeftModel
 
+GOOD_UPDATES = 200
+MAX_LOSS_SCALE = 2.0**16
+
 
 class MixedPrecisionAdapter:
     """LoRA matrices that training changes: the model's, and their fp32 master weights.
@@ -21,13 +24,15 @@ class MixedPrecisionAdapter:
 
     In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
     below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
-    divides by it in fp32. What overflows then is not finite, and that update is skipped.
+    divides by it in fp32. What overflows then is not finite, and that update is skipped: the scale
+    was too high, and is halved. After GOOD_UPDATES in a row it is doubled.
     """
 
     def __init__(self, policy: PeftModel) -> None:
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
+        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # since it changed
         if policy.dtype != torch.float32:
             self.master_weights = {
                 name: torch.nn.Parameter(tensor.detach().float())
@@ -46,6 +51,16 @@ class MixedPrecisionAdapter:
                 new = tensor.grad.float() / self.loss_scale
                 master.grad = new if master.grad is None else master.grad + new
                 tensor.grad = None
+
+    def adapt_loss_scale(self, *, skipped: bool) -> bool:
+        """Adapt the loss scale after an update; returns whether it alone may have been at fault."""
+        at_fault = skipped and self.loss_scale > 1
+        if at_fault:
+            self.loss_scale /= 2
+        self.good_updates = 0 if skipped else self.good_updates + 1
+        if self._scales and self.good_updates >= GOOD_UPDATES:
+            self.loss_scale, self.good_updates = min(2 * self.loss_scale, MAX_LOSS_SCALE), 0
+        return at_fault
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

@@ -29,6 +29,7 @@ from rlm.model import (
     pick_device,
     pick_quantization,
     release_memory,
+    set_gradient_checkpointing,
 )
 from rlm.rewards import CorrectnessReward
 from rlm.sampling import Sampler, VLLMSampler, sampling_dtype, split_command
@@ -166,6 +167,7 @@ def begin_run(
     first_step = trainer.state.begin(run, trainer.config, problems, eval_problems, distributed)
     plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
     trainer.memory_plan = distributed.broadcast(plan)
+    set_gradient_checkpointing(trainer.policy, trainer.memory_plan.checkpointing)
     metrics = validate(trainer, eval_problems, 0) if first_step == 0 else {}
     run.raise_if_interrupted(distributed.any(run.interrupted))
     return first_step, metrics

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, with two things of our own: a loss that on a CPU does no work for tokens that
+"""TRL's SFTTrainer, with two things of our own: a loss that does no work for tokens that
 are not learned, and checkpoints from which a stopped run goes on to the very same end.
 
 TRL's own loss leaves prompts out before the product with the vocabulary only where Triton runs;
@@ -15,6 +15,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from rlm.runs import (
     run_origin,
 )
 from rlm.training.logprobs import score_tokens
+from rlm.training.memory_plan import plan_sft
 from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example
 from rlm.training.state import LOG_BYTES
@@ -66,7 +68,7 @@ MAY_CHANGE = {
 
 
 class SFTTrainer(trl.SFTTrainer):
-    """TRL's trainer, with a loss for CPUs and our own resume."""
+    """TRL's trainer, with our own loss and resume."""
 
     def compute_loss(
         self,
@@ -76,7 +78,7 @@ class SFTTrainer(trl.SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Mean negative log-likelihood of the labels: TRL's figure, and its gradient."""
-        if return_outputs or model is not self.model or model.device.type != "cpu":
+        if return_outputs or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         decoder, head = decoder_and_head(model)
         hidden = decoder(
@@ -118,11 +120,17 @@ def make_trainer(
     examples: list[Example],
 ) -> SFTTrainer:
     """Make the trainer of a run."""
+    micro_batch, checkpointing = plan_sft(policy, config, examples)
     trainer = SFTTrainer(
         model=policy,
         processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list(examples),
-        args=trainer_arguments(config, device, config.steps(len(examples))),
+        args=trainer_arguments(
+            replace(config, micro_batch=micro_batch),
+            replace(device, dtype=policy.dtype),
+            config.steps(len(examples)),
+            checkpointing,
+        ),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
@@ -132,7 +140,9 @@ def make_trainer(
     return trainer
 
 
-def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTConfig:
+def trainer_arguments(
+    config: SFTConfig, device: Device, steps: int, checkpointing: bool
+) -> trl.SFTConfig:
     gpu = device.type == "cuda"
     arguments = trl.SFTConfig(
         output_dir=str(config.run_dir),
@@ -155,7 +165,7 @@ def trainer_arguments(config: SFTConfig, device: Device, steps: int) -> trl.SFTC
         bf16=gpu and device.dtype == torch.bfloat16,
         fp16=gpu and device.dtype == torch.float16,
         use_cpu=not gpu,
-        gradient_checkpointing=gpu,
+        gradient_checkpointing=checkpointing,
         seed=config.seed,
     )
     if arguments.device.type == "cuda":  # which counts the GPUs: one of them is enough
@@ -202,6 +212,7 @@ class CheckpointCallback(TrainerCallback):
             )
             self.step, self._schedule = state["step"], state["schedule"]
             self._seconds_before = state["seconds"]
+        self._cuda_state = self._loaded.get("random/cuda") if torch.cuda.is_available() else None
         run.begin(to_dict(config))
 
     @property
@@ -240,6 +251,9 @@ class CheckpointCallback(TrainerCallback):
         if self._loaded:
             torch.set_rng_state(self._loaded["random/now"])
             self._loaded = {}
+        if self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state)
+            self._cuda_state = None
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any
@@ -270,6 +284,8 @@ class CheckpointCallback(TrainerCallback):
     def _save(self, step: int) -> None:
         tensors = checkpoint_tensors(self.adapter, self._optimizer)
         tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
+        if torch.cuda.is_available():  # where dropout is drawn
+            tensors["random/cuda"] = torch.cuda.get_rng_state()
         schedule = self._scheduler.state_dict()
         state = {"origin": self.origin, "seconds": self.seconds, "schedule": schedule}
         self.run.checkpoints.save(step, tensors, state, keep=KEEP)

@@ -13,7 +13,7 @@ from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS
 
-# What changes when a GPU picks the 7B model on GSM8K.
+# What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 

@@ -149,9 +149,11 @@ class TrainingState:
         return StepControl(due(config.eval_every), save, last, interrupted)
 
     def count_update(self, *, skipped: bool) -> None:
-        """Count an update whose gradient was not finite; a finite one ends the streak."""
+        """Count an update whose gradient was not finite; a finite one ends the streak, to which
+        those do not count that a lower loss scale may cure."""
         self.skipped_total += skipped
-        self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
+        if not self.weights.adapt_loss_scale(skipped=skipped):
+            self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         self.updated |= not skipped
 
     def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
@@ -225,6 +227,7 @@ class TrainingState:
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
+        state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
@@ -243,7 +246,9 @@ class TrainingState:
         )
         for name in SAVED:
             setattr(self, name, state[name])
-        self._seconds_before = state.get("seconds", 0.0)  # older checkpoints have none
+        self._seconds_before = state.get("seconds", 0.0)  # older checkpoints have neither
+        if scale := state.get("loss_scale"):
+            self.weights.loss_scale, self.weights.good_updates = scale
         kl_weight = self.origin["config"]["kl_weight"]
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import tiny_model
@@ -134,3 +135,30 @@ def test_an_adapter_that_is_not_finite_is_refused(plain):
     save_file(tensors, file)
     with pytest.raises(UsageError, match="not finite"):
         load_adapter(tiny_model(), plain, trainable=False)
+
+
+@pytest.mark.parametrize("size", [3_100_000_000, 10**18, 0])
+def test_a_download_is_said_first_and_needs_room(hub_cache, monkeypatch, capsys, size):
+    """With the hub's bars on, which transformers' switch turns off, and only what is not here."""
+    from huggingface_hub import utils as hub
+
+    hub.disable_progress_bars()
+    monkeypatch.setattr(models, "hub_reachable", lambda: True)
+    here = SimpleNamespace(file_size=7, will_download=False)
+    bars = []
+
+    def snapshot_download(name, *, dry_run=False, **options):
+        if dry_run:
+            return [here, SimpleNamespace(file_size=size, will_download=size > 0)]
+        bars.append(not hub.are_progress_bars_disabled())
+        return str(hub_cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    if size == 10**18:
+        with pytest.raises(UsageError, match="HF_HOME"):
+            models.base_model_hash("some/model")
+    else:
+        models.base_model_hash("some/model")
+        assert bars == [size > 0]
+    assert ("downloading 3.1 GB: some/model" in capsys.readouterr().out) == (size == 3_100_000_000)
+    assert hub.are_progress_bars_disabled()

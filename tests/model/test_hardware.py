@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,18 +11,22 @@ from rlm.model import AdapterInfo
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.model.base import base_model_hash
-from rlm.model.hardware import GPU_MODEL
 from rlm.training.algorithms import PRESETS
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from train_sft import SFTConfig
 
+GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
 
 @pytest.fixture
 def having(monkeypatch):
-    """Pretend that a GPU is here, and the hub in reach."""
+    """Pretend that a GPU of so many GB is here, and the hub in reach."""
 
     def pretend(gpu, hub):
-        monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+        facts = SimpleNamespace(total_memory=int(gpu * 2**30))
+        monkeypatch.setattr("torch.cuda.is_available", lambda: bool(gpu))
+        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: facts)
         monkeypatch.setattr(machine, "hub_reachable", lambda: hub)
 
     return pretend
@@ -35,9 +40,15 @@ def resolved(cls, *argv):
 @pytest.mark.parametrize(
     ("gpu", "hub", "expected"),
     [
-        (True, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "4bit", True)),
-        (True, False, ("smollm2-135m", "word-problems:1", "none", False)),
-        (False, True, ("smollm2-135m", "word-problems:1", "none", False)),
+        (79.2, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "none", True)),
+        (39.4, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "none", True)),  # sold as 40
+        (23.6, True, ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", "none", True)),
+        (15.7, True, ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", "none", True)),
+        (14.7, True, ("Qwen/Qwen2.5-1.5B-Instruct", "gsm8k", "none", True)),  # a T4
+        (7.8, True, ("Qwen/Qwen2.5-1.5B-Instruct", "gsm8k", "none", True)),
+        (3.9, True, ("smollm2-135m", "word-problems:1", "none", False)),
+        (79.2, False, ("smollm2-135m", "word-problems:1", "none", False)),
+        (0, True, ("smollm2-135m", "word-problems:1", "none", False)),
     ],
 )
 def test_model_and_data_are_chosen_by_the_machine(having, capsys, cls, gpu, hub, expected):
@@ -46,16 +57,18 @@ def test_model_and_data_are_chosen_by_the_machine(having, capsys, cls, gpu, hub,
     is_changed = config.learning_rate != cls.learning_rate
     assert (config.model, config.dataset, config.quantize, is_changed) == expected
     assert config.use_4bit == (config.quantize == "4bit")
-    assert f"chosen: model {expected[0]}, dataset {expected[1]} (" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"chosen: model {expected[0]}, dataset {expected[1]} (" in said
+    assert ("licence" in said and "download" in said) == is_changed
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        # Only our own choice of model is packed, and has the larger numbers.
+        # Only our own choice of model has the larger numbers.
         (["--model=mine"], {"model": "mine", "dataset": "gsm8k", "quantize": "none", "steps": 20}),
         # The default, but typed.
-        (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "4bit"}),
+        (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "none"}),
         (["--no-use-4bit"], {"model": GPU_MODEL, "quantize": "none"}),
         (["--preset=drgrpo"], {"fixed_length_normalizer": 512}),  # of the length that was chosen
         (["--preset=reasoning_small"], {"learning_rate": 5e-6, "steps": 200, "quantize": "4bit"}),
@@ -64,13 +77,13 @@ def test_model_and_data_are_chosen_by_the_machine(having, capsys, cls, gpu, hub,
     ],
 )
 def test_what_was_set_is_left_alone(having, argv, expected):
-    having(gpu=True, hub=True)
+    having(gpu=80, hub=True)
     config = resolved(GRPOConfig, "--sft-adapter=none", *argv)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
-    having(gpu=False, hub=False)
+    having(gpu=0, hub=False)
     argv = ["--sft-adapter=none", "--preset=reasoning_small"]
     assert resolved(GRPOConfig, *argv).quantize == "none"
     assert "4-bit base is for CUDA GPUs" in capsys.readouterr().out
@@ -94,11 +107,11 @@ def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
 )
 def test_a_start_adapter_decides_model_data_and_packing(having, tmp_path, run, given, expected):
     """It may not say its data, as `GRPOTrainer` leaves one that was given the caller's own."""
-    having(gpu=False, hub=False)
+    having(gpu=0, hub=False)
     (tmp_path / "run.json").write_text(json.dumps(run))
     values = machine.default_values(given, AdapterInfo.load(tmp_path), {"steps": 200})
     assert tuple(values[name] for name in ("model", "dataset", "quantize")) == expected
-    assert ("steps" in values) == (expected[0] == GPU_MODEL)  # which are the 7B model's
+    assert ("steps" in values) == (expected[0] == GPU_MODEL)  # which are a GPU's model's
 
 
 def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, monkeypatch):
@@ -118,7 +131,7 @@ def test_nothing_is_taken_from_an_adapter_of_another_base(
     having, model_dir, tmp_path, monkeypatch, same_weights
 ):
     """The default one is used where it fits; a copy of its base under another name fits."""
-    having(gpu=False, hub=False)
+    having(gpu=0, hub=False)
     monkeypatch.chdir(tmp_path)
     run = {"base_model": "theirs", "dataset": "gsm8k:here", "quantize": "8bit"}
     run["base_hash"] = base_model_hash(str(model_dir)) if same_weights else "sha256:0"
@@ -178,3 +191,40 @@ def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 70)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 30)
     assert machine.available_memory("cuda") == 140
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "visible", "expected"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue", "12.8", None,
+         "driver 470.57.02 does not work with PyTorch"),
+        ("NVRM version: 550.54.14", None, None, "built without CUDA"),
+        ("NVRM version: 550.54.14", None, "", ""),  # hidden by the user
+        (None, None, None, ""),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_is_not_used_is_explained(
+    having, tmp_path, monkeypatch, driver, cuda, visible, expected
+):
+    having(gpu=0, hub=True)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if driver:
+        machine.DRIVER.write_text(driver)
+    assert machine.why_no_gpu() == "" if not expected else expected in machine.why_no_gpu()
+    assert expected in machine.pick_device().reason
+    assert (expected or "no GPU here") in machine.default_setup().reason
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("535.1\n", "535.1"), (None, None)])
+def test_where_only_nvidia_smi_knows_the_driver(tmp_path, monkeypatch, answer, expected):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{'echo ' + answer if answer else 'exit 9'}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "none")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert machine._nvidia_driver() == expected

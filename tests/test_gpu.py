@@ -1,0 +1,380 @@
+"""The scripts on pretended GPUs of several sizes and generations (`tests/pretended_cards.py`)."""
+
+import atexit
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import byte_tokenizer, tiny_model
+from live_server import live
+from pretended_cards import CONTEXT, card_of, pretended_cards
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import evaluate
+import inference
+import server
+import train_grpo
+import train_sft
+from rlm.cli import UsageError, run_main
+from rlm.model.adapters import load_adapter, set_gradient_checkpointing
+from rlm.model.base import load_base
+from rlm.model.hardware import Device, pick_device
+from rlm.sampling.draw import sample_rows
+from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.params import SamplingParams
+from rlm.sampling.weights import copy_bytes
+from rlm.serving import models as serving_models
+from rlm.serving.models import find_models, load_replicas
+from rlm.training.batches import Rollout, make_micro_batches
+from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
+from rlm.training.logprobs import token_logprobs
+from rlm.training.memory_plan import plan_memory, repeat_if_out_of_memory
+from tests.test_train_grpo import PROBLEMS, a_config, likes_letters
+
+DATA = ["--dataset", "word-problems:1"]
+CLASSES = {
+    train_sft: train_sft.SFTConfig,
+    train_grpo: train_grpo.GRPOConfig,
+    evaluate: evaluate.EvaluateConfig,
+    inference: inference.InferenceConfig,
+}
+REWARD = """
+def letters(completions, **_):
+    return [float(bool(set("etaoinshrdlu") & set(text))) for text in completions]
+"""
+T4, GB8, GB24, GB80 = (16, (7, 5)), (8, (8, 6)), (24, (8, 9)), (80, (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """Whether the machine has a network does not matter."""
+    for place in ("hardware", "base"):
+        monkeypatch.setattr(f"rlm.model.{place}.hub_reachable", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A base that can be packed in 4 bits: its rows are whole blocks of 64."""
+    path = tmp_path_factory.mktemp("gpu_base")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 264}
+    tiny_model("qwen2", **shape).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    (path / "reward.py").write_text(REWARD)
+    return path
+
+
+def run(script, *arguments) -> int:
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, CLASSES[script], argv=[str(a) for a in arguments])
+    return exit.value.code or 0
+
+
+def sft(base, path, *options) -> int:
+    return run(
+        train_sft, "--model", base, *DATA, "--max-samples", 8, "--batch-size", 4, "--micro-batch",
+        4, "--eval-samples", 2, "--output", path / "sft", "--run-dir", path / "run_sft", *options,
+    )  # fmt: skip
+
+
+def grpo(base, path, *options) -> int:
+    return run(
+        train_grpo, "--model", base, *DATA, "--sft-adapter", path / "sft", "--output",
+        path / "grpo", "--run-dir", path / "run_grpo", "--steps", 1, "--batch-size", 2,
+        "--group-size", 4, "--max-new-tokens", 8, "--eval-samples", 2, "--kl-weight", 0.1,
+        "--updates-per-batch", 2, "--reward", f"{base / 'reward.py'}:letters", *options,
+    )  # fmt: skip
+
+
+def trained(base, path, *options) -> Path:
+    assert sft(base, path, *options) == 0
+    assert grpo(base, path, *options) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("card", "options"),
+    [
+        pytest.param(T4, [], id="T4"),
+        pytest.param(GB8, ["--quantize=4bit"], id="8GB-4bit"),
+        pytest.param(GB80, [], id="80GB"),
+    ],
+)
+def test_every_script_runs(base, tmp_path, card, options):
+    with pretended_cards(*card) as cards:
+        trained(base, tmp_path, *options)
+        assert run(
+            evaluate, *DATA, "--model", base, "--adapter", tmp_path / "grpo", "--sft-adapter",
+            tmp_path / "sft", "--max-samples", 2, "--max-new-tokens", 8, "--output", tmp_path / "e",
+        ) == 0  # fmt: skip
+        assert run(inference, "1 + 1?", "--adapter", tmp_path / "grpo", "--max-new-tokens", 8) == 0
+        service = server._service(server.ServerConfig(adapter=tmp_path / "grpo"))
+        with live(service) as running:
+            answer = running.post({"prompt": "1 + 1?", "max_new_tokens": 8})
+            assert answer.status_code == 200, answer.text
+    assert cards.peak[0] > 0
+
+
+def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
+    """In its own way, whose logits are of learned tokens alone, and keeps what fits on the card."""
+    losses, bf16 = [], Device("cpu", torch.bfloat16, "test")
+    refuse = classmethod(lambda *_, **__: pytest.fail("TRL's loss, whose logits are of all tokens"))
+    monkeypatch.setattr("trl.SFTTrainer.compute_loss", refuse)
+    monkeypatch.setattr(train_sft, "pick_device", lambda: bf16)
+    assert sft(base, tmp_path / "cpu", "--eval-samples=0", "--lora-r=4") == 0
+    losses.append(json.loads((tmp_path / "cpu" / "sft" / "run.json").read_text())["loss"])
+    monkeypatch.setattr(train_sft, "pick_device", pick_device)
+    for name in ("kept", "tight"):
+        with pretended_cards(*GB8):
+            if name == "tight":
+                place = "rlm.training.memory_plan.available_memory"
+                monkeypatch.setattr(place, lambda device: 12 * 2**20)
+            assert sft(base, tmp_path / name, "--eval-samples=0", "--lora-r=4") == 0
+        losses.append(json.loads((tmp_path / name / "sft" / "run.json").read_text())["loss"])
+        said = capsys.readouterr().out
+        assert ("with gradient checkpointing" in said) == (name == "tight")
+    assert losses[1:] == [pytest.approx(losses[0], abs=0.02)] * 2
+
+
+def test_a_resumed_sft_goes_on_with_the_card_s_random_numbers(base, tmp_path):
+    """Which draw the dropout."""
+    dropout = "--lora-dropout=0.1"
+    with pretended_cards(*GB8) as cards:
+        cards.random_state = before = torch.Generator().manual_seed(7).get_state()
+        assert sft(base, tmp_path, dropout, "--max-minutes=1e-9") == 0
+    with pretended_cards(*GB8) as cards:
+        assert not torch.equal(cards.random_state, before)
+        assert sft(base, tmp_path, dropout, "--resume") == 0
+        assert torch.equal(cards.random_state, before)
+
+
+def two_ranks(base, path) -> list[faults.Ended]:
+    """How two processes of one run end on a machine with two cards of 24 GB."""
+
+    def be(rank: int) -> None:
+        faults.meet(rank, path / "meeting")
+        with pretended_cards(*GB24, count=2) as cards:
+            assert grpo(base, path) == 0
+        atexit._run_exitfuncs()
+        assert not dist.is_initialized()
+        assert cards.peak[1 - rank] == 0, f"rank {rank} has put bytes on the other's card"
+        assert cards.peak[rank] > 0
+
+    said = [path / f"said{rank}.txt" for rank in (0, 1)]
+    started = [faults.start(partial(be, rank), said[rank]) for rank in (0, 1)]
+    return [faults.wait(*each) for each in zip(started, said, strict=True)]
+
+
+def test_two_processes_keep_to_their_own_cards(base, tmp_path):
+    with pretended_cards(*GB24):
+        assert sft(base, tmp_path) == 0
+    ends = two_ranks(base, tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert (tmp_path / "grpo" / "adapter_model.safetensors").exists()
+
+
+def test_more_processes_than_cards_is_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pretended_cards(*GB24, count=2), pytest.raises(UsageError, match=r"3 or more .* 2 GPUs"):
+        Distributed.from_env()
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_a_base_is_read_straight_onto_the_card(base, monkeypatch, quantize):
+    """Not into host memory first, which may be smaller; also not onto another card."""
+    monkeypatch.setattr(PreTrainedModel, "to", lambda *_, **__: pytest.fail("moved as a whole"))
+    with pretended_cards(*GB24, count=2) as cards:
+        torch.cuda.set_device(1)
+        model = load_base(str(base), pick_device(), quantize=quantize)
+        assert {str(card_of(tensor)) for tensor in model.parameters()} == {"cuda:1"}
+        assert cards.peak[0] == 0
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_what_overflows_in_fp16_is_loaded_in_fp32(base, tmp_path, capsys, quantize):
+    """As Qwen2.5 does on a T4 where its activations grow beyond 65,504; bf16 holds them."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.embed_tokens.weight.data.mul_(1e6)
+    model.lm_head.weight.data.mul_(1e-3)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for card, dtype in ((T4, torch.float32), (GB8, torch.bfloat16)):
+        with pretended_cards(*card):
+            loaded = load_base(str(tmp_path), pick_device(), quantize=quantize)
+            assert loaded.dtype == loaded.lm_head.weight.dtype == dtype
+            assert (
+                load_base(str(base), pick_device(), quantize=quantize).dtype == pick_device().dtype
+            )
+    assert capsys.readouterr().out.count("overflows in fp16") == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_noticed_in_the_one_transfer(bad, temperature):
+    """The batch waits for what is read of a card: once a token."""
+    logits, uniform = torch.zeros(3, 50), torch.full((3,), 0.5, dtype=torch.float64)
+    params, reads = [SamplingParams(1, temperature)] * 3, []
+
+    class Reads(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ in ("tolist", "item", "__bool__") and args[0].is_cuda:
+                reads.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with pretended_cards(*T4):
+        on_card = logits.to("cuda")
+        with Reads():
+            drawn = sample_rows(on_card, uniform, params)
+        assert drawn == sample_rows(logits, uniform, params)
+        assert len(reads) == 1
+        on_card[1, 7] = bad
+        with pytest.raises(UsageError, match="not finite"):
+            sample_rows(on_card, uniform, params)
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_an_adapter_computes_in_the_base_s_type(base, tmp_path, quantize):
+    with pretended_cards(*GB8):
+        sft(base, tmp_path, f"--quantize={quantize}")
+        model = load_base(str(base), pick_device(), quantize=quantize)
+        policy = load_adapter(model, tmp_path / "sft", trainable=False)
+        lora = {tensor.dtype for name, tensor in policy.named_parameters() if "lora_" in name}
+        assert lora == {torch.bfloat16}
+
+
+def test_masks_need_no_copy_on_a_gpu():
+    """Its attention copies a mask whose rows are no multiple of 8 long, in every layer."""
+    rollouts = [Rollout(0, [1] * 5, [1] * 7, 1.0, 1.0, [0.0] * 7)]
+    widths = {"cpu": 11, "cuda": 16}
+    with pretended_cards(*T4):
+        for device, width in widths.items():
+            (micro,) = make_micro_batches(rollouts, 8, 512, device)
+            assert micro.input_ids.shape == (1, width)
+        # Nor is most of a row computed in vain: a group of eight is two rows.
+        (micro,) = make_micro_batches(rollouts * 8, 8, 512, "cuda")
+        assert micro.input_ids.shape == (2, 32)
+
+
+def test_replicas_share_a_card_s_memory(base, tmp_path, monkeypatch):
+    """Each would choose a merged copy and half of what is free then: the last ones find nothing."""
+
+    def leaving_little(model):
+        cards.total = cards.allocated[0] + CONTEXT + int(2.2 * copy_bytes(model))
+        return switch(model)
+
+    switch = serving_models._adapter_switch
+    monkeypatch.setattr(serving_models, "_adapter_switch", leaving_little)
+    config = CacheConfig(max_num_seqs=16, prompt_slots=16, prompt_tokens=64, new_tokens=64)
+    with pretended_cards(*GB24) as cards:
+        sft(base, tmp_path)
+        for name in ("second", "third"):
+            shutil.copytree(tmp_path / "sft", tmp_path / name)
+        models = find_models(tmp_path / "sft", tmp_path, None)
+        replicas = load_replicas(models, byte_tokenizer(), 16)
+        assert len(replicas) == 4
+        for replica in replicas.values():
+            replica.activate()
+            replica.sampler.allocate_cache(config, replica.prefix[:8])
+
+
+@pytest.fixture(scope="module")
+def larger_base(tmp_path_factory) -> Path:
+    """Wide and deep enough that a micro-batch's activations are what counts."""
+    path = tmp_path_factory.mktemp("larger_base")
+    shape = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "vocab_size": 320}
+    tiny_model("qwen2", **shape, num_hidden_layers=6).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def planned(base, path, **options) -> train_grpo.GRPOTrainer:
+    config = GRPOConfig(
+        sft_adapter=None, max_new_tokens=64, batch_size=4, group_size=4, run_dir=path / "run",
+        output=path / "adapter", **options,
+    )  # fmt: skip
+    trainer = train_grpo.GRPOTrainer(str(base), config)
+    trainer.memory_plan = plan_memory(trainer, PROBLEMS[:4], 0)
+    return trainer
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_plan_counts_what_a_micro_batch_takes(larger_base, tmp_path, quantize, checkpointing):
+    options = {"quantize": quantize, "train_batch_tokens": 512, "checkpointing": checkpointing}
+    with pretended_cards(*GB24) as cards:
+        trainer = planned(larger_base, tmp_path, **options)
+        plan = trainer.memory_plan
+        assert plan.loaded == cards.allocated[0]
+        set_gradient_checkpointing(trainer.policy, plan.checkpointing)
+        row = {"prompt": [1] * 97, "completion": [1] * 32, "weight": 1.0, "advantage": 1.0}
+        rollouts = [Rollout(i, **row, sampler_logprobs=[0.0] * 32) for i in range(4)]
+        (micro,) = make_micro_batches(rollouts, 8, 512, "cuda")
+        before = cards.allocated[0]
+        cards.peak[0] = before
+        logprobs, _ = token_logprobs(trainer.policy, micro, 1.0)
+        (logprobs.sum() * trainer.weights.loss_scale).backward()
+        counted = cards.peak[0] - before
+    assert plan.learning == pytest.approx(counted, rel=0.15)
+
+
+def test_where_the_longest_completion_does_not_fit_activations_are_computed_twice(
+    larger_base, tmp_path, capsys, monkeypatch
+):
+    def plan(**options):
+        return planned(larger_base, tmp_path, **options).memory_plan
+
+    with pretended_cards(*GB8):
+        assert not plan().checkpointing
+        kept = plan(train_batch_tokens=64, checkpointing=False)
+        free = kept.optimizer + kept.learning
+        monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
+        assert "with gradient checkpointing" not in capsys.readouterr().out
+        tight = plan()
+        said = capsys.readouterr().out
+        assert tight.checkpointing
+        assert tight.learning < kept.learning
+        assert "with gradient checkpointing" in said
+        assert "may not fit" not in said
+        assert not plan(checkpointing=False).checkpointing  # as asked
+        assert "may not fit" in capsys.readouterr().out
+
+
+def test_where_memory_runs_out_the_update_is_repeated_in_halves(
+    base, tmp_path, capsys, monkeypatch
+):
+    """From its beginning, and gives the same adapter; the second time it ends the run."""
+    calls_left = []  # before memory runs out
+    device = Device("cuda", torch.float32, "test")  # in 16 bits sums depend on their order
+
+    def fails(*arguments):
+        if calls_left:
+            calls_left[0] -= 1
+            if calls_left[0] == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return token_logprobs(*arguments)
+
+    monkeypatch.setattr(train_grpo, "token_logprobs", fails)
+    adapters = []
+    with pretended_cards(*GB8):
+        for name in ("whole", "halves"):
+            options = {"steps": 2, "updates_per_batch": 2, "train_batch_tokens": 256}
+            config = a_config(tmp_path, name, **options)
+            trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device)
+            calls_left[:] = [2] if name == "halves" else []  # one micro-batch is learned from
+            trainer.train(PROBLEMS)
+            adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})
+        assert trainer.memory_plan.train_batch_tokens == 128
+        assert capsys.readouterr().out.count("out of GPU memory") == 1
+        calls_left[:] = [1]
+        assert trainer.memory_plan.halved
+        with pytest.raises(torch.OutOfMemoryError):
+            repeat_if_out_of_memory(trainer, fails)
+    for name, tensor in adapters[0].items():
+        assert torch.allclose(tensor, adapters[1][name], atol=1e-3), name
