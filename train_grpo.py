@@ -13,14 +13,11 @@ group, update the LoRA adapter. What textbook GRPO has and this leaves out, and 
 4. No value model: the group's mean is the baseline.
 
     python train_grpo.py                                   # picks model and data by what is here
-    python train_grpo.py --dataset gsm8k --sft-adapter weights/sft_lora --use-4bit
     python train_grpo.py --doctor                          # why is my reward flat?
-    python train_grpo.py --resume                          # go on where a run stopped
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -40,7 +37,6 @@ from torch import Tensor
 
 from rlm.cli import terminal
 from rlm.data import FORMATS, Problem, render_problem
-from rlm.evaluation import evaluate
 from rlm.model import (
     Device,
     base_model_hash,
@@ -48,6 +44,7 @@ from rlm.model import (
     load_tokenizer,
     prepare_process,
     release_memory,
+    set_gradient_checkpointing,
 )
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.runs import RunDirectory
@@ -61,8 +58,10 @@ from rlm.training import (
     TrainingState,
     begin_run,
     check_arguments,
+    count_solved,
     draw_problems,
     export_run,
+    generate_text,
     group_advantages,
     has_signal,
     load_data,
@@ -115,7 +114,6 @@ class GRPOTrainer:
         Args:
             reward_fn: a RewardFunction, a function, or a list of these (docs/algorithms.md). None:
                 1 for the strict format with the right number, else 0.
-            tokenizer: instead of the model's own.
 
         Raises:
             TypeError, ValueError: an argument is not what it should be; nothing was loaded.
@@ -126,14 +124,14 @@ class GRPOTrainer:
         self.distributed = Distributed.from_env()
         self.model_name = model_name = str(model_name)
         self.base_hash = base_model_hash(model_name)
-        config = resolve_start(
-            config or GRPOConfig(), model_name, self.base_hash, self.distributed.size
-        )
+        given = config or GRPOConfig()
+        config = resolve_start(given, model_name, self.base_hash, self.distributed.size)
         self.config, self.format = config, FORMATS[config.reasoning_format]
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         self.model = self.policy  # its name elsewhere
         use_fused_layers(self.policy)
+        set_gradient_checkpointing(self.policy, bool(config.checkpointing))
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed)
@@ -277,19 +275,11 @@ class GRPOTrainer:
 
     def generate(self, question: str) -> str:
         """Answer a question greedily; the text shows the reasoning, in its tags."""
-        if not isinstance(question, str):
-            raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
-        params = SamplingParams(self.config.max_new_tokens, temperature=0.0)
-        prompt = self.render(Problem("", question, ""))
-        [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])
-        self.sampler.release()
-        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return generate_text(self, question)
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
         """Count the problems that are solved greedily; `advance` is called after each."""
-        tools, limit = (self.sampler, self.tokenizer), self.config.max_new_tokens
-        result = evaluate(*tools, problems, self.format, max_new_tokens=limit, on_finish=advance)
-        return result.accuracy(strict=True)["correct"]
+        return count_solved(self, problems, advance)
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""
@@ -307,5 +297,4 @@ def main(config: GRPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     run_main(main, GRPOConfig, **COMMAND_LINE)

@@ -126,7 +126,7 @@ def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
     losses, bf16 = [], Device("cpu", torch.bfloat16, "test")
     refuse = classmethod(lambda *_, **__: pytest.fail("TRL's loss, whose logits are of all tokens"))
     monkeypatch.setattr("trl.SFTTrainer.compute_loss", refuse)
-    monkeypatch.setattr(train_sft, "pick_device", lambda: bf16)
+    monkeypatch.setattr(train_sft, "pick_device", lambda _: bf16)
     assert sft(base, tmp_path / "cpu", "--eval-samples=0", "--lora-r=4") == 0
     losses.append(json.loads((tmp_path / "cpu" / "sft" / "run.json").read_text())["loss"])
     monkeypatch.setattr(train_sft, "pick_device", pick_device)
@@ -266,7 +266,7 @@ def test_replicas_share_a_card_s_memory(base, tmp_path, monkeypatch):
     """Each would choose a merged copy and half of what is free then: the last ones find nothing."""
 
     def leaving_little(model):
-        cards.total = cards.allocated[0] + CONTEXT + int(2.2 * copy_bytes(model))
+        cards.total = cards.allocated[0] + CONTEXT + int(2.2 * copy_bytes(model, model.dtype))
         return switch(model)
 
     switch = serving_models._adapter_switch
@@ -366,7 +366,7 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
         for name in ("whole", "halves"):
             options = {"steps": 2, "updates_per_batch": 2, "train_batch_tokens": 256}
             config = a_config(tmp_path, name, **options)
-            trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device)
+            trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device=device)
             calls_left[:] = [2] if name == "halves" else []  # one micro-batch is learned from
             trainer.train(PROBLEMS)
             adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})

@@ -334,7 +334,7 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
         state.begin(run, config, PROBLEMS, (), Distributed())
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
-        again.restore(run)
+        again.restore(run, {})
     assert (again.weights.loss_scale, again.weights.good_updates) == (scale / 2**3, 3)
     for _ in range(3000):
         state.count_update(skipped=False)

@@ -14,7 +14,7 @@ EXPORTS = {
     "config": "GRPOConfig",
     "distributed": "Distributed",
     "doctor": "run_doctor",
-    "finish": "export_run validate",
+    "finish": "count_solved export_run generate_text validate",
     "fused_layers": "use_fused_layers",
     "logprobs": "reference_logprobs token_logprobs",
     "loss": "policy_loss",

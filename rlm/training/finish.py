@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlm.cli import terminal, to_dict
 from rlm.data import Problem
+from rlm.evaluation import evaluate
 from rlm.model import peak_memory_gb, save_adapter
 from rlm.runs import git_commit, learning_curves
+from rlm.sampling import SamplingParams
 
 
 def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:
@@ -63,3 +65,31 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
         trainer.run.write_csv(rows)
         learning_curves(rows, trainer.run.path / "curves.png")
     return summary
+
+
+def generate_text(trainer: Any, question: str) -> str:
+    """Answer a question greedily with a `train_grpo.GRPOTrainer`, as text with its tags.
+
+    Raises:
+        TypeError: it is no text.
+    """
+    if not isinstance(question, str):
+        raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
+    params = SamplingParams(trainer.config.max_new_tokens, temperature=0.0)
+    prompt = trainer.render(Problem("", question, ""))
+    [[completion]] = trainer.sampler.sample([prompt], 1, params, [trainer.config.seed])
+    trainer.sampler.release()
+    return trainer.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def count_solved(trainer: Any, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
+    """Count the problems that a `train_grpo.GRPOTrainer` solves greedily, in the strict format."""
+    result = evaluate(
+        trainer.sampler,
+        trainer.tokenizer,
+        problems,
+        trainer.format,
+        max_new_tokens=trainer.config.max_new_tokens,
+        on_finish=advance,
+    )
+    return result.accuracy(strict=True)["correct"]

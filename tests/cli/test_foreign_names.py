@@ -231,7 +231,7 @@ def test_the_command_line_makes_20_steps_where_nothing_is_said(monkeypatch):
     passes = resolve_config(GRPOConfig, [*given, "--num_epochs", "2"])
     assert (passes.steps, passes.num_epochs) == (None, 2)
     hardware = importlib.import_module("rlm.model.hardware")
-    big = hardware.Setup(hardware.GPU_MODEL, "gsm8k", "4bit", "a GPU")
+    big = hardware.Setup("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "none", "a GPU")
     monkeypatch.setattr(hardware, "default_setup", lambda: big)
     assert resolve_config(GRPOConfig, given[4:]).steps == 200
     assert resolve_config(GRPOConfig, [*given[4:], "--steps", "5"]).steps == 5
