@@ -5,6 +5,7 @@ import lines, script path and model name. `make test-slow` runs the command line
 otherwise they run for one step, which also says what they set.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -20,6 +21,10 @@ from rlm.data import loaders as data
 from rlm.data import word_problems
 from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
 from rlm.training.config import GRPOConfig
+
+# The document itself, where it is at hand; the project stands without it.
+FOLDERS = [parent / "shared" / "seeds" for parent in Path(__file__).resolve().parents]
+DOCUMENT = next((file for folder in FOLDERS for file in folder.glob("002_*.txt")), None)
 
 BLOCKS = [
     """
@@ -217,3 +222,17 @@ def test_help_tells_every_algorithm_and_preset(capsys):
     for name, algorithm in ALGORITHMS.items():
         assert f"{name}: {algorithm.formula()}" in text
     assert all(f"  {name}: " in text for name in PRESETS)
+
+
+@pytest.mark.skipif(DOCUMENT is None, reason="the document is not here")
+def test_the_examples_are_the_documents():
+    """As syntax trees, because comments are the document's own; the package's name is ours."""
+    text = DOCUMENT.read_text(encoding="utf-8").replace("homellm.training.rl", "rlm")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = [re.sub(r'model_name="[^"]*"', 'model_name="MODEL"', block) for block in blocks]
+    assert [ast.dump(ast.parse(b)) for b in blocks] == [ast.dump(ast.parse(b)) for b in BLOCKS]
+    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    commands = commands.replace("python -m rlm.train_rl", "train_grpo.py")
+    commands = re.sub(r"--model\s+\S+", "--model MODEL", commands).splitlines()
+    wanted = [line.split() for line in commands if line.startswith("train_grpo.py")]
+    assert wanted == [command.split() for command in COMMANDS]
