@@ -569,6 +569,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
         assert all(json.loads(line) for line in log.splitlines())
 
 
+@pytest.mark.slow
 def test_the_image_has_what_the_server_imports(tmp_path):
     """The Dockerfile leaves packages and files out; nothing that it keeps may ask for them."""
     recipe = (ROOT / "Dockerfile").read_text()

@@ -63,6 +63,7 @@ def test_a_report_says_what_it_takes_to_run_it_again(tmp_path, capsys):
         assert text in shown
 
 
+@pytest.mark.slow
 def test_a_child_returns_its_dict_and_its_peak_memory():
     result = harness.run_child("builtins", "dict", {"a": 1})
     assert result["a"] == 1

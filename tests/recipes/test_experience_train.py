@@ -578,7 +578,11 @@ def test_more_problems_go_on_where_it_stopped(place):
 
 @pytest.mark.parametrize(
     ("name", "sent"),
-    [("generator_1", signal.SIGINT), ("critic", signal.SIGINT), ("generator_1", signal.SIGKILL)],
+    [
+        pytest.param("generator_1", signal.SIGINT, marks=pytest.mark.slow),
+        ("critic", signal.SIGINT),
+        ("generator_1", signal.SIGKILL),
+    ],
 )
 def test_a_process_that_is_ended_goes_on(tmp_path, server, name, sent):
     """Ctrl-C ends it after the problem in hand, a kill at once."""

@@ -239,7 +239,11 @@ def weights(folder):
 
 @pytest.mark.parametrize(
     ("batch", "step", "dropout"),
-    [(3, 2, 0.0), (5, 3, 0.0), (11, 7, 0.3)],  # the third step is an epoch's last
+    [
+        pytest.param(3, 2, 0.0, marks=pytest.mark.slow),
+        (5, 3, 0.0),  # the third step is an epoch's last
+        pytest.param(11, 7, 0.3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     sft, tmp_path, at_batch, signals, batch, step, dropout
