@@ -181,6 +181,8 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
         label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
             raise UsageError(f"{label} is given twice")
+        if option.bare is not None and isinstance(value, bool):  # it was a switch once
+            value = option.bare if value else option.default
         try:
             new = option.spelled(_convert(option.kind, value, typed))
             values[option.name] = new

@@ -388,3 +388,12 @@ def test_another_broken_pipe_is_an_error_and_no_torch_is_imported():
     done = run_script(body, capture_output=True)
     assert done.returncode == 1
     assert "BrokenPipeError: worker" in done.stderr
+
+
+@pytest.mark.parametrize(("written", "value"), [("false", 0), ("true", 3), ("5", 5)])
+def test_an_option_that_was_a_switch_is_read_from_yaml(written, value, tmp_path):
+    from rlm.training import SFTConfig
+
+    file = tmp_path / "old.yaml"
+    file.write_text(f"dry_run: {written}\n")
+    assert parse(SFTConfig, ["--config", str(file)]).dry_run == value
