@@ -52,6 +52,24 @@ def test_what_the_loss_counts():
 
 
 @pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "has_gradient"),
+    [
+        (1.5, 1.0, -1.2, False),  # beyond 1 + 0.2 a good token gains no more
+        (1.5, -1.0, 1.5, True),  # and a bad one is pushed back in full
+        (0.5, 1.0, -0.5, True),
+        (0.5, -1.0, 0.8, False),
+        (1.1, 1.0, -1.1, True),
+    ],
+)
+def test_the_clip_holds_on_the_side_that_would_gain(ratio, advantage, loss, has_gradient):
+    batch = micro_batch([1], torch.tensor([[-1.0]]), torch.tensor([advantage]), [1.0])
+    new = torch.tensor([[-1.0]]) + torch.tensor(ratio).log()
+    value, gradient, _ = loss_and_gradient(new, batch)
+    assert value == pytest.approx(loss)
+    assert (gradient.item() != 0) == has_gradient
+
+
+@pytest.mark.parametrize(
     ("estimator", "values"),
     [
         ("k1", [0.2, -0.5, 0.0]),
