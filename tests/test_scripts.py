@@ -23,6 +23,7 @@ import train_sft
 from rlm.cli.flags import flags_of
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
+from rlm.data import load_problems
 from rlm.data.prompts import FORMATS, render_problem, render_prompt
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.records import RowRecord
@@ -238,9 +239,12 @@ def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monk
     assert (both["base"], both["GRPO"]) == (alone["base"], alone["GRPO"])
 
     monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
-    config = demo.DemoConfig(problems=2, samples=1)
-    grpo = train_grpo.GRPOConfig(model=str(model_dir), dataset=DATA[1], max_new_tokens=8)
-    rows = demo._evaluate(config, grpo, adapters, demo.Clock())
+    settings = evaluate.EvaluateConfig(
+        model=str(model_dir), reasoning_format="deepseek", samples=1, max_new_tokens=8
+    )
+    clock = demo.Clock({f"evaluate {row}": 1.0 for row in ("base", *adapters)}, {})
+    problems = load_problems(DATA[1], "test", max_samples=2)
+    rows = demo._evaluate(settings, problems, {"base": None, **adapters}, clock)
     texts = [[g.text for g in kinds["greedy"].completions] for kinds in rows.values()]
     assert dict(zip(ROWS, texts, strict=True)) == both
 
@@ -583,10 +587,10 @@ def test_yaml_configs_parse(file):
 
 def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     """What `make demo` does, with options of a few seconds."""
-    common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\n"
+    common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\neval_samples: 0\n"
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
     (tmp_path / "grpo.yaml").write_text(
-        common + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\neval_samples: 4\n"
+        common + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\nsave_every: 1\n"
     )
     config = demo.DemoConfig(
         output=tmp_path / "demo",
@@ -604,4 +608,13 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     assert summary["gain"]["low"] <= summary["gain"]["points"] <= summary["gain"]["high"]
     assert set(summary["seconds"]) > {"sft", "grpo", "total"}
     assert summary["peak_memory_gb"] > 0
-    assert "a kind of problem it never saw" in capsys.readouterr().out.lower()
+    curve = summary["curve"]
+    assert [len(points) for points in curve.values()] == [3, 3]  # base, SFT, GRPO; half way too
+    for points in curve.values():
+        assert [seconds for seconds, _ in points] == sorted(seconds for seconds, _ in points)
+    assert (tmp_path / "demo" / "learning.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "[6 of 6] evaluate halfway: about" in said
+    assert "None of 6 that GRPO alone gets right" in said
+    assert "final_rlm_lora" in said.splitlines()[-1]
+    assert "weights" not in said.partition("Next:")[2]

@@ -52,7 +52,9 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
                     points = _curve_points(results, arm, axis, kind)
                     _line(axes, arm, points, "-" if len(points) > 2 else "--")
             axes.set_xlabel("training, seconds" if axis == "seconds" else "samples learned from")
-            axes.set_title(f"right on {problems} validation problems, {kind}, strict, %", loc="left")
+            axes.set_title(
+                f"right on {problems} validation problems, {kind}, strict, %", loc="left"
+            )
             axes.set_xlim(left=0)
             _tidy(axes)
     lines, names = grid.flat[0].get_legend_handles_labels()
