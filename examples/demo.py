@@ -18,7 +18,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -87,8 +87,10 @@ def main(config: DemoConfig) -> int:
         train_sft.main(sft)
     with clock("grpo"):
         train_grpo.main(resolve_config(train_grpo.GRPOConfig, grpo_argv))
-    results |= _evaluate(settings, problems, adapters, clock)
-    halfway = _evaluate_halfway(settings, problems, adapters["sft"], grpo.run_dir, clock)
+    halfway = _export_halfway(adapters["sft"], grpo.run_dir, config.output / "halfway_lora")
+    trained = adapters | ({"halfway": halfway} if halfway else {})
+    found = results | _evaluate(settings, problems, trained, clock)
+    results = {row: found[row] for row in ("base", *adapters)}
 
     write_report(results, f"{settings.dataset}, test, n = {len(problems)}", {}, settings.output)
     seconds = clock.seconds | {"total": round(clock.passed, 1)}
@@ -97,7 +99,7 @@ def main(config: DemoConfig) -> int:
         "machine": f"{os.cpu_count()} cores, {pick_device()}",
         "seconds": seconds,
         "peak_memory_gb": round(peak_memory_gb(), 2),
-        "curve": _curve(results, halfway, adapters),
+        "curve": _curve(found, trained),
     }
     (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _draw_curve(summary, config.output / "learning.png")
@@ -165,8 +167,9 @@ def _expected_seconds(
         "grpo": rollouts * A_ROLLOUT,
         "evaluate sft": (1 + config.samples) * answers,
         "evaluate grpo": (1 + config.samples) * answers,
-        "evaluate halfway": answers,
     }
+    if 0 < grpo.save_every < steps:  # a point of the curve
+        expected["evaluate halfway"] = answers
     return expected, {"grpo": 60 * grpo.max_minutes} if grpo.max_minutes else {}
 
 
@@ -194,11 +197,10 @@ def _evaluate(
     problems: list[Problem],
     adapters: Mapping[str, Path | None],
     clock: Clock,
-    kinds: Sequence[str] = ("greedy", "sampled"),
 ) -> dict[str, dict[str, Evaluation]]:
     """Base (None) and adapters on the same problems, one after the other on one copy of the base.
 
-    The base is not sampled, which would say little.
+    The base is not sampled, which would say little; "halfway" is a point of the curve alone.
     """
     import evaluate
     from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
@@ -208,8 +210,10 @@ def _evaluate(
     for row, adapter in adapters.items():
         with clock(f"evaluate {row}"):
             model = load_adapter(base, adapter, trainable=False) if adapter else base
-            drawn = kinds if adapter else ("greedy",)
-            arguments = (row, model, tokenizer, problems, (), settings, drawn)
+            kinds, options = ("greedy", "sampled") if adapter else ("greedy",), settings
+            if row == "halfway":
+                kinds, options = ("sampled",), replace(settings, samples=1)
+            arguments = (row, model, tokenizer, problems, (), options, kinds)
             results[row] = evaluate.evaluate_row(*arguments)
             base = model.unload() if adapter else base
     del base, model
@@ -217,30 +221,24 @@ def _evaluate(
     return results
 
 
-def _evaluate_halfway(
-    settings: EvaluateConfig, problems: list[Problem], start: Path, run_dir: Path, clock: Clock
-) -> dict[str, Any] | None:
-    """The last checkpoint before the end, sampled once: a point of the curve. None without one."""
+def _export_halfway(start: Path, run_dir: Path, path: Path) -> Path | None:
+    """Write the adapter of the last checkpoint before the end; None without one."""
     from safetensors.torch import load_file, save_file
 
     steps = sorted((run_dir / "checkpoints").glob("step_*"))[:-1]
     state = json.loads((steps[-1] / "state.json").read_text()) if steps else {"step": 0}
     if state["step"] == 0:  # that is the start
         return None
-    adapter = settings.output.parent / "halfway_lora"
-    adapter.mkdir(exist_ok=True)
-    for name in ("adapter_config.json", "run.json"):
-        shutil.copy(start / name, adapter)
-    tensors = {  # by PEFT's names; the optimizer's and others are left out
+    path.mkdir(exist_ok=True)
+    shutil.copy(start / "adapter_config.json", path)
+    (path / "run.json").write_text(json.dumps({"seconds": state["seconds"]}))
+    tensors = {  # by PEFT's names; what is the optimizer's is left out
         name.removeprefix("adapter/").replace(".default.", "."): tensor
         for name, tensor in load_file(steps[-1] / "state.safetensors").items()
         if name.startswith("adapter/")
     }
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    once = replace(settings, samples=1)
-    results = _evaluate(once, problems, {"halfway": adapter}, clock, kinds=("sampled",))
-    accuracy = results["halfway"]["sampled"].accuracy(strict=True)
-    return {"step": state["step"], "seconds": state["seconds"], "accuracy": accuracy}
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
 
 
 def _summary(results: Rows) -> dict[str, Any]:
@@ -267,40 +265,45 @@ def _summary(results: Rows) -> dict[str, Any]:
     }
 
 
-def _curve(
-    results: Rows, halfway: Mapping[str, Any] | None, adapters: Mapping[str, Path]
-) -> dict[str, list[tuple[float, dict[str, float]]]]:
-    """Strict accuracy after so many seconds of training, for the picture."""
+def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
+    """Kind of decoding → strict accuracy after so many seconds of training: [[seconds, …], …]."""
     from rlm.model import AdapterInfo
 
-    sft, grpo = (AdapterInfo.load(adapters[row]).run["seconds"] for row in ("sft", "grpo"))
-    at = {"base": 0.0, "sft": sft, "grpo": sft + grpo}
-    curve = {
-        kind: [(at[row], r[kind].accuracy(strict=True)) for row, r in results.items() if kind in r]
+    at = {row: AdapterInfo.load(path).run["seconds"] for row, path in adapters.items()}
+    at = {"base": 0.0} | {row: s + at["sft"] * (row != "sft") for row, s in at.items()}
+    rows = sorted(results, key=at.__getitem__)
+    return {
+        kind: [
+            [at[row], results[row][kind].accuracy(strict=True)]
+            for row in rows
+            if kind in results[row]
+        ]
         for kind in ("greedy", "sampled")
     }
-    if halfway:
-        curve["sampled"].insert(1, (sft + halfway["seconds"], halfway["accuracy"]))
-    return curve
 
 
 # --- what is shown at the end ---------------------------------------------------------------------
 
 
 def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
+    from rlm.evaluation import points
     from rlm.runs import accuracy_over_time
 
+    names = {"greedy": "greedy: the likeliest token", "sampled": "sampled"}
     in_minutes = {
-        kind: [(seconds / 60, accuracy) for seconds, accuracy in points]
-        for kind, points in summary["curve"].items()
+        names[kind]: [(seconds / 60, accuracy) for seconds, accuracy in found]
+        for kind, found in summary["curve"].items()
     }
-    (_, base), (taught, sft), (end, grpo) = in_minutes["greedy"]
+    (_, base), (taught, sft), (end, grpo) = in_minutes[names["greedy"]]
+    before, after, last = (100 * accuracy["mean"] for accuracy in (base, sft, grpo))
     title = (
-        f"Right of {base['total']} held-out problems: {base['mean']:.0%} before training,\n"
-        f"{sft['mean']:.1%} after SFT, {grpo['mean']:.1%} after GRPO"
+        f"{before:.1f} % right before training, {after:.1f} after SFT, {last:.1f} after GRPO,\n"
+        f"of {base['total']} problems that were not trained on"
     )
-    stages = {"SFT": (0.0, taught), "GRPO": (taught, end)}
-    accuracy_over_time(in_minutes, stages, path, title)
+    gained = f"GRPO\n{points(summary['gain'])} points sampled, paired by problem"
+    stages = {"SFT": (0.0, taught), gained: (taught, end)}
+    ylabel = f"right, % of {base['total']} held-out problems"
+    accuracy_over_time(in_minutes, stages, path, title, ylabel)
 
 
 def _show_three(sft: Evaluation, grpo: Evaluation) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,44 @@ def test_the_demos_gain_is_grpos_lead_over_sft(demo):
         }
     )
     assert summary["gain"]["points"] == 50
+
+
+def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
+    expected = {"base": 10.0, "sft": 60.0, "grpo": 200.0, "last": 30.0}
+    clock = demo.Clock(expected, limits={"grpo": 300.0})
+    for stage, takes in (("base", 20.0), ("sft", 50.0), ("grpo", 30.0), ("last", 5.0)):
+        with clock(stage):
+            now[0] += takes
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said == [
+        "[1 of 4] base: the time that is left is known after it",
+        "[2 of 4] sft: about 8 min left",  # twice as slow, but for GRPO's limit: 120 + 300 + 60 s
+        "[3 of 4] grpo: about 4 min left",  # as fast as expected, now: 200 + 30 s
+        "[4 of 4] last: about 11 s left",
+    ]
+    assert clock.seconds == {"base": 20.0, "sft": 50.0, "grpo": 30.0, "last": 5.0}
+
+
+def test_the_demo_shows_the_first_problem_of_each_kind_and_ends_on_a_right_answer(demo, capsys):
+    """Of five: both right, both wrong, GRPO alone, SFT alone, GRPO alone again."""
+    asked = [problem(id=name, question=f"Question {name}?", answer="7") for name in "abcde"]
+    right, wrong = (replace(graded(r), text=f"<answer>{r}</answer>") for r in ("correct", "wrong"))
+    sft = Evaluation(asked, [[right], [wrong], [wrong], [right], [wrong]])
+    grpo = Evaluation(asked, [[right], [wrong], [right], [wrong], [right]])
+    demo._show_three(sft, grpo)
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith(("The first", "Question"))] == [
+        "The first of 1 (of 5) that both get wrong:", "Question b? [7]",
+        "The first of 1 (of 5) that SFT alone gets right:", "Question d? [7]",
+        "The first of 2 (of 5) that GRPO alone gets right:", "Question c? [7]",
+    ]  # fmt: skip
+    verdicts, answers = said.splitlines()[-2:]
+    assert verdicts.split() == ["after", "SFT:", "WRONG", "after", "GRPO:", "RIGHT"]
+    assert answers.split() == ["<answer>wrong</answer>", "<answer>correct</answer>"]
+    demo._show_three(sft, sft)
+    assert "None of 5 that GRPO alone gets right." in capsys.readouterr().out
 
 
 def test_inference_with_lessons_in_front(trained, tmp_path, capsys):

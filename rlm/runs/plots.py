@@ -72,6 +72,7 @@ def accuracy_over_time(
     stages: Mapping[str, tuple[float, float]],
     path: Path,
     title: str,
+    ylabel: str = "right, %",
 ) -> None:
     """Lines with bands: {name: [(minute, {mean, low, high}), …]}, shares in 0…1.
 
@@ -87,17 +88,14 @@ def accuracy_over_time(
         mean, low, high = ([100 * i[end] for _, i in points] for end in ("mean", "low", "high"))
         axes.fill_between(minutes, low, high, color=colour, alpha=0.18, linewidth=0)
         axes.plot(minutes, mean, color=colour, lw=2, marker="o", ms=5, label=name)
-        for place in {0, len(mean) - 1}:
-            axes.annotate(
-                f"{mean[place]:.1f}", (minutes[place], mean[place]), (0, 7), fontsize=11,
-                textcoords="offset points", ha="left" if place == 0 else "right", color=colour,
-            )  # fmt: skip
-    top = max(high for points in curves.values() for high in (100 * i["high"] for _, i in points))
+        for x, y in zip(minutes, mean, strict=True):
+            axes.annotate(f"{y:.1f}", (x, y), (5, 5), textcoords="offset points", color=colour)
+    top = 1.2 * max(100 * i["high"] for points in curves.values() for _, i in points)
     for number, (name, (first, last)) in enumerate(stages.items()):
         axes.axvspan(first, last, color=GREY, alpha=0.08 * (number % 2 == 0), linewidth=0)
-        axes.text((first + last) / 2, 1.13 * top, name, ha="center", va="top", color=GREY)
-    axes.set(xlabel="training, minutes", ylabel="right, %", ylim=(0, 1.15 * top))
-    axes.set_xlim(0, 1.01 * max(last for _, last in stages.values()))
+        axes.text((first + last) / 2, 0.98 * top, name, ha="center", va="top", color=GREY)
+    axes.set(xlabel="training, minutes", ylabel=ylabel, ylim=(0, top))
+    axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))  # room for the last figures
     axes.set_title(title, fontsize=12, loc="left")
     axes.legend(loc="lower right", title="band: 95 % interval", alignment="left")
     _save(figure, path)
@@ -107,7 +105,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     """Six panels over the steps of a GRPO run, from the rows of its metrics.jsonl."""
     figure = _figure(11, 5.6)
     titles = {
-        "reward/mean": f"reward; orange: mean of {RUNNING} steps, 95 % interval",
+        "reward/mean": f"reward; mean of {RUNNING} steps, 95 % interval",
         "eval/accuracy": "validation accuracy, %",
         "completion/length_mean": "completion length, tokens",
         "policy/entropy": "policy entropy, nats",
