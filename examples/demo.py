@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Seconds of the demo's parts on two cores of an EPYC (Zen 5). What counts is how they compare:
 # the speed of another machine is measured by the parts that it has done.
 AN_EXAMPLE, A_ROLLOUT, A_COMPLETION, OF_THE_BASE = 0.14, 0.052, 0.023, 0.055
-WIDTH = 44  # characters of one of the two answers that stand side by side
+WIDTH, LINES = 44, 10  # of one of the two answers that stand side by side
 KINDS = {  # of problems: (title, whether SFT and GRPO are right); the last one ends the demo
     "both get wrong": (False, False),
     "SFT alone gets right": (True, False),
@@ -297,11 +297,10 @@ def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
     (_, base), (taught, sft), (end, grpo) = in_minutes[names["greedy"]]
     before, after, last = (100 * accuracy["mean"] for accuracy in (base, sft, grpo))
     title = (
-        f"{before:.1f} % right before training, {after:.1f} after SFT, {last:.1f} after GRPO,\n"
-        f"of {base['total']} problems that were not trained on"
+        f"{before:.1f} % right before training, {after:.1f} after SFT, {last:.1f} after GRPO;\n"
+        f"GRPO over SFT, sampled, paired by problem: {points(summary['gain'])} points"
     )
-    gained = f"GRPO\n{points(summary['gain'])} points sampled, paired by problem"
-    stages = {"SFT": (0.0, taught), gained: (taught, end)}
+    stages = {"SFT": (0.0, taught), "GRPO": (taught, end)}
     ylabel = f"right, % of {base['total']} held-out problems"
     accuracy_over_time(in_minutes, stages, path, title, ylabel)
 
@@ -334,7 +333,8 @@ def _verdict(verdict: Verdict) -> str:
 
 def _wrapped(text: str) -> list[str]:
     lines = [textwrap.wrap(line, WIDTH - 2) for line in text.splitlines()]
-    return [part for line in lines for part in line]
+    wrapped = [part for line in lines for part in line]
+    return [*wrapped[:LINES], *(["…"] if len(wrapped) > LINES else [])]
 
 
 def _say_what_was_found(

@@ -97,7 +97,9 @@ def accuracy_over_time(
     axes.set(xlabel="training, minutes", ylabel=ylabel, ylim=(0, top))
     axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))  # room for the last figures
     axes.set_title(title, fontsize=12, loc="left")
-    axes.legend(loc="lower right", title="band: 95 % interval", alignment="left")
+    lines, names = axes.get_legend_handles_labels()
+    names[-1] += " (bands: 95 % intervals)"
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
     _save(figure, path)
 
 
