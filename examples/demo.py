@@ -1,4 +1,4 @@
-"""The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems, one answer.
+"""The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems, three of them.
 
 Run by `make demo`. Everything goes under runs/demo/, adapters too; weights/ is left alone. The
 stage scripts do the work, with the options of configs/demo_sft.yaml and configs/demo_grpo.yaml;
@@ -14,21 +14,38 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli import check_values, flag, parse, resolve_config, run_main, terminal
 
 if TYPE_CHECKING:
+    from evaluate import EvaluateConfig
+    from rlm.data import Problem
     from rlm.evaluation import Evaluation
-    from rlm.training import GRPOConfig
+    from rlm.grading import Verdict
+    from rlm.training import GRPOConfig, SFTConfig
+
+    Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy", "sampled"
 
 ROOT = Path(__file__).resolve().parent.parent
+# Seconds of the demo's parts on two cores of an EPYC (Zen 5). What counts is how they compare:
+# the speed of another machine is measured by the parts that it has done.
+AN_EXAMPLE, A_ROLLOUT, A_COMPLETION, OF_THE_BASE = 0.14, 0.052, 0.023, 0.055
+WIDTH, LINES = 44, 10  # of one of the two answers that stand side by side
+KINDS = {  # of problems: (title, whether SFT and GRPO are right); the last one ends the demo
+    "both get wrong": (False, False),
+    "SFT alone gets right": (True, False),
+    "GRPO alone gets right": (False, True),
+}
 
 
 @dataclass
@@ -46,61 +63,49 @@ class DemoConfig:
 def main(config: DemoConfig) -> int:
     import train_grpo
     import train_sft
+    from rlm.data import load_problems
+    from rlm.evaluation import write_report
     from rlm.model import peak_memory_gb, pick_device, prepare_process
 
     prepare_process()
-    began, clock = time.monotonic(), Clock()
     adapters = {"sft": config.output / "sft_lora", "grpo": config.output / "final_rlm_lora"}
-    sft = _argv(config.sft_config, output=adapters["sft"], run_dir=config.output / "sft")
+    sft_argv = _argv(config.sft_config, output=adapters["sft"], run_dir=config.output / "sft")
     grpo_argv = _argv(
         config.grpo_config,
         output=adapters["grpo"],
         sft_adapter=adapters["sft"],
         run_dir=config.output / "grpo",
     )
-    parse(train_grpo.GRPOConfig, grpo_argv)  # a mistake in it is said before stage 1
-    with clock("sft"):
-        train_sft.main(resolve_config(train_sft.SFTConfig, sft))
-    with clock("grpo"):
-        grpo = resolve_config(train_grpo.GRPOConfig, grpo_argv)
-        train_grpo.main(grpo)
-    results = _evaluate(config, grpo, adapters, clock)
+    sft = resolve_config(train_sft.SFTConfig, sft_argv)
+    grpo = parse(train_grpo.GRPOConfig, grpo_argv)  # a mistake in it is said before stage 1
+    settings = _evaluation_settings(config, sft, grpo)
+    problems = load_problems(settings.dataset, "test", max_samples=config.problems)
+    clock = Clock(*_expected_seconds(config, sft, grpo))
 
-    clock.seconds["total"] = round(time.monotonic() - began, 1)
+    results = _evaluate(settings, problems, {"base": None}, clock)
+    with clock("sft"):
+        train_sft.main(sft)
+    with clock("grpo"):
+        train_grpo.main(resolve_config(train_grpo.GRPOConfig, grpo_argv))
+    halfway = _export_halfway(adapters["sft"], grpo.run_dir, config.output / "halfway_lora")
+    trained = adapters | ({"halfway": halfway} if halfway else {})
+    found = results | _evaluate(settings, problems, trained, clock)
+    results = {row: found[row] for row in ("base", *adapters)}
+
+    write_report(results, f"{settings.dataset}, test, n = {len(problems)}", {}, settings.output)
+    seconds = clock.seconds | {"total": round(clock.passed, 1)}
     summary = _summary(results) | {
         "command": shlex.join(["python", "examples/demo.py", *sys.argv[1:]]),
         "machine": f"{os.cpu_count()} cores, {pick_device()}",
-        "seconds": clock.seconds,
+        "seconds": seconds,
         "peak_memory_gb": round(peak_memory_gb(), 2),
+        "curve": _curve(found, trained),
     }
     (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    gain = summary["gain"]
-    terminal.line(
-        f"GRPO over SFT, sampled: {gain['points']:+.1f} points ({gain['low']:+.1f} to "
-        f"{gain['high']:+.1f}); {terminal.duration(clock.seconds['total'])} in all, "
-        f"{config.output}/summary.json"
-    )
-    _show_one_answer(grpo, adapters["grpo"])
-    terminal.line(
-        f'\nNext:\n  python inference.py --adapter {adapters["grpo"]} "your question"\n'
-        f"  python evaluate.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "
-        "--samples 8\n"
-        "  python train_sft.py && python train_grpo.py    # longer, into weights/"
-    )
+    _draw_curve(summary, config.output / "learning.png")
+    _show_three(results["sft"]["greedy"], results["grpo"]["greedy"])
+    _say_what_was_found(config, summary, adapters)
     return 0
-
-
-class Clock:
-    """What each stage took: `with clock("sft"): …`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.seconds[stage] = round(time.monotonic() - started, 1)
 
 
 def _argv(file: Path, **paths: Path) -> list[str]:
@@ -108,42 +113,135 @@ def _argv(file: Path, **paths: Path) -> list[str]:
     return ["--config", str(file), *typed]
 
 
-def _evaluate(
-    config: DemoConfig, grpo: GRPOConfig, adapters: Mapping[str, Path], clock: Clock
-) -> dict[str, dict[str, Evaluation]]:
-    """Base and adapters on the same test problems, one after the other on one copy of the base."""
-    import evaluate
-    from rlm.data import load_problems
-    from rlm.evaluation import write_report
-    from rlm.model import AdapterInfo, load_adapter, load_base, load_tokenizer, pick_device
+# --- time -----------------------------------------------------------------------------------------
 
-    problems = load_problems(grpo.dataset, "test", max_samples=config.problems)
-    settings = evaluate.EvaluateConfig(
-        model=grpo.model,
-        dataset=grpo.dataset,
-        reasoning_format=AdapterInfo.load(adapters["grpo"]).reasoning_format,
+
+class Clock:
+    """Times the stages (`with clock("sft"): …`), and says at the start of each how long is left.
+
+    Args:
+        expected: stage → seconds on the machine of the constants above.
+        limits: seconds that a stage may take at most.
+    """
+
+    def __init__(self, expected: Mapping[str, float], limits: Mapping[str, float]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._expected, self._limits, self._began = expected, limits, time.monotonic()
+
+    @property
+    def passed(self) -> float:
+        return time.monotonic() - self._began
+
+    def left(self) -> float | None:
+        """Estimate the seconds of the stages that are not done; None before the first is."""
+        done = sum(self._expected[stage] for stage in self.seconds)
+        if not done:
+            return None
+        speed = sum(self.seconds.values()) / done
+        to_come = {s: speed * e for s, e in self._expected.items() if s not in self.seconds}
+        return sum(min(seconds, self._limits.get(s, seconds)) for s, seconds in to_come.items())
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        left, number = self.left(), f"[{len(self.seconds) + 1} of {len(self._expected)}]"
+        so_long = "the time that is left is known after it"
+        if left is not None:
+            minutes = round(left / 60)
+            so_long = f"about {minutes} min left" if minutes > 1 else f"about {left:.0f} s left"
+        terminal.line(f"\n{number} {stage}: {so_long}")
+        started = time.monotonic()
+        yield
+        self.seconds[stage] = round(time.monotonic() - started, 1)
+
+
+def _expected_seconds(
+    config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The stages in order, with their seconds, and the limits that there are."""
+    steps = grpo.steps_for(grpo.max_samples or 2000)
+    rollouts = steps * grpo.batch_size * grpo.group_size
+    answers = config.problems * A_COMPLETION
+    expected = {
+        "evaluate base": config.problems * OF_THE_BASE,
+        "sft": (sft.max_samples or 2000) * sft.epochs * AN_EXAMPLE,
+        "grpo": rollouts * A_ROLLOUT,
+        "evaluate sft": (1 + config.samples) * answers,
+        "evaluate grpo": (1 + config.samples) * answers,
+    }
+    if 0 < grpo.save_every < steps:  # a point of the curve
+        expected["evaluate halfway"] = answers
+    return expected, {"grpo": 60 * grpo.max_minutes} if grpo.max_minutes else {}
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -> EvaluateConfig:
+    import evaluate
+    from rlm.model import AdapterInfo
+
+    start = AdapterInfo.load(sft.adapter) if sft.adapter else AdapterInfo(Path())
+    return evaluate.EvaluateConfig(
+        model=sft.model,
+        dataset=grpo.dataset or sft.dataset,
+        reasoning_format=start.resolve_format(sft.reasoning_format),
         samples=config.samples,
         temperature=grpo.temperature,
         max_new_tokens=grpo.max_new_tokens,
-        sft_adapter=adapters["sft"],
-        adapter=adapters["grpo"],
         output=config.output / "evaluation",
     )
-    tokenizer = load_tokenizer(grpo.model)
-    results = {}
-    base = load_base(grpo.model, pick_device())
-    for row, adapter in {"base": None, **adapters}.items():
-        model = load_adapter(base, adapter, trainable=False) if adapter else base
-        kinds = ("greedy", "sampled") if adapter else ("greedy",)  # sampling the base says little
+
+
+def _evaluate(
+    settings: EvaluateConfig,
+    problems: list[Problem],
+    adapters: Mapping[str, Path | None],
+    clock: Clock,
+) -> dict[str, dict[str, Evaluation]]:
+    """Base (None) and adapters on the same problems, one after the other on one copy of the base.
+
+    The base is not sampled, which would say little; "halfway" is a point of the curve alone.
+    """
+    import evaluate
+    from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
+
+    tokenizer, results = load_tokenizer(settings.model), {}
+    base = load_base(settings.model, pick_device())
+    for row, adapter in adapters.items():
         with clock(f"evaluate {row}"):
-            arguments = (row, model, tokenizer, problems, (), settings, kinds)
+            model = load_adapter(base, adapter, trainable=False) if adapter else base
+            kinds, options = ("greedy", "sampled") if adapter else ("greedy",), settings
+            if row == "halfway":
+                kinds, options = ("sampled",), replace(settings, samples=1)
+            arguments = (row, model, tokenizer, problems, (), options, kinds)
             results[row] = evaluate.evaluate_row(*arguments)
-        base = model.unload() if adapter else base
-    write_report(results, f"{grpo.dataset}, test, n = {len(problems)}", {}, settings.output)
+            base = model.unload() if adapter else base
+    del base, model
+    release_memory()  # the next stage loads its own
     return results
 
 
-def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
+def _export_halfway(start: Path, run_dir: Path, path: Path) -> Path | None:
+    """Write the adapter of the last checkpoint before the end; None without one."""
+    from safetensors.torch import load_file, save_file
+
+    steps = sorted((run_dir / "checkpoints").glob("step_*"))[:-1]
+    state = json.loads((steps[-1] / "state.json").read_text()) if steps else {"step": 0}
+    if state["step"] == 0:  # that is the start
+        return None
+    path.mkdir(exist_ok=True)
+    shutil.copy(start / "adapter_config.json", path)
+    (path / "run.json").write_text(json.dumps({"seconds": state["seconds"]}))
+    tensors = {  # by PEFT's names; what is the optimizer's is left out
+        name.removeprefix("adapter/").replace(".default.", "."): tensor
+        for name, tensor in load_file(steps[-1] / "state.safetensors").items()
+        if name.startswith("adapter/")
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def _summary(results: Rows) -> dict[str, Any]:
     from rlm.evaluation import GRADINGS, paired_bootstrap
 
     counts = ("correct", "total", "low", "high")
@@ -167,13 +265,93 @@ def _summary(results: Mapping[str, Mapping[str, Evaluation]]) -> dict[str, Any]:
     }
 
 
-def _show_one_answer(grpo: GRPOConfig, adapter: Path) -> None:
-    from inference import generate_reasoning, load_rlm_model
-    from rlm.data import load_problems
+def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
+    """Kind of decoding → strict accuracy after so many seconds of training: [[seconds, …], …]."""
+    from rlm.model import AdapterInfo
 
-    unseen = load_problems(grpo.dataset, "test_families", max_samples=1)[0].question
-    terminal.line(f"\nA kind of problem it never saw: {unseen}")
-    terminal.line(generate_reasoning(unseen, *load_rlm_model(adapter)))
+    at = {row: AdapterInfo.load(path).run["seconds"] for row, path in adapters.items()}
+    at = {"base": 0.0} | {row: s + at["sft"] * (row != "sft") for row, s in at.items()}
+    rows = sorted(results, key=at.__getitem__)
+    return {
+        kind: [
+            [at[row], results[row][kind].accuracy(strict=True)]
+            for row in rows
+            if kind in results[row]
+        ]
+        for kind in ("greedy", "sampled")
+    }
+
+
+# --- what is shown at the end ---------------------------------------------------------------------
+
+
+def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
+    from rlm.evaluation import points
+    from rlm.runs import accuracy_over_time
+
+    names = {"greedy": "greedy: the likeliest token", "sampled": "sampled"}
+    in_minutes = {
+        names[kind]: [(seconds / 60, accuracy) for seconds, accuracy in found]
+        for kind, found in summary["curve"].items()
+    }
+    (_, base), (taught, sft), (end, grpo) = in_minutes[names["greedy"]]
+    before, after, last = (100 * accuracy["mean"] for accuracy in (base, sft, grpo))
+    title = (
+        f"{before:.1f} % right before training, {after:.1f} after SFT, {last:.1f} after GRPO;\n"
+        f"GRPO over SFT, sampled, paired by problem: {points(summary['gain'])} points"
+    )
+    stages = {"SFT": (0.0, taught), "GRPO": (taught, end)}
+    ylabel = f"right, % of {base['total']} held-out problems"
+    accuracy_over_time(in_minutes, stages, path, title, ylabel)
+
+
+def _show_three(sft: Evaluation, grpo: Evaluation) -> None:
+    """Print a problem of each of KINDS, both answers side by side."""
+    pairs = [(a.strict, b.strict) for (a,), (b,) in zip(sft.groups, grpo.groups, strict=True)]
+    right = [(a.correct, b.correct) for a, b in pairs]
+    terminal.line("\nThree held-out problems, chosen by rule: the first of each kind.")
+    for kind, pattern in KINDS.items():
+        if pattern not in right:
+            terminal.line(f"\nNone of {len(right)} that {kind}.")
+            continue
+        first, problem = right.index(pattern), sft.problems[right.index(pattern)]
+        terminal.line(f"\nThe first of {right.count(pattern)} (of {len(right)}) that {kind}:")
+        terminal.line(textwrap.fill(f"{problem.question} [{problem.answer}]", 2 * WIDTH))
+        columns = [
+            [f"after {name}: {_verdict(verdict)}", *_wrapped(evaluation.groups[first][0].text)]
+            for name, evaluation, verdict in zip(
+                ("SFT", "GRPO"), (sft, grpo), pairs[first], strict=True
+            )
+        ]
+        for left, other in zip_longest(*columns, fillvalue=""):
+            terminal.line(f"  {left:<{WIDTH}}{other}".rstrip())
+
+
+def _verdict(verdict: Verdict) -> str:
+    return "RIGHT" if verdict.correct else verdict.reason.replace("_", " ").upper()
+
+
+def _wrapped(text: str) -> list[str]:
+    lines = [textwrap.wrap(line, WIDTH - 2) for line in text.splitlines()]
+    wrapped = [part for line in lines for part in line]
+    return [*wrapped[:LINES], *(["…"] if len(wrapped) > LINES else [])]
+
+
+def _say_what_was_found(
+    config: DemoConfig, summary: Mapping[str, Any], adapters: Mapping[str, Path]
+) -> None:
+    gain, seconds = summary["gain"], summary["seconds"]["total"]
+    terminal.line(
+        f"\nGRPO over SFT, sampled: {gain['points']:+.1f} points ({gain['low']:+.1f} to "
+        f"{gain['high']:+.1f}); {terminal.duration(seconds)} in all\n"
+        f"The picture of it: {config.output}/learning.png; all figures: summary.json beside it\n"
+        f'\nNext:\n  python inference.py --adapter {adapters["grpo"]} "your question"\n'
+        f"  python evaluate.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "
+        "--samples 8\n"
+        "  python train_sft.py --output runs/longer/sft_lora    # longer, then\n"
+        "  python train_grpo.py --sft-adapter runs/longer/sft_lora "
+        "--output runs/longer/final_rlm_lora"
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ import train_sft
 from rlm.cli.flags import flags_of
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
+from rlm.data import load_problems
 from rlm.data.prompts import FORMATS, render_problem, render_prompt
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.records import RowRecord
@@ -238,9 +240,12 @@ def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monk
     assert (both["base"], both["GRPO"]) == (alone["base"], alone["GRPO"])
 
     monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
-    config = demo.DemoConfig(problems=2, samples=1)
-    grpo = train_grpo.GRPOConfig(model=str(model_dir), dataset=DATA[1], max_new_tokens=8)
-    rows = demo._evaluate(config, grpo, adapters, demo.Clock())
+    settings = evaluate.EvaluateConfig(
+        model=str(model_dir), reasoning_format="deepseek", samples=1, max_new_tokens=8
+    )
+    clock = demo.Clock({f"evaluate {row}": 1.0 for row in ("base", *adapters)}, {})
+    problems = load_problems(DATA[1], "test", max_samples=2)
+    rows = demo._evaluate(settings, problems, {"base": None, **adapters}, clock)
     texts = [[g.text for g in kinds["greedy"].completions] for kinds in rows.values()]
     assert dict(zip(ROWS, texts, strict=True)) == both
 
@@ -258,6 +263,44 @@ def test_the_demos_gain_is_grpos_lead_over_sft(demo):
         }
     )
     assert summary["gain"]["points"] == 50
+
+
+def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
+    expected = {"base": 10.0, "sft": 60.0, "grpo": 200.0, "last": 30.0}
+    clock = demo.Clock(expected, limits={"grpo": 300.0})
+    for stage, takes in (("base", 20.0), ("sft", 50.0), ("grpo", 30.0), ("last", 5.0)):
+        with clock(stage):
+            now[0] += takes
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said == [
+        "[1 of 4] base: the time that is left is known after it",
+        "[2 of 4] sft: about 8 min left",  # twice as slow, but for GRPO's limit: 120 + 300 + 60 s
+        "[3 of 4] grpo: about 4 min left",  # as fast as expected, now: 200 + 30 s
+        "[4 of 4] last: about 11 s left",
+    ]
+    assert clock.seconds == {"base": 20.0, "sft": 50.0, "grpo": 30.0, "last": 5.0}
+
+
+def test_the_demo_shows_the_first_problem_of_each_kind_and_ends_on_a_right_answer(demo, capsys):
+    """Of five: both right, both wrong, GRPO alone, SFT alone, GRPO alone again."""
+    asked = [problem(id=name, question=f"Question {name}?", answer="7") for name in "abcde"]
+    right, wrong = (replace(graded(r), text=f"<answer>{r}</answer>") for r in ("correct", "wrong"))
+    sft = Evaluation(asked, [[right], [wrong], [wrong], [right], [wrong]])
+    grpo = Evaluation(asked, [[right], [wrong], [right], [wrong], [right]])
+    demo._show_three(sft, grpo)
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith(("The first", "Question"))] == [
+        "The first of 1 (of 5) that both get wrong:", "Question b? [7]",
+        "The first of 1 (of 5) that SFT alone gets right:", "Question d? [7]",
+        "The first of 2 (of 5) that GRPO alone gets right:", "Question c? [7]",
+    ]  # fmt: skip
+    verdicts, answers = said.splitlines()[-2:]
+    assert verdicts.split() == ["after", "SFT:", "WRONG", "after", "GRPO:", "RIGHT"]
+    assert answers.split() == ["<answer>wrong</answer>", "<answer>correct</answer>"]
+    demo._show_three(sft, sft)
+    assert "None of 5 that GRPO alone gets right." in capsys.readouterr().out
 
 
 def test_inference_with_lessons_in_front(trained, tmp_path, capsys):
@@ -583,10 +626,10 @@ def test_yaml_configs_parse(file):
 
 def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     """What `make demo` does, with options of a few seconds."""
-    common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\n"
+    common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\neval_samples: 0\n"
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
     (tmp_path / "grpo.yaml").write_text(
-        common + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\neval_samples: 4\n"
+        common + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\nsave_every: 1\n"
     )
     config = demo.DemoConfig(
         output=tmp_path / "demo",
@@ -604,4 +647,13 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     assert summary["gain"]["low"] <= summary["gain"]["points"] <= summary["gain"]["high"]
     assert set(summary["seconds"]) > {"sft", "grpo", "total"}
     assert summary["peak_memory_gb"] > 0
-    assert "a kind of problem it never saw" in capsys.readouterr().out.lower()
+    curve = summary["curve"]
+    assert [len(points) for points in curve.values()] == [3, 3]  # base, SFT, GRPO; half way too
+    for points in curve.values():
+        assert [seconds for seconds, _ in points] == sorted(seconds for seconds, _ in points)
+    assert (tmp_path / "demo" / "learning.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "[6 of 6] evaluate halfway: about" in said
+    assert "None of 6 that GRPO alone gets right" in said
+    assert "final_rlm_lora" in said.splitlines()[-1]
+    assert "weights" not in said.partition("Next:")[2]

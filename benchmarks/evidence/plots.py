@@ -36,21 +36,29 @@ Point = tuple[float, Interval]
 
 
 def curves(results: Results, arms: Sequence[str], path: Path) -> None:
-    """Accuracy on validation problems against seconds and samples, from where SFT ended."""
+    """Accuracy on validation problems against seconds and samples, from where SFT ended.
+
+    A line is dashed where only its ends were measured.
+    """
     last = {arm: results.arms[arm][0]["curve"][-1] for arm in [START, *arms]}
     kinds = [kind for kind in ("sampled", "greedy") if kind in last[START]]
+    problems = len(last[START][kinds[0]]["strict"])
     figure = Figure(figsize=(10, 4.0 * len(kinds)), layout="constrained")
     grid = figure.subplots(len(kinds), 2, squeeze=False)
     for row, kind in zip(grid, kinds, strict=True):
         for axes, axis in zip(row, ("seconds", "samples"), strict=True):
             for arm in arms:
                 if axis == "seconds" or last[arm]["samples"]:
-                    _line(axes, arm, _curve_points(results, arm, axis, kind))
-            axes.set(xlabel="training seconds" if axis == "seconds" else axis)
-            axes.set_title(f"{kind}, strict, %", fontsize=10, loc="left")
+                    points = _curve_points(results, arm, axis, kind)
+                    _line(axes, arm, points, "-" if len(points) > 2 else "--")
+            axes.set_xlabel("training, seconds" if axis == "seconds" else "samples learned from")
+            axes.set_title(
+                f"right on {problems} validation problems, {kind}, strict, %", loc="left"
+            )
             axes.set_xlim(left=0)
             _tidy(axes)
-    grid.flat[0].legend(frameon=False, fontsize=9)
+    lines, names = grid.flat[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False)
     _save(figure, path)
 
 
@@ -153,14 +161,16 @@ def _reach(intervals: Iterable[Interval]) -> tuple[list[float], list[float]]:
     return [max(0.0, below) for below, _ in pairs], [max(0.0, above) for _, above in pairs]
 
 
-def _line(axes: Axes, arm: str, points: Sequence[Point]) -> None:
+def _line(axes: Axes, arm: str, points: Sequence[Point], style: str = "-") -> None:
     """An arm's means; its intervals too if it is the start or GRPO, for more bands hide all."""
     x = [place for place, _ in points]
     if arm in (START, OURS):
         low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))
-        axes.fill_between(x, low, high, color=COLOURS[arm], alpha=0.12, linewidth=0)
+        band = {"color": COLOURS[arm], "alpha": 0.12, "linewidth": 0}
+        axes.fill_between(x, low, high, label=f"{ARMS[arm].title}, 95 % interval", **band)
     middle = [100 * i.mean for _, i in points]
-    axes.plot(x, middle, color=COLOURS[arm], lw=1.6, marker="o", ms=4, label=ARMS[arm].title)
+    look = {"color": COLOURS[arm], "lw": 1.6, "ls": style, "marker": "o", "ms": 4}
+    axes.plot(x, middle, label=ARMS[arm].title, **look)
 
 
 def _tidy(axes: Axes) -> None:

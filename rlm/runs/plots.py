@@ -1,4 +1,4 @@
-"""Plots: accuracy of models side by side, and the learning curves of a GRPO run.
+"""Plots: accuracy of models side by side and over time, and the learning curves of a GRPO run.
 
 Figures are made without pyplot: no global state, no display, PNG by the Agg renderer.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,11 +67,47 @@ def accuracy_bars(
     _save(figure, path)
 
 
+def accuracy_over_time(
+    curves: Mapping[str, Sequence[tuple[float, Interval]]],
+    stages: Mapping[str, tuple[float, float]],
+    path: Path,
+    title: str,
+    ylabel: str = "right, %",
+) -> None:
+    """Lines with bands: {name: [(minute, {mean, low, high}), …]}, shares in 0…1.
+
+    Args:
+        stages: name → first and last minute of each stage of training.
+        title: what the picture shows, in a sentence.
+    """
+    figure = _figure(7, 4.4)
+    axes = figure.subplots()
+    _tidy(axes)
+    for (name, points), colour in zip(curves.items(), (BLUE, ORANGE), strict=False):
+        minutes = [minute for minute, _ in points]
+        mean, low, high = ([100 * i[end] for _, i in points] for end in ("mean", "low", "high"))
+        axes.fill_between(minutes, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(minutes, mean, color=colour, lw=2, marker="o", ms=5, label=name)
+        for x, y in zip(minutes, mean, strict=True):
+            axes.annotate(f"{y:.1f}", (x, y), (5, 5), textcoords="offset points", color=colour)
+    top = 1.2 * max(100 * i["high"] for points in curves.values() for _, i in points)
+    for number, (name, (first, last)) in enumerate(stages.items()):
+        axes.axvspan(first, last, color=GREY, alpha=0.08 * (number % 2 == 0), linewidth=0)
+        axes.text((first + last) / 2, 0.98 * top, name, ha="center", va="top", color=GREY)
+    axes.set(xlabel="training, minutes", ylabel=ylabel, ylim=(0, top))
+    axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))  # room for the last figures
+    axes.set_title(title, fontsize=12, loc="left")
+    lines, names = axes.get_legend_handles_labels()
+    names[-1] += " (bands: 95 % intervals)"
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
+    _save(figure, path)
+
+
 def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     """Six panels over the steps of a GRPO run, from the rows of its metrics.jsonl."""
     figure = _figure(11, 5.6)
     titles = {
-        "reward/mean": f"reward, mean ± std; orange: mean of {RUNNING} steps",
+        "reward/mean": f"reward; mean of {RUNNING} steps, 95 % interval",
         "eval/accuracy": "validation accuracy, %",
         "completion/length_mean": "completion length, tokens",
         "policy/entropy": "policy entropy, nats",
@@ -91,12 +128,12 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
         marker = "o" if len(values) <= 30 else None  # few points must be seen as such
         axes.plot(steps, [scale * v for v in values], color=BLUE, lw=1.5, marker=marker, ms=3.5)
         if key == "reward/mean":
-            steps, means, stds = _series(metrics, key, "reward/std")
+            means, half = _running_mean(values)
             low, high = (
-                [m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1)
+                [m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1)
             )
-            axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
-            axes.plot(steps, _running_mean(means), color=ORANGE, lw=2)
+            axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
+            axes.plot(steps, means, color=ORANGE, lw=2)
         if scale == 100:
             axes.set_ylim(0, max(1, 108 * max(values)))
         axes.set_xlim(*_step_range(metrics))
@@ -127,10 +164,17 @@ def _series(rows: Sequence[Mapping[str, float]], *keys: str) -> tuple[list[float
     return tuple(map(list, zip(*kept, strict=True))) or ([],) * (len(keys) + 1)
 
 
-def _running_mean(values: Sequence[float]) -> list[float]:
-    """Each value's mean with the ones before it: the problems of one step may be harder."""
+def _running_mean(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Each value's mean with the ones before it, and half the width of its 95 % interval.
+
+    The problems of one step may be harder than those of the next: steps differ by a standard
+    deviation, taken from neighbours (von Neumann 1941), to which learning adds little.
+    """
     windows = [values[max(0, i + 1 - RUNNING) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    between = [(b - a) ** 2 for a, b in pairwise(values)] or [0.0]
+    std = math.sqrt(sum(between) / len(between) / 2)
+    means = [sum(window) / len(window) for window in windows]
+    return means, [1.96 * std / math.sqrt(len(window)) for window in windows]
 
 
 def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:

@@ -127,7 +127,7 @@ class GRPOConfig:
     lora_dropout: float = flag(0.0, "0: dropped units would not be the policy that sampled")
 
     eval_every: int = flag(10, "steps between greedy evaluations (0: only first and last)", min=0)
-    eval_samples: int = flag(100, "validation problems, always the same", min=1)
+    eval_samples: int = flag(100, "validation problems, always the same (0: none)", min=0)
     save_every: int = flag(10, "steps between checkpoints (0: only at the end)", min=0)
     keep_checkpoints: int = flag(2, "newest checkpoints kept", min=1)
     sample_every: int = flag(5, "steps between printed samples (0: none)", min=0)

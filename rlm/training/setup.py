@@ -81,6 +81,8 @@ def check_arguments(model_name: object, config: object, others: Iterable[str]) -
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
     """Load the problems to train on and to validate on."""
     train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed)
+    if not config.eval_samples:
+        return train, []
     return train, load_problems(config.dataset, "validation", max_samples=config.eval_samples)
 
 

@@ -696,6 +696,10 @@ def test_the_report_renders_every_section(finished, page):
         assert f"({picture})" in page
         assert (finished.docs / picture).stat().st_size > 5000
     assert "Over fewer than 10 seeds they are too narrow as to seeds" in page
+    told = section(page, "pass@k")  # beside the start, and beside the rivals
+    assert re.search(r"^GRPO over SFT: pass@1 .*, pass@\d", told, re.M)
+    rivals = [arm.title for arm in ARMS.values() if arm.role == "rival"]
+    assert re.findall(r"^- pass@\d+ over (.*): [+−0]", told, re.M) == rivals
     assert "Wrong answers" not in page  # nobody wrote any down
     for row in section(page, "Is the reward earned").splitlines()[6:8]:  # signs of older cells
         assert row.endswith(" | – | – | – | – |")

@@ -13,7 +13,7 @@ from rlm.evaluation.report import show_table, write_report
 from rlm.evaluation.statistics import summarize_scores
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
-from rlm.runs.plots import accuracy_bars, learning_curves
+from rlm.runs.plots import _running_mean, accuracy_bars, accuracy_over_time, learning_curves
 from rlm.sampling import Completion, prompt_seed
 
 PNG = b"\x89PNG\r\n"
@@ -224,6 +224,30 @@ def test_accuracy_bars(tmp_path):
     rows = {"base": {"strict": interval, "lenient": zero}, "SFT": {"strict": zero, "lenient": odd}}
     accuracy_bars(rows, path, "title", "note")
     assert path.read_bytes().startswith(PNG)
+
+
+def test_a_running_mean_has_the_interval_of_its_steps():
+    """Neighbours differ by 2, so steps have a standard deviation of √2; a mean of n, √(2/n)."""
+    means, half = _running_mean([0.0, 2.0, 0.0, 2.0, 0.0, 2.0])
+    assert means == [0, 1, pytest.approx(2 / 3), 1, 0.8, 1.2]
+    assert half == pytest.approx([1.96 * math.sqrt(2 / n) for n in (1, 2, 3, 4, 5, 5)])
+    assert _running_mean([0.5]) == ([0.5], [0.0])
+
+
+def test_accuracy_over_time_is_drawn_as_it_was_measured(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("rlm.runs.plots._save", lambda figure, _: drawn.append(figure))
+    start, end = ({"mean": m, "low": m - 0.1, "high": m + 0.1} for m in (0.25, 0.5))
+    curves = {"greedy": [(0, start), (2, end)], "sampled": [(1, start), (1.5, end), (2, end)]}
+    stages = {"SFT": (0, 1), "GRPO": (1, 2)}
+    accuracy_over_time(curves, stages, tmp_path / "x.png", "what was found", "of 9, %")
+    [axes] = drawn[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {"greedy": [[0, 25], [2, 50]], "sampled": [[1, 25], [1.5, 50], [2, 50]]}
+    bands = [band.get_paths()[0].get_extents() for band in axes.collections]
+    assert [(band.y0, band.y1) for band in bands] == [pytest.approx((15, 60))] * 2
+    assert (axes.get_title(loc="left"), axes.get_ylabel()) == ("what was found", "of 9, %")
+    assert {"SFT", "GRPO", "25.0", "50.0"} == {text.get_text() for text in axes.texts}
 
 
 @pytest.mark.parametrize(
