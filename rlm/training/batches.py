@@ -215,7 +215,7 @@ def make_micro_batches(
             and longest * (len(taken) + 1) <= max_tokens
         ):
             taken.append(sequences.pop(0))
-        micro_batches.append(_pack(rollouts, taken, device))
+        micro_batches.append(pack_rollouts(rollouts, taken, device))
     return micro_batches
 
 
@@ -224,7 +224,10 @@ def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
     return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
 
 
-def _pack(rollouts: Sequence[Rollout], sequences: list[list[int]], device: str) -> MicroBatch:
+def pack_rollouts(
+    rollouts: Sequence[Rollout], sequences: Sequence[Sequence[int]], device: str
+) -> MicroBatch:
+    """Make the tensors of packed sequences, each of rollouts (by index) that share their prompt."""
     ids, positions, segments, sources, targets = [], [], [], [], []
     width = max(_packed_length(rollouts, rows) for rows in sequences)
     if device == "cuda":  # its attention would copy a mask of another width, in every layer
