@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from rlm.cli import terminal, to_dict
 from rlm.data import IGNORED
-from rlm.model import ADAPTER_FILES, Device, adapter_tensors
+from rlm.model import ADAPTER_FILES, ATTN_IMPLEMENTATION, Device, adapter_tensors
 from rlm.runs import (
     RunDirectory,
     check_space,
@@ -82,8 +82,11 @@ class SFTTrainer(trl.SFTTrainer):
         flash = model.config._attn_implementation == "flash_attention_2"  # which takes no mask
         if return_outputs or flash or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # Other attentions compute what a mask hides, in a packed sequence most of it.
+        packed = model.config._attn_implementation == ATTN_IMPLEMENTATION
+        batch = pack_examples(inputs, model.device.type, packed)
+        logprobs, _ = token_logprobs(model, batch, 1.0)
         count = (inputs["labels"][:, 1:] != IGNORED).sum()
-        logprobs, _ = token_logprobs(model, pack_examples(inputs, model.device.type), 1.0)
         return -logprobs.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:

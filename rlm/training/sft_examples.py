@@ -11,7 +11,7 @@ import torch
 from rlm.cli import UsageError, terminal
 from rlm.data import IGNORED, Format, Problem, render_completion, render_problem
 from rlm.sampling import common_prefix_length
-from rlm.training.batches import GPU_PACKED_ROWS, MicroBatch, Rollout, pack_rollouts
+from rlm.training.batches import MicroBatch, Rollout, pack_rollouts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,12 +49,13 @@ def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: For
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
-def pack_examples(inputs: Mapping[str, Tensor], device: str) -> MicroBatch:
-    """Pack a padded batch of examples: what all of them begin with, the system prompt, is computed
-    once for several.
+def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> MicroBatch:
+    """Pack a padded batch of examples as token ids.
 
     Args:
         inputs: `input_ids`, `attention_mask` and `labels`, (B, S) each, padded on the right.
+        packed: into one sequence, in which what all examples begin with, the system prompt, is
+            computed once; else each is a sequence.
 
     Returns:
         A micro-batch of B rows, whose targets are the learned tokens alone.
@@ -66,14 +67,13 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str) -> MicroBatch:
     )
     learned = [[label != IGNORED for label in row] for row in labels]
     prompts = [max(1, row.index(True)) for row in learned]
-    shared = min(common_prefix_length(ids), *prompts)
+    shared = min(common_prefix_length(ids), *prompts) if packed else 0
     cuts = [shared] * len(ids) if shared else prompts
-    packed = (GPU_PACKED_ROWS if device == "cuda" else len(ids)) if shared else 1
     rollouts = [
         Rollout(0, row[:cut], row[cut:], 0.0, 1.0) for row, cut in zip(ids, cuts, strict=True)
     ]
-    rows = list(range(len(ids)))
-    batch = pack_rollouts(rollouts, [rows[i : i + packed] for i in rows[::packed]], device)
+    rows = range(len(ids))
+    batch = pack_rollouts(rollouts, [rows] if shared else [[row] for row in rows], device)
     kept = [row[cut:] for row, cut in zip(learned, cuts, strict=True)]
     mask = torch.tensor([label for row in kept for label in row], device=batch.targets.device)
     return replace(

@@ -20,6 +20,7 @@ from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.prompts import FORMATS, IGNORED
 from rlm.model.adapters import new_adapter
+from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.base import load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
@@ -58,11 +59,13 @@ def trainer_of(cls, folder, rows=ROWS, **options):
 
 @pytest.mark.parametrize("count", [None, 11])
 @pytest.mark.parametrize("rows", [ROWS, SHARED, SHARED[:1]])
-def test_loss_and_gradient_are_trls(tmp_path, count, rows):
+@pytest.mark.parametrize("attn", ["sdpa", ATTN_IMPLEMENTATION])
+def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
     """Also where several micro-batches share one denominator, and where prompts begin alike."""
     found = []
     for cls in (trl.SFTTrainer, rlm.training.sft.SFTTrainer):
         trainer = trainer_of(cls, tmp_path, rows)
+        trainer.model.set_attn_implementation(attn)
         batch = trainer.data_collator([example(*row) for row in rows])
         loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)
         loss.backward()
@@ -100,7 +103,7 @@ def test_what_all_examples_begin_with_is_computed_once():
         "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
     }
-    packed = pack_examples(inputs, "cpu")
+    packed = pack_examples(inputs, "cpu", packed=True)
     # The last token of each is learned, and nothing is predicted from it.
     assert packed.input_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 5]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 2, 3, 4, 2]]
