@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, drop_long_prompts, is_file, load_problems, render_problem
+from rlm.data import FORMATS, Problem, drop_long_prompts, load_problems, own_files, render_problem
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.runs import Journal
@@ -120,8 +120,8 @@ class EvaluateConfig:
 
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     """Return the split that no adapter practised on."""
-    trained = {Path(info.dataset).resolve() for info in adapters if info.dataset}
-    if not is_file(dataset) or Path(dataset).resolve() not in trained:
+    trained = {file for info in adapters for file in own_files(info.dataset or "")}
+    if not own_files(dataset) & trained:
         return "test"
     terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
     return "validation"

@@ -30,8 +30,8 @@ class GRPOConfig:
     """One training run. A step is one round of sample → score → compare → learn."""
 
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
-    dataset: str | None = flag(None, "gsm8k, word-problems[:LEVELS], or FILE.jsonl")
-    max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)", min=1)
+    dataset: str | None = flag(None, "elementary, gsm8k, word-problems[:LEVELS], FILE.jsonl, A+B")
+    max_samples: int | None = flag(None, "training problems, of each in A+B (none: all)", min=1)
     max_prompt_length: int | None = flag(
         None, "leave out problems with longer prompts, in tokens", min=1
     )

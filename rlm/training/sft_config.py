@@ -21,8 +21,8 @@ GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 @dataclass(frozen=True)
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
-    dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
-    max_samples: int = flag(400, "training examples", min=1)
+    dataset: str | None = flag(None, "as for GRPO, and openmathinstruct")
+    max_samples: int = flag(400, "training examples, of each in A+B", min=1)
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
     reasoning_format: str | None = flag(
         None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
