@@ -134,9 +134,8 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     evaluated = {problem.question for problem in problems}
     try:
         count = config.few_shot + len(problems)  # as many more as could have to be left out
-        choice = {"calculator_marks": True} if config.tool == Calculator.name else {}
-        choice |= {"max_samples": count, "seed": config.seed}
-        train = load_problems(config.dataset, "train", **choice)
+        choice = {"seed": config.seed, "calculator_marks": config.tool == Calculator.name}
+        train = load_problems(config.dataset, "train", max_samples=count, **choice)
         usable = [p for p in train if p.solution and p.question not in evaluated]
         if len(usable) < config.few_shot:
             raise UsageError(f"--dataset {config.dataset} has too few worked examples")

@@ -59,7 +59,7 @@ def main(config: SFTConfig) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT is one process: start it with python, not with a launcher")
     load_tool(config.tool)  # a mistake in its name comes up now
-    marks = {"calculator_marks": True} if config.tool == Calculator.name else {}
+    marks = {"calculator_marks": config.tool == Calculator.name}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
     problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
     validation = []
