@@ -27,6 +27,11 @@ class SFTConfig:
     reasoning_format: str | None = flag(
         None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
     )
+    tool: str = flag(
+        "none",
+        "the adapter is meant for: calculator (the solutions keep their <<a*b=c>>), FILE.py:NAME, "
+        "none (not given: that of --adapter)",
+    )
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
     )
@@ -90,7 +95,10 @@ class SFTConfig:
 
         adapter = given.get("adapter")
         start = AdapterInfo.load(check_adapter(adapter, TEACH)) if adapter else None
-        return default_values(given, start, GPU_DEFAULTS)
+        values = default_values(given, start, GPU_DEFAULTS)
+        if start is not None:
+            values["tool"] = start.resolve_tool(given.get("tool", "auto"))
+        return values
 
     def steps(self, examples: int) -> int:
         """Optimizer steps of a run over so many examples."""
