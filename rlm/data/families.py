@@ -124,10 +124,12 @@ class Step:
     value: int | Fraction
 
     def line(self, calculator_mark: bool = False) -> str:
-        """Write the step; a mark is `<<3+5=8>>`, and the number follows it directly."""
+        """Write the step as `total: 3 + 5 = 8`, or with a mark as `total: <<3+5=8>>`."""
         left, right, value = map(show_number, (self.left, self.right, self.value))
-        mark = f"<<{left}{self.operator}{right}={value}>>" if calculator_mark else ""
-        return f"{self.name.replace('_', ' ')}: {left} {self.operator} {right} = {mark}{value}"
+        equation = f"{left} {self.operator} {right} = {value}"
+        if calculator_mark:
+            equation = f"<<{equation.replace(' ', '')}>>"
+        return f"{self.name.replace('_', ' ')}: {equation}"
 
 
 def solve(steps: Sequence[str], numbers: Mapping[str, int | Fraction]) -> Iterator[Step]:

@@ -68,7 +68,7 @@ def load_problems(
         max_samples: at most so many of each data set; None is all, and of word-problems 2000
             (train) or 500, of elementary 8000 or 500.
         keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.
-        calculator_marks: solutions of GSM8K and of our generator have marks, `3 + 5 = <<3+5=8>>8`.
+        calculator_marks: solutions of GSM8K and of our generator have marks, `<<3+5=8>>`.
 
     Raises:
         UsageError: unknown data set or split, unreadable or bad file, hub out of reach.

@@ -65,7 +65,7 @@ def generate_word_problems(
     Args:
         families: narrows the selection by name.
         dataset: "word-problems", whose answers are positive integers, or "elementary".
-        calculator_marks: write GSM8K's `3 + 5 = <<3+5=8>>8` in the solutions.
+        calculator_marks: write the solutions' equations as `<<3+5=8>>`.
 
     Raises:
         ValueError: an argument is unknown, nothing is selected, or the selection has fewer than
