@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, drop_long_prompts, is_file, load_problems, render_problem
+from rlm.data import FORMATS, Problem, drop_long_prompts, load_problems, own_files, render_problem
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.runs import Journal
+from rlm.tools import Calculator, Tool, load_tool
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
@@ -51,6 +52,10 @@ class EvaluateConfig:
     max_new_tokens: int = flag(256, "longest completion", min=1)
     reasoning_format: str | None = flag(
         None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
+    )
+    tool: str = flag(
+        "none",
+        "writes into completions: calculator, FILE.py:NAME, none (not given: as in training)",
     )
     quantize: str = flag(
         "auto",
@@ -102,6 +107,7 @@ class EvaluateConfig:
                 "them one by one, with --sft-adapter none or --adapter none"
             )
         values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
+        values["tool"] = last.resolve_tool(given.get("tool", "auto"))
         return values
 
     @property
@@ -114,8 +120,8 @@ class EvaluateConfig:
 
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     """Return the split that no adapter practised on."""
-    trained = {Path(info.dataset).resolve() for info in adapters if info.dataset}
-    if not is_file(dataset) or Path(dataset).resolve() not in trained:
+    trained = {file for info in adapters for file in own_files(info.dataset or "")}
+    if not own_files(dataset) & trained:
         return "test"
     terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
     return "validation"
@@ -128,7 +134,8 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     evaluated = {problem.question for problem in problems}
     try:
         count = config.few_shot + len(problems)  # as many more as could have to be left out
-        train = load_problems(config.dataset, "train", max_samples=count, seed=config.seed)
+        choice = {"seed": config.seed, "calculator_marks": config.tool == Calculator.name}
+        train = load_problems(config.dataset, "train", max_samples=count, **choice)
         usable = [p for p in train if p.solution and p.question not in evaluated]
         if len(usable) < config.few_shot:
             raise UsageError(f"--dataset {config.dataset} has too few worked examples")
@@ -164,16 +171,18 @@ def evaluate_row(
     config: EvaluateConfig,
     kinds: Sequence[str] = ("greedy", "sampled"),
     record: RowRecord | None = None,
+    tool: Tool | None = None,
 ) -> dict[str, Evaluation]:
     """Evaluate one model: "greedy" results, and "sampled" ones if --samples asks for them.
 
     Args:
+        tool: what --tool names.
         record: where they are kept; what is there already is not drawn again.
     """
     from rlm.sampling import Sampler, sampling_dtype
 
     started, results = time.monotonic(), {}
-    sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model))
+    sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model), tool=tool)
     format = FORMATS[config.reasoning_format]
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind in kinds:
@@ -238,6 +247,7 @@ def made_of(
         "base": base_hash,
         "adapter": adapter_hash(adapter) if adapter else None,
         **{f"--{name.replace('_', '-')}": getattr(config, name) for name in options},
+        **({} if config.tool == "none" else {"--tool": config.tool}),
         "data": data_id("problems", asked),
         "shown": data_id("examples", examples),
         "device": device,
@@ -260,6 +270,7 @@ def main(config: EvaluateConfig) -> int:
     )
 
     prepare_process()
+    tool = load_tool(config.tool)
     device, weights = pick_device(), base_model_hash(config.model)
     for path in config.adapters.values():
         check_base(path, config.model, weights)
@@ -282,7 +293,7 @@ def main(config: EvaluateConfig) -> int:
             origin = made_of(config, weights, adapter, str(device), problems, shown)
             record = RowRecord(journal, name, origin)
             results[name] = evaluate_row(
-                name, model, tokenizer, problems, shown, config, record=record
+                name, model, tokenizer, problems, shown, config, record=record, tool=tool
             )
             base = model.unload() if adapter else base  # nothing was merged
     except KeyboardInterrupt:

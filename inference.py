@@ -45,6 +45,9 @@ class InferenceConfig:
         "quantize the base (bitsandbytes) (auto: as in training)",
         choices=("auto", *QUANTIZATIONS),
     )
+    tool: str = flag(
+        "auto", "writes into answers: calculator, FILE.py:NAME, none (auto: as in training)"
+    )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion", min=1)
     budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)", min=0)
@@ -83,7 +86,8 @@ def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
     library = load_experiences(config.experiences) if config.experiences else ()
-    model, tokenizer = load_rlm_model(config.adapter, config.model, config.base, config.quantize)
+    adapter, base = config.adapter, config.base
+    model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
     temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
@@ -114,16 +118,20 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
 
 
 def _as_json(reply: Reply) -> dict[str, object]:
-    votes = reply.answer.vote_counts
+    votes, calls = reply.answer.vote_counts, reply.answer.tool_calls
     return asdict(reply.answer.shown) | {
         "vote": asdict(votes) if votes else None,
+        **({"tool_calls": list(map(asdict, calls))} if calls else {}),
         "prompt_tokens": reply.usage.prompt_tokens,
         "completion_tokens": reply.usage.completion_tokens,
         "seconds": round(reply.seconds, 3),
     }
 
 
-def _write(text: str) -> None:
+def _write(text: str, by_tool: bool = False) -> None:
+    """Write a piece of streamed text; on a terminal what a tool wrote is underlined."""
+    if by_tool and terminal.console.is_terminal:
+        text = f"\x1b[4m{text}\x1b[24m"
     sys.stdout.write(text)
     sys.stdout.flush()
 

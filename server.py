@@ -47,6 +47,10 @@ class ServerConfig:
         "quantize the base (bitsandbytes) (auto: as in training)",
         choices=("auto", *QUANTIZATIONS),
     )
+    tool: str = flag(
+        "auto",
+        "writes into answers: calculator, FILE.py:NAME, none (auto: of each adapter its own)",
+    )
     host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
     port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
@@ -118,9 +122,8 @@ def _service(config: ServerConfig) -> Service:
     from rlm.model import load_tokenizer
     from rlm.serving import Engine, Limits, Service, find_models, load_replicas
 
-    models = find_models(
-        config.adapter, config.adapters, config.model, config.quantize, base=config.base
-    )
+    choice = (config.adapter, config.adapters, config.model, config.quantize)
+    models = find_models(*choice, base=config.base, tool=config.tool)
     tokenizer = load_tokenizer(models.base_model)
     limits = Limits(
         prompt_tokens=config.max_prompt_tokens,

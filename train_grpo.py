@@ -40,7 +40,6 @@ from rlm.data import FORMATS, Problem, render_problem
 from rlm.model import (
     Device,
     base_model_hash,
-    check_output,
     load_tokenizer,
     prepare_process,
     release_memory,
@@ -49,6 +48,7 @@ from rlm.model import (
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
+from rlm.tools import Tool
 from rlm.training import (
     Distributed,
     Group,
@@ -58,6 +58,7 @@ from rlm.training import (
     TrainingState,
     begin_run,
     check_arguments,
+    choose_tool,
     count_solved,
     draw_problems,
     export_run,
@@ -107,6 +108,7 @@ class GRPOTrainer:
         reward_fn: RewardFunction | Callable | Sequence | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: Device | None = None,
+        tool: Tool | None = None,
         **others: object,
     ) -> None:
         """Load the model and the adapter to start from.
@@ -114,6 +116,7 @@ class GRPOTrainer:
         Args:
             reward_fn: a RewardFunction, a function, or a list of these (docs/algorithms.md). None:
                 1 for the strict format with the right number, else 0.
+            tool: what writes into the completions (docs/tools.md). None: what config.tool names.
 
         Raises:
             TypeError, ValueError: an argument is not what it should be; nothing was loaded.
@@ -124,7 +127,7 @@ class GRPOTrainer:
         self.distributed = Distributed.from_env()
         self.model_name = model_name = str(model_name)
         self.base_hash = base_model_hash(model_name)
-        given = config or GRPOConfig()
+        given, tool = choose_tool(config or GRPOConfig(), tool)
         config = resolve_start(given, model_name, self.base_hash, self.distributed.size)
         self.config, self.format = config, FORMATS[config.reasoning_format]
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
@@ -134,7 +137,7 @@ class GRPOTrainer:
         set_gradient_checkpointing(self.policy, bool(config.checkpointing))
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
-        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed)
+        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed, tool)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -165,8 +168,6 @@ class GRPOTrainer:
         """
         problems, eval_problems = prepare_run(self, dataset, eval_dataset)
         config, algorithm, writes = self.config, self.config.choices, self.distributed.is_main
-        if writes:
-            check_output(config.output)  # first: a run directory puts an old run away
         self.run = run = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
         with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
@@ -222,8 +223,7 @@ class GRPOTrainer:
                     sampled = self.sampler.sample(prompts, size, params, seeds, advance)
             with timer(seconds, "score"):  # 2. score: one call for all of them
                 texts = [[decode(c.token_ids) for c in group] for group in sampled]
-                truncated = [[c.truncated for c in group] for group in sampled]
-                scores = self.scorer(mine, texts, truncated)
+                scores = self.scorer(mine, texts, [[c.truncated for c in g] for g in sampled])
             reward_metrics.append((len(mine), scores.metrics))
             # From here on every process knows the whole step; alone, nothing happens.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, strict=True)
@@ -283,7 +283,7 @@ class GRPOTrainer:
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""
-        log_step(self.run, self.config, metrics, groups, advantages)
+        log_step(self.run, self.config, metrics, groups, advantages, self.tokenizer)
 
 
 def main(config: GRPOConfig) -> int:

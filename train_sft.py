@@ -47,6 +47,7 @@ from rlm.model import (
     write_run,
 )
 from rlm.runs import RunDirectory, writing
+from rlm.tools import Calculator, load_tool
 from rlm.training import show_counts, show_example, to_examples, use_fused_layers
 
 if TYPE_CHECKING:
@@ -57,11 +58,14 @@ def main(config: SFTConfig) -> int:
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT is one process: start it with python, not with a launcher")
-    choice = {"seed": config.seed, "keep_code": config.keep_code}
+    load_tool(config.tool)  # a mistake in its name comes up now
+    marks = {"calculator_marks": config.tool == Calculator.name}
+    choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
     problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
     validation = []
     if config.eval_samples:
-        validation = load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+        choice = {"max_samples": config.eval_samples, **marks}
+        validation = load_problems(config.dataset, "validation", **choice)
     train(config, problems, validation)
     return 0
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import operator
 import random
 import re
@@ -99,6 +100,8 @@ class EquationsConfig:
     )
     output: Path | None = flag(None, "where the problems go, as JSONL", positional=True)
     variants: int = flag(1, "variants of each problem with other numbers", min=0)
+    max_equations: int | None = flag(None, "leave out problems of more (none: keep all)", min=1)
+    marks: bool = flag(False, "lines as <<48/2=24>>, which --tool calculator completes")
     seed: int = flag(0, "of the variants' numbers")
 
     def __post_init__(self) -> None:
@@ -112,16 +115,17 @@ def main(config: EquationsConfig) -> int:
     rng = random.Random(config.seed)
     written: list[dict[str, str]] = []
     solved = [(row["question"], read_equations(row["answer"])) for row in rows]
-    solved = [(question, equations) for question, equations in solved if equations]
+    most = config.max_equations or math.inf
+    solved = [(question, e) for question, e in solved if 1 <= len(e) <= most]
     for question, equations in solved:
-        written.append(to_record(question, equations))
+        written.append(to_record(question, equations, config.marks))
     for question, equations in solved:
         seen = {question}
         for _ in range(config.variants):
             variant = vary(question, equations, rng)
             if variant and variant[0] not in seen:
                 seen.add(variant[0])
-                written.append(to_record(*variant))
+                written.append(to_record(*variant, config.marks))
     try:
         replace_file(config.output, "".join(json.dumps(record) + "\n" for record in written))
     except OSError as error:
@@ -162,8 +166,9 @@ def read_equations(answer: str) -> list[Equation]:
     return equations if right else []
 
 
-def to_record(question: str, equations: Sequence[Equation]) -> dict[str, str]:
-    solution = "\n".join(f"{left}={right}" for left, right in equations)
+def to_record(question: str, equations: Sequence[Equation], marks: bool) -> dict[str, str]:
+    lines = [f"{left}={right}" for left, right in equations]
+    solution = "\n".join(f"<<{line}>>" if marks else line for line in lines)
     return {"question": question, "answer": equations[-1][1], "solution": solution}
 
 

@@ -24,6 +24,7 @@ from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.models import Replica, ServedAdapter, ServedModels, prompt_prefix
 from rlm.serving.request import Limits
 from rlm.serving.service import Service
+from rlm.tools import Tool
 
 FORMAT = FORMATS["deepseek"]
 ADD = "<think>\n2 + 3 = 5\n</think>\n<answer>5</answer>"
@@ -37,6 +38,7 @@ def make_service(
     limits: Limits = LIMITS,
     max_num_seqs: int = 4,
     pause: float = 0.0,
+    tool: Tool | None = None,
     **engine_options: object,
 ) -> tuple[Service, ScriptedSampler]:
     """A service with two adapters, `tuned` (scripted) and `base` (which says nothing but 0)."""
@@ -53,7 +55,7 @@ def make_service(
     engine = Engine(lambda: replicas, limits, **engine_options)
     adapters = {
         "base": ServedAdapter("base", None, None, "base", FORMAT),
-        "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT),
+        "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT, tool),
     }
     models = ServedModels("tiny", "sha256:0", "none", adapters, "tuned")
     return Service(engine, tokenizer, models, limits), samplers["tuned"]

@@ -21,9 +21,9 @@ class ScriptedSampler(Sampler):
     """Continues each row with its script; where something was forced, with `after_forced`."""
 
     def __init__(
-        self, model, tokenizer, script: Script, *, max_num_seqs: int = 4, pause: float = 0.0
+        self, model, tokenizer, script: Script, *, max_num_seqs=4, pause: float = 0.0, tool=None
     ):
-        super().__init__(model, tokenizer, max_num_seqs=max_num_seqs)
+        super().__init__(model, tokenizer, max_num_seqs=max_num_seqs, tool=tool)
         self.script, self.pause, self.after_forced = script, pause, "7</answer>"
         self.before_step: Callable[[list[str]], None] = lambda questions: None
         self.steps = 0

@@ -237,7 +237,7 @@ def test_the_courses_data_sets_are_read(monkeypatch):
         "gsm8k": [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(300)],
         "openmathinstruct": [json.loads(line) for line in OPENMATH.open(encoding="utf-8")],
     }
-    monkeypatch.setattr(loaders, "_hub_rows", lambda name, split: enumerate(rows[name], 1))
+    monkeypatch.setattr(loaders, "read_hub", lambda name, split: enumerate(rows[name], 1))
     assert len(load_problems("openai/gsm8k")) == 270  # the others are for validation
     assert len(load_problems("nvidia/OpenMathInstruct-1", max_samples=5)) == 2
 

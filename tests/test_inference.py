@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ import inference
 import server
 from rlm.cli.main import run_main
 from rlm.data.prompts import render_prompt
+from rlm.model import AdapterInfo
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
 from tests.test_server import weights  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
 SIX = ADD.replace("5", "6")
 SCRIPT = {
+    "marked": "<think>\n2 + 3 = <<2+3=5>>5\n</think>\n<answer>5</answer>",
     "two and three": ADD,
     "vote": [SIX, ADD, ADD, "no idea"],
     "long": "<think>\n" + "word " * 8 + "\n</think>\n<answer>9</answer>",
@@ -37,8 +40,8 @@ def scripted(monkeypatch) -> list[Request]:
     asked = []
 
     class Watched(ScriptedSampler):
-        def __init__(self, model, tokenizer, *, max_num_seqs, dtype):
-            super().__init__(model, tokenizer, SCRIPT, max_num_seqs=max_num_seqs)
+        def __init__(self, model, tokenizer, *, max_num_seqs, dtype, tool):
+            super().__init__(model, tokenizer, SCRIPT, max_num_seqs=max_num_seqs, tool=tool)
 
         def stream(self, requests):
             asked.extend(requests)
@@ -114,6 +117,21 @@ def test_a_budget_closes_the_reasoning(ask, scripted):
     assert "answer: 7  (" in out
     assert ", reasoning forced)" in out
     assert json.loads(ask("long", "--json")[0])["final_answer"] == "9"
+
+
+def test_a_tool_writes_into_the_answer(ask, adapter, scripted, monkeypatch):
+    """The one that the adapter was trained with, unless another is named; marked on a terminal."""
+    assert "tool_calls" not in json.loads(ask("marked", "--json")[0])  # trained with none
+    reply = json.loads(ask("marked", "--json", "--tool", "calculator")[0])
+    start = SCRIPT["marked"].index("5>>")
+    assert reply["response"] == SCRIPT["marked"]
+    assert reply["tool_calls"] == [{"text": "5>>", "start": start, "end": start + 3}]
+    info = replace(AdapterInfo.load(adapter), tool="calculator")
+    monkeypatch.setattr(AdapterInfo, "load", lambda path: info)
+    assert "tool_calls" in json.loads(ask("marked", "--json")[0])
+    assert "tool_calls" not in json.loads(ask("marked", "--json", "--tool", "none")[0])
+    monkeypatch.setattr(inference.terminal.console, "_force_terminal", True)
+    assert "".join(f"\x1b[4m{char}\x1b[24m" for char in "5>>") in ask("marked")[0]
 
 
 @pytest.mark.parametrize(

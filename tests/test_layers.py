@@ -17,6 +17,7 @@ LAYERS = {
     "api_client": 1,
     "data": 1,
     "runs": 1,
+    "tools": 1,
     "model": 2,
     "rewards": 3,
     "sampling": 3,

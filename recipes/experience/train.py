@@ -89,7 +89,7 @@ def load_problem_set(
     """Load the problems, AIME's with ids like aime2024_001; a set without splits comes whole."""
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
-    split = split if name in ("gsm8k", "word-problems") else "test"
+    split = split if name in ("gsm8k", "word-problems", "elementary") else "test"
     if is_file(source):  # all of it, in its order
         problems = load_jsonl(source)[:max_problems]
     else:

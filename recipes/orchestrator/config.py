@@ -60,7 +60,8 @@ class OrchestratorConfig(GRPOConfig):
         # Options of stage 2 that are nothing to a graph; old records of runs hold these tags.
         tags = None if self.reasoning_format == "deepseek" else self.reasoning_format
         given = {name: getattr(self, name) for name in ("doctor", "reward", "num_epochs")}
-        for name, value in {**given, "reasoning_format": tags}.items():
+        given |= {"reasoning_format": tags, "tool": None if self.tool == "none" else self.tool}
+        for name, value in given.items():
             if value:
                 raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
         super().__post_init__()

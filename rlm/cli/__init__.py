@@ -11,6 +11,7 @@ from rlm.cli.flags import (
 )
 from rlm.cli.main import check_command_line, run_main
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, to_dict
+from rlm.cli.user_code import load_from_file
 
 __all__ = [
     "Interrupted",
@@ -20,6 +21,7 @@ __all__ = [
     "check_values",
     "find_choice",
     "flag",
+    "load_from_file",
     "merge_switches",
     "parse",
     "resolve_config",

@@ -5,7 +5,9 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "experiences": "experience_block load_experiences with_experiences",
-    "loaders": "HELD_OUT dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers",
+    "loaders": (
+        "HELD_OUT dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers own_files"
+    ),
     "problem": "Problem as_problems",
     "prompts": (
         "FORMATS IGNORED Format drop_long_prompts encode_text end_of_turn_id longest_prompts "

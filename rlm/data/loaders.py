@@ -6,8 +6,10 @@
                                                   openai/gsm8k, nvidia/OpenMathInstruct-1, …
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
+    elementary, elementary:1-2, …                 its everyday arithmetic, one to three steps
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
     FILE.jsonl                                    one problem a line; data/README.md has the fields
+    elementary+gsm8k:PATH                         several, joined by +; max_samples is of each
 
 Train and validation share no question, and test none with them, but for a file of your own, all of
 which is its test split. Where no validation split is published, a fixed part of train is held out.
@@ -17,18 +19,17 @@ so that scores of runs with different seeds compare.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlm.cli import UsageError
 from rlm.data import word_problems
-from rlm.data.problem import Problem, Row, parse_openmath, parse_rollouts, parse_row, parse_rows
+from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row, parse_rows
+from rlm.data.sources import HUB, PARQUET, find_published, read_hub, read_lines, read_parquet
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
 SPLITS: dict[str, tuple[str, ...]] = {
@@ -38,27 +39,17 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "aime2024": ("test",),
     "aime2025": ("test",),
     "word-problems": word_problems.SPLITS,
+    "elementary": word_problems.SPLITS,
     "rollouts": ("train", "validation"),
 }
-HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, besides the split
-    "gsm8k": {"path": "openai/gsm8k", "name": "main"},
-    "openmathinstruct": {
-        "path": "nvidia/OpenMathInstruct-1",
-        "data_files": {s: f"correct_solutions/{s}.jsonl" for s in SPLITS["openmathinstruct"]},
-        "streaming": True,
-    },
-    "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # its only one
-    "aime2025": {"path": "math-ai/aime25"},
-}
 NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
-HUB_TIMEOUT = 5.0  # seconds
 # OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
 # (or max_samples, if that is more), and train is a sample of these.
 OPENMATH_POOL = 5000
 HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
-WORD_PROBLEMS, WORD_PROBLEMS_TRAIN = 500, 2000  # made if max_samples is None
+# Made if max_samples is None: of train, and of every other split.
+TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
-PARQUET = ".parquet"
 JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
 
 
@@ -69,18 +60,26 @@ def load_problems(
     max_samples: int | None = None,
     seed: int = 0,
     keep_code: bool = False,
+    calculator_marks: bool = False,
 ) -> list[Problem]:
     """Load what `dataset` names (see the module's docstring); no network unless it names the hub.
 
     Args:
-        max_samples: at most so many; None is all, and 2000 (train) or 500 word problems.
+        max_samples: at most so many of each data set; None is all, and of word-problems 2000
+            (train) or 500, of elementary 8000 or 500.
         keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.
+        calculator_marks: solutions of GSM8K and of our generator have marks, `<<3+5=8>>`.
 
     Raises:
         UsageError: unknown data set or split, unreadable or bad file, hub out of reach.
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
+    options = {"keep_code": keep_code, "calculator_marks": calculator_marks}
+    parts = dataset_parts(dataset)
+    if len(parts) > 1:
+        choice = {"max_samples": max_samples, "seed": seed, **options}
+        return _mix([load_problems(part, split, **choice) for part in parts], split, seed)
     dataset = dataset_name(dataset)
     name, colon, rest = dataset.partition(":")
     if name not in SPLITS and not is_file(dataset):
@@ -90,13 +89,14 @@ def load_problems(
     if split not in splits:
         raise UsageError(f"{dataset} has no split {split!r}; it has {', '.join(splits)}")
 
-    if name == "word-problems":
-        return _word_problems(rest if colon else "1-4", split, max_samples, seed)
+    if name in TRAIN_SIZES:
+        levels = rest if colon else "1-4"
+        return _word_problems(name, levels, split, max_samples, seed, calculator_marks)
     if name == "rollouts" and not rest:
         raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
     if name in SPLITS:
         path = Path(rest) if colon else None
-        problems = _load_published(name, path, split, max_samples, keep_code)
+        problems = _load_published(name, path, split, max_samples, **options)
     else:
         problems = _hold_out(load_jsonl(dataset), split, dataset)
     if split == "train":
@@ -110,10 +110,26 @@ def dataset_name(dataset: str) -> str:
     return NAMES.get(name.lower(), name) + colon + rest
 
 
+def dataset_parts(dataset: str) -> list[str]:
+    """The data sets that a `--dataset` joins by +; a + inside a path joins nothing."""
+    parts = dataset.split("+")
+    return parts if all(is_named(part) or is_file(part) for part in parts) else [dataset]
+
+
+def is_named(dataset: str) -> bool:
+    """Whether that is a data set known here, not a file of the user's own."""
+    return dataset_name(dataset).partition(":")[0] in SPLITS
+
+
 def is_file(dataset: str) -> bool:
     """Whether that is a JSONL file of the user's own, all of which is its test split."""
-    named = dataset_name(dataset).partition(":")[0] in SPLITS
-    return not named and dataset.lower().endswith(JSONL_SUFFIXES)
+    is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
+    return is_one and not is_named(dataset) and dataset.lower().endswith(JSONL_SUFFIXES)
+
+
+def own_files(dataset: str) -> set[Path]:
+    """The user's own files that a `--dataset` names."""
+    return {Path(part).resolve() for part in dataset_parts(dataset) if is_file(part)}
 
 
 def only_numbers(dataset: str, problems: Iterable[Problem]) -> None:
@@ -156,42 +172,66 @@ def load_jsonl(path: str | Path) -> list[Problem]:
         UsageError: unreadable, no good line, or more than 5 % bad lines.
     """
     file = Path(path)
-    return parse_rows(_lines(file), str(file), file.stem, parse_row)
+    return parse_rows(read_lines(file), str(file), file.stem, parse_row)
 
 
 def _load_published(
-    name: str, path: Path | None, split: str, max_samples: int | None, keep_code: bool
+    name: str,
+    path: Path | None,
+    split: str,
+    max_samples: int | None,
+    keep_code: bool,
+    calculator_marks: bool,
 ) -> list[Problem]:
     stored = "train" if name == "gsm8k" and split != "test" else split
     one_file = path is not None and not path.is_dir()
-    parse, limit = parse_row, None
+    parse, limit = partial(parse_row, calculator_marks=calculator_marks), None
     if name == "openmathinstruct":
         parse = partial(parse_openmath, keep_code=keep_code)
         limit = max(max_samples, OPENMATH_POOL) if max_samples and not one_file else None
     elif name == "rollouts":
         parse = parse_rollouts
     if path is None:
-        source, rows = name, _hub_rows(name, stored)
+        source, rows = name, read_hub(name, stored)
     else:
-        file = path if one_file else _find(path, name, stored)
-        source, rows = str(file), (_parquet_rows if file.suffix == PARQUET else _lines)(file)
+        file = path if one_file else find_published(path, name, stored)
+        source, rows = str(file), (read_parquet if file.suffix == PARQUET else read_lines)(file)
     problems = parse_rows(rows, source, f"{name}-{stored}", parse, limit=limit)
     if name != "gsm8k" and (not one_file or split == "test"):
         return problems
     return _hold_out(problems, split, source, in_order=name == "gsm8k")
 
 
-def _word_problems(levels: str, split: str, max_samples: int | None, seed: int) -> list[Problem]:
+def _mix(parts: Sequence[list[Problem]], split: str, seed: int) -> list[Problem]:
+    """The problems of several data sets: train shuffled together, the others one after another."""
+    problems = [problem for part in parts for problem in part]
+    repeated = len(problems) - len({problem.id for problem in problems})
+    if repeated:
+        raise UsageError(f"{repeated} ids are in two of the data sets; name the files differently")
+    if split == "train":
+        random.Random(seed).shuffle(problems)
+    return problems
+
+
+def _word_problems(
+    name: str,
+    levels: str,
+    split: str,
+    max_samples: int | None,
+    seed: int,
+    calculator_marks: bool,
+) -> list[Problem]:
     parts = levels.split(",")
     if not all(re.fullmatch(r"\d(-\d)?", part, re.ASCII) for part in parts):
-        raise UsageError(f"word-problems:{levels}: write levels as 2, 1-2 or 1,3")
+        raise UsageError(f"{name}:{levels}: write levels as 2, 1-2 or 1,3")
     wanted = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
-    count = max_samples or (WORD_PROBLEMS_TRAIN if split == "train" else WORD_PROBLEMS)
+    count = max_samples or (TRAIN_SIZES[name] if split == "train" else WORD_PROBLEMS)
+    seed = seed if split == "train" else 0
+    choice = {"dataset": name, "calculator_marks": calculator_marks}
     try:
-        seed = seed if split == "train" else 0
-        return word_problems.generate_word_problems(split, count, seed, wanted)
+        return word_problems.generate_word_problems(split, count, seed, wanted, **choice)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for
-        raise UsageError(f"word-problems:{levels}: {error}") from error
+        raise UsageError(f"{name}:{levels}: {error}") from error
 
 
 def _hold_out(
@@ -217,66 +257,3 @@ def _hold_out(
     if split == "validation":
         return [problem for problem in ordered if problem.question in held_out]
     return [problem for problem in problems if problem.question not in held_out]
-
-
-def _find(directory: Path, name: str, split: str) -> Path:
-    names = [f"{name}_{split}.jsonl", f"{split}.jsonl", f"correct_solutions/{split}.jsonl"]
-    if name == "gsm8k":
-        names[2:] = [f"main/{split}-00000-of-00001.parquet", f"{split}-00000-of-00001.parquet"]
-    if name.startswith("aime"):
-        names = [f"{name}.jsonl"]
-    for file in (directory / name for name in names):
-        if file.exists():
-            return file
-    raise UsageError(f"the directory {directory} holds no {' or '.join(names)}")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1, without a byte order mark."""
-    try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if text.strip():
-                    yield number, text
-    except OSError as error:
-        raise UsageError(f"cannot read the data file {path}: {error.strerror}") from error
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows of a parquet file, numbered from 1."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"cannot read the data file {path}: {reason}") from error
-    yield from enumerate(table.to_pylist(), 1)
-
-
-def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Row]]:
-    """The rows of a data set on the hub, or in the hub's cache on this machine."""
-    import datasets
-    import httpx2
-    from huggingface_hub import HfApi
-
-    hub = {"split": split} | HUB[name]
-    was_offline = datasets.config.HF_HUB_OFFLINE
-    try:
-        try:
-            HfApi().dataset_info(hub["path"], timeout=HUB_TIMEOUT)
-        except (OSError, httpx2.HTTPError):  # a refusal comes up again below
-            # load_dataset would retry for 23 s before it looks in its cache. Now it looks at once.
-            datasets.config.HF_HUB_OFFLINE = True
-        yield from enumerate(datasets.load_dataset(**hub), 1)
-    except (OSError, ValueError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
-        offline = isinstance(error, ConnectionError)
-        reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"data set {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
-            f"(--dataset {name}:PATH for downloaded files)"
-        ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = was_offline

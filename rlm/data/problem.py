@@ -152,7 +152,7 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     return text
 
 
-def parse_row(row: Row, default_id: str) -> list[Problem]:
+def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list[Problem]:
     """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
     answer, solution = _text(row, *ANSWER_FIELDS), ""
     kind = _text(row, "answer_type", default="number")
@@ -162,7 +162,7 @@ def parse_row(row: Row, default_id: str) -> list[Problem]:
         if READERS[kind](answer) is None:
             raise ValueError(f"the gold {answer[:40]!r} is no {kind}")
     elif "####" in answer:
-        solution, answer = gold_from_gsm8k(answer)
+        solution, answer = gold_from_gsm8k(answer, calculator_marks)
     elif parse_number(answer) is None:
         raise ValueError(f"the gold {answer[:40]!r} is not a number")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)

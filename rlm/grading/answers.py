@@ -236,10 +236,21 @@ def grade(
     return Verdict(correct, reason, claim.text[:MAX_NUMBER].strip() or None, claim.value)
 
 
-def gold_from_gsm8k(answer_field: str) -> tuple[str, str]:
-    """(solution without the calculator's <<…>> and the #### line, gold) of a GSM8K answer."""
+def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:
+    """(solution without the #### line, and without the calculator's <<…>>; gold) of an answer."""
     solution, hashes, rest = answer_field.rpartition("####")
     gold = rest.strip()
     if not hashes or parse_number(gold) is None:
         raise ValueError(f"no number after #### in {answer_field[-80:]!r}")
+    if calculator_marks:
+        return _RESULT.sub(_as_calculated, solution).strip(), gold
     return re.sub(r"<<[^<>]*>>", "", solution).strip(), gold
+
+
+_RESULT = re.compile(r"=(\d*)(?:\.(\d*?)0*)?>>(?=(\.\d)?)", re.ASCII)
+
+
+def _as_calculated(result: re.Match[str]) -> str:
+    """Write a mark's result as a calculator does, .50 as 0.5; after it stands 0.5, too, not .5."""
+    whole, rest = result[1] or "0", result[2]
+    return f"={whole}{'.' if rest else ''}{rest or ''}>>{'0' if result[3] else ''}"

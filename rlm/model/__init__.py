@@ -11,7 +11,7 @@ EXPORTS = {
         "lora_layers merged_weight misfit new_adapter set_gradient_checkpointing using_adapter "
         "using_reference"
     ),
-    "attention": "softmax_scale",
+    "attention": "ATTN_IMPLEMENTATION softmax_scale",
     "base": (
         "base_model_hash context_window decoder_and_head head_dim kernels_for load_base "
         "load_tokenizer model_directory num_key_value_heads"

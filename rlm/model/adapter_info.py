@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError
+from rlm.tools import Calculator
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class AdapterInfo:
     """An adapter's base model and how it was trained; defaults where another tool made it.
 
     quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    run: all of run.json.
+    tool: as --tool names it. run: all of run.json.
     """
 
     path: Path
@@ -26,6 +27,7 @@ class AdapterInfo:
     dataset: str | None = None
     stage: str = "unknown"  # sft | grpo | orchestrator | …
     reasoning_format: str = "deepseek"
+    tool: str = "none"
     run: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -51,6 +53,7 @@ class AdapterInfo:
             dataset=run.get("dataset"),
             stage=run.get("stage", "unknown"),
             reasoning_format=run.get("config", {}).get("reasoning_format") or "deepseek",
+            tool=run.get("config", {}).get("tool") or "none",
             run=run,
         )
 
@@ -80,3 +83,19 @@ class AdapterInfo:
                 f"{was_taught}; leave the option out, or name another adapter (or none)"
             )
         return asked or self.reasoning_format
+
+    def resolve_tool(self, asked: str = "auto") -> str:
+        """The tool as --tool names it: the one asked for, or for "auto" that of training.
+
+        Raises:
+            UsageError: auto, and it is a tool of the user's own: no code is run because a file
+                beside an adapter names it.
+        """
+        if asked != "auto":
+            return asked
+        if self.tool not in ("none", Calculator.name):
+            raise UsageError(
+                f"{self.path} was trained with the tool {self.tool}: name it again with --tool "
+                "FILE.py:NAME, or leave it out with --tool none"
+            )
+        return self.tool

@@ -5,8 +5,8 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "answers": (
-        "Confidence Sample Thinking Usage Verification VoteCounts length_warnings read_answer "
-        "read_sample trace verify"
+        "Answer Confidence Sample Thinking Usage Verification VoteCounts length_warnings "
+        "read_answer read_sample trace verify"
     ),
     "local": "ADAPTER HOW_TO_TRAIN Reply TEMPERATURE_OF_SEVERAL ask load_rlm_model",
     "stream": "ReasoningStream",

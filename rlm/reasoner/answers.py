@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from rlm.data import Format
 from rlm.grading import Vote, grade, majority_vote
-from rlm.reasoner.stream import ReasoningStream
+from rlm.reasoner.stream import ReasoningStream, ToolCall
 
 # Ends of sentences, for reasoning that is one long line. A point inside a number ends nothing.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
@@ -78,9 +78,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """All samples of one question: which is shown, and how sure it is."""
+    """All samples of one question: which is shown, and how sure it is.
+
+    calls: what a tool wrote in the `response` of each.
+    """
 
     samples: list[Sample]
+    calls: list[list[ToolCall]] = field(default_factory=list)
 
     @cached_property
     def vote(self) -> Vote:
@@ -95,6 +99,12 @@ class Answer:
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
         drawn = [sample for sample in candidates if sample.mean_logprob is not None]
         return max(drawn, key=lambda s: s.mean_logprob) if drawn else candidates[0]
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """What a tool wrote in the sample that is shown."""
+        shown = self.shown
+        return next(c for s, c in zip(self.samples, self.calls, strict=True) if s is shown)
 
     @property
     def vote_counts(self) -> VoteCounts | None:
@@ -120,7 +130,10 @@ class Answer:
 
 def read_answer(stream: ReasoningStream) -> Answer:
     """Read all completions of a finished request."""
-    return Answer([read_sample(stream, i) for i in range(len(stream.completions))])
+    samples = [read_sample(stream, i) for i in range(len(stream.completions))]
+    pairs = zip(samples, stream.completions, strict=True)
+    calls = [[c for c in state.tool_calls if c.end <= len(s.response)] for s, state in pairs]
+    return Answer(samples, calls)
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:

@@ -12,6 +12,7 @@ from rlm.data import FORMATS, render_prompt
 from rlm.model import AdapterInfo
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
+from rlm.tools import Tool, as_tool, load_tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ def load_rlm_model(
     model: str | None = None,
     base: bool = False,
     quantize: str = "auto",
+    tool: str | Tool = "auto",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base that the adapter was trained on, with the adapter on it, and the tokenizer.
 
@@ -38,6 +40,7 @@ def load_rlm_model(
         model: another copy of that base (a directory, say); needed if run.json names none.
         base: leave the adapter off.
         quantize: none, 4bit, 8bit, or auto: as the adapter was trained.
+        tool: none, calculator, FILE.py:NAME, a tool of your own, or auto: as it was trained.
 
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
@@ -62,6 +65,7 @@ def load_rlm_model(
     elif not base:
         check_adapter(adapter, HOW_TO_TRAIN)
     info = AdapterInfo.load(adapter)
+    tool = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     model, quantize = info.resolve_base(model, quantize)
     loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:
@@ -69,9 +73,8 @@ def load_rlm_model(
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
     loaded.rlm_format = FORMATS[info.reasoning_format]
-    loaded.rlm_sampler = Sampler(
-        loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS, dtype=sampling_dtype(loaded)
-    )
+    options = {"max_num_seqs": MAX_NUM_SEQS, "dtype": sampling_dtype(loaded), "tool": tool}
+    loaded.rlm_sampler = Sampler(loaded, tokenizer, **options)
     return loaded, tokenizer
 
 
@@ -91,14 +94,14 @@ def ask(
     seed: int = 0,
     n: int = 1,
     budget: int | None = None,
-    on_text: Callable[[str], None] = lambda text: None,
+    on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
     """Draw n answers to a question, which vote.
 
     Args:
         model: what `load_rlm_model` has loaded.
         budget: most tokens of reasoning; None: as many as leave room for an answer.
-        on_text: called with each new piece of the first answer as it is drawn.
+        on_text: called with each new piece of the first answer, and whether a tool wrote it.
     """
     from rlm.sampling import Request, prompt_seed
 
@@ -106,14 +109,15 @@ def ask(
     format, sampler = model.rlm_format, model.rlm_sampler
     prompt = render_prompt(tokenizer, question, format)
     length = params.max_new_tokens
+    limits = {"n": n, "max_new_tokens": length, "budget": budget}
     stream = ReasoningStream(
-        tokenizer, format, sampler.stop_ids, n=n, max_new_tokens=length, budget=budget
+        tokenizer, format, sampler.stop_ids, **limits, tool_tokens=sampler.tool_tokens
     )
     for token in sampler.stream([Request(prompt, params, prompt_seed(seed), n, stream)]):
         stream.add_token(token)
         if token.row == 0:
-            text = stream.completions[0].text
-            on_text(text[shown:])
-            shown = len(text)
+            state = stream.completions[0]
+            on_text(state.text[shown:], state.by_tool)
+            shown = len(state.text)
     answer = read_answer(stream)
     return Reply(answer, answer.usage(len(prompt)), time.monotonic() - started)

@@ -14,12 +14,21 @@ from rlm.reasoner.parser import ReasoningParser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling import Token
+    from rlm.sampling import ForceTokens, Token
 
 # Tokens kept for the answer (a quarter of the limit, if that is less).
 ANSWER_RESERVE = 32
 # In this last part of a budget the end of a line or sentence already closes the reasoning.
 SOFT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What a tool wrote into a completion: its text, and where in the whole text it stands."""
+
+    text: str
+    start: int
+    end: int
 
 
 @dataclass
@@ -38,6 +47,9 @@ class CompletionState:
     forced: bool = False
     out_of_room: bool = False  # forced because only the answer still fitted
     finish_reason: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_tokens_to_come: int = 0
+    by_tool: bool = False  # the last token was a tool's
 
     @property
     def status(self) -> str:
@@ -56,7 +68,8 @@ class ReasoningStream:
     never exceeds the budget (but for a closing tag half written); in its last quarter the end of a
     line or sentence closes it. Without a budget it is still closed in time for an answer, and an
     end token inside the reasoning closes it instead of ending the text. Stop texts count in the
-    answer only.
+    answer only. What a tool inserts goes first, unless it does not fit: the reasoning is then
+    closed at once.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class ReasoningStream:
         max_new_tokens: int,
         budget: int | None = None,
         stop: Sequence[str] = (),
+        tool_tokens: ForceTokens | None = None,
     ) -> None:
         self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = tokenizer.backend_tokenizer, stop_ids
@@ -79,6 +93,7 @@ class ReasoningStream:
         reserve = min(ANSWER_RESERVE, max_new_tokens // 4) + len(self._close_text)
         self._last_moment = max_new_tokens - reserve
         self.max_new_tokens, self.budget = max_new_tokens, budget
+        self._tool_tokens = tool_tokens
         self.answer_now = False  # set it to close the reasoning at the next token
         self.completions = [
             CompletionState(DecodeStream(skip_special_tokens=True), ReasoningParser(format, stop))
@@ -90,11 +105,17 @@ class ReasoningStream:
         state = self.completions[row]
         if state.parser.phase == "done":
             return [min(self._stop_ids)]
-        if state.parser.phase != "reasoning" or not self._must_close(state, token):
+        inserted = self._tool_tokens(row, ids, token) if self._tool_tokens else None
+        thinking = state.parser.phase == "reasoning"
+        if inserted and not (thinking and self._is_too_long(state, len(inserted))):
+            state.tool_tokens_to_come = len(inserted)
+            return inserted
+        if not thinking or not (inserted or self._must_close(state, token)):
             return None
         state.forced = True
-        ended = token in self._stop_ids
-        state.out_of_room = not ended and len(state.ids) >= self._last_moment
+        ended = token in self._stop_ids and not inserted
+        length = len(state.ids) + len(inserted or ())
+        state.out_of_room = not ended and length >= self._last_moment
         state.reasoning_tokens = len(ids) - state.opened_at
         line_ended = not state.reasoning or self._last_piece(state).endswith("\n")
         return self._close_line if line_ended else self._close_text
@@ -116,6 +137,12 @@ class ReasoningStream:
             return False  # inside a number, such as 3.50
         return piece.rstrip(" ").endswith(("\n", ".", "!", "?"))
 
+    def _is_too_long(self, state: CompletionState, more: int) -> bool:
+        """Whether so many more tokens would pass a limit of the reasoning."""
+        total = len(state.ids) + more
+        over = self.budget is not None and total - state.opened_at > self.budget
+        return over or total > self._last_moment or self.answer_now
+
     def _last_piece(self, state: CompletionState) -> str:
         return self._decoder.decode(state.ids[-2:], skip_special_tokens=True)
 
@@ -127,6 +154,7 @@ class ReasoningStream:
             state.logprobs.append(token.logprob)
         before = state.parser.phase
         piece = state.detokenizer.step(self._decoder, token.id) or ""
+        self._note_tool(state, piece)
         state.text += piece
         parts = state.parser.feed(piece)
         phase = state.parser.phase
@@ -143,3 +171,14 @@ class ReasoningStream:
         state.reasoning += parts[0]
         state.answer += parts[1]
         return parts
+
+    def _note_tool(self, state: CompletionState, piece: str) -> None:
+        """Note whether a tool wrote a piece of text, which is about to be appended."""
+        continued = state.by_tool
+        state.by_tool = state.tool_tokens_to_come > 0
+        if not state.by_tool:
+            return
+        state.tool_tokens_to_come -= 1
+        begun = state.tool_calls.pop() if continued else ToolCall("", len(state.text), 0)
+        text = begun.text + piece
+        state.tool_calls.append(ToolCall(text, begun.start, begun.start + len(text)))

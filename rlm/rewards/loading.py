@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, load_from_file
 from rlm.rewards.base import RewardFunction, adapt_reward
 from rlm.rewards.functions import CombinedReward, CorrectnessReward
 
@@ -40,22 +37,7 @@ def load_reward(spec: str | None) -> RewardFunction | None:
     """
     if spec is None:
         return None
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file() or not name:
-        raise UsageError(f"--reward {spec}: expected FILE.py:NAME, and the file must exist")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up
-    try:
-        module_spec.loader.exec_module(module)
-        found = getattr(module, name, None)
-    except (Exception, SystemExit) as error:  # sys.exit would end the training, without a word
-        raise UsageError(f"--reward {spec}: {type(error).__name__}: {error}") from error
-    if not callable(found) and not isinstance(found, list | tuple):
-        own = vars(module).items()
-        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
-        raise UsageError(f"--reward {spec}: no function or class {name!r}; it has {names}")
+    found = load_from_file("--reward", spec, (list, tuple))
     try:
         return as_reward(found)
     except (TypeError, ValueError) as error:

@@ -9,8 +9,9 @@ from rlm.sampling.managed_vllm import (
     server_options,
     split_command,
 )
-from rlm.sampling.params import Completion, Request, SamplingParams, Token, prompt_seed
+from rlm.sampling.params import Completion, ForceTokens, Request, SamplingParams, Token, prompt_seed
 from rlm.sampling.scheduler import common_prefix_length
+from rlm.sampling.tool_tokens import ToolTokens, tool_spans
 from rlm.sampling.vllm import VLLMSampler
 from rlm.sampling.weights import FUSED_MODEL_TYPES, sampling_dtype
 
@@ -19,11 +20,13 @@ __all__ = [
     "VLLM_COMMAND",
     "CacheConfig",
     "Completion",
+    "ForceTokens",
     "ManagedVLLM",
     "Request",
     "Sampler",
     "SamplingParams",
     "Token",
+    "ToolTokens",
     "VLLMSampler",
     "common_prefix_length",
     "prompt_seed",
@@ -31,4 +34,5 @@ __all__ = [
     "server_command",
     "server_options",
     "split_command",
+    "tool_spans",
 ]

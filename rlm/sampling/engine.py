@@ -26,7 +26,9 @@ from rlm.sampling.scheduler import (
     SequenceState,
     common_prefix_length,
 )
+from rlm.sampling.tool_tokens import ToolTokens
 from rlm.sampling.weights import UnmergedWeights, choose_weights
+from rlm.tools import Tool
 
 # A stop text is looked for among this many last tokens (and at least as many as it has bytes).
 STOP_WINDOW = 16
@@ -48,9 +50,11 @@ class Sampler:
         merged: bool | None = None,
         dtype: torch.dtype | None = None,
         share: float = 1.0,
+        tool: Tool | None = None,
     ) -> None:
         """
         Args:
+            tool: what `sample` lets write into the completions.
             share: of the free memory that this sampler may plan with: others are beside it.
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
@@ -68,6 +72,7 @@ class Sampler:
             )
         self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
         self._share = share
+        self.tool_tokens = ToolTokens(tool, tokenizer) if tool else None
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
         dtype = dtype or model.dtype
@@ -104,8 +109,8 @@ class Sampler:
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
-        requests = [Request(p, params, s, n) for p, s in zip(prompts, seeds, strict=True)]
-        return self.complete(requests, on_finish)
+        pairs, force = zip(prompts, seeds, strict=True), self.tool_tokens
+        return self.complete([Request(p, params, s, n, force) for p, s in pairs], on_finish)
 
     def complete(
         self, requests: Sequence[Request], on_finish: Callable[[], None] = lambda: None
@@ -116,6 +121,8 @@ class Sampler:
             completion = groups[token.request][token.row]
             completion.token_ids.append(token.id)
             completion.logprobs.append(token.logprob)
+            if requests[token.request].force_tokens:
+                completion.tool_mask.append(not token.forced)
             completion.finish_reason = token.finish_reason
             if token.finish_reason:
                 on_finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Token:
     id: int
     logprob: float
     finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: goes on
+    forced: bool = False  # put in by the request's `force_tokens`, not drawn
 
 
 @dataclass
@@ -73,17 +74,37 @@ class Completion:
     """A completion of a prompt.
 
     token_ids: the end token included where there is one. logprobs: one per token, under the
-    distribution that was drawn from (under the plain softmax where temperature is 0).
+    distribution that was drawn from (under the plain softmax where temperature is 0); NaN where
+    none was drawn. tool_mask: one per token, as in TRL: False where a tool wrote it, True where the
+    model did; empty where there was no tool.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None = None
+    tool_mask: list[bool] = field(default_factory=list)
 
     @property
     def truncated(self) -> bool:
         """It did not end by itself; the length alone does not tell."""
         return self.finish_reason == "length"
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens the model itself wrote."""
+        return sum(self.tool_mask) if self.tool_mask else len(self.token_ids)
+
+    @property
+    def tool_calls(self) -> list[tuple[int, int]]:
+        """The tokens that a tool wrote, as (first, end) of each stretch.
+
+        >>> Completion([5] * 6, [], tool_mask=[True, False, False, True, True, False]).tool_calls
+        [(1, 3), (5, 6)]
+        """
+        mask = [True, *self.tool_mask, True]
+        firsts = [i for i in range(len(mask) - 1) if mask[i] and not mask[i + 1]]
+        ends = [i for i in range(len(mask) - 1) if not mask[i] and mask[i + 1]]
+        return list(zip(firsts, ends, strict=True))
 
 
 def prompt_seed(*parts: object) -> int:

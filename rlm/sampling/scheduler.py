@@ -59,13 +59,14 @@ class SequenceState:
         self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]
     ) -> Token:
         """Append the next token, forced or else drawn, and see whether it is the last."""
-        if self.forced:
+        forced = bool(self.forced)
+        if forced:
             token, logprob = self.forced.popleft(), math.nan
         self.ids.append(token)
         stopped = is_stopped(self)
         self.finished = stopped or len(self.ids) == self.request.params.max_new_tokens
         reason = ("stop" if stopped else "length") if self.finished else None
-        return Token(self.parent.id, self.index, token, logprob, reason)
+        return Token(self.parent.id, self.index, token, logprob, reason, forced)
 
 
 class Scheduler:

@@ -172,8 +172,12 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
     if request.error is not None:
         raise request.error
     request.first_token = request.first_token or time.monotonic()
-    texts = [(token.row, *request.stream.add_token(token)) for token in tokens]
-    if texts := [text for text in texts if any(text[1:])]:
+    completions = request.stream.completions
+    texts = [
+        (token.row, *request.stream.add_token(token), completions[token.row].by_tool)
+        for token in tokens
+    ]
+    if texts := [text for text in texts if text[1] or text[2]]:
         request.put(texts)
 
 

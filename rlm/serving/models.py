@@ -31,6 +31,7 @@ from rlm.model import (
 from rlm.reasoner import HOW_TO_TRAIN
 from rlm.runs import file_hash
 from rlm.sampling import Sampler, common_prefix_length, sampling_dtype
+from rlm.tools import Tool, load_tool
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -46,6 +47,7 @@ class ServedAdapter:
     sha256: str | None  # of its tensors
     stage: str  # base | sft | grpo | unknown
     format: Format
+    tool: Tool | None = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,14 @@ def find_models(
     quantize: str = "auto",
     *,
     base: bool = False,
+    tool: str = "auto",
 ) -> ServedModels:
     """Find the adapter served by default, its neighbours in a folder, and their base.
 
     Args:
         quantize: how the base is packed; auto: as it was when the adapter was trained.
         base: leave the adapter out; its run still says which base it was, and with which tags.
+        tool: of all of them, as --tool names it; auto: of each the one that it was trained with.
 
     Raises:
         UsageError: one of them is missing, could execute code, or belongs to another base.
@@ -103,15 +107,23 @@ def find_models(
         except UsageError as missing:
             terminal.line(f"warning: {missing}")
     model_hash = base_model_hash(model)
-    adapters = {BASE: ServedAdapter(BASE, None, None, "base", FORMATS[own.reasoning_format])}
+    named = None if tool == "auto" else load_tool(tool)
+
+    def tool_of(info: AdapterInfo) -> Tool | None:
+        return load_tool(info.resolve_tool()) if tool == "auto" else named
+
+    format = FORMATS[own.reasoning_format]
+    adapters = {BASE: ServedAdapter(BASE, None, None, "base", format, tool_of(own))}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
+            own_tool = tool_of(info)
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
         format = FORMATS[info.reasoning_format]
-        adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, format)
+        served = ServedAdapter(path.name, path, digest, info.stage, format, own_tool)
+        adapters[path.name] = served
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 
 

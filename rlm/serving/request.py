@@ -14,7 +14,8 @@ from rlm.serving.models import ServedAdapter
 
 PING_SECONDS = 15.0  # of silence; then a stream says that it is still there
 
-Text = tuple[int, str, str]  # (completion, reasoning, answer) that a step added
+# (completion, reasoning, answer) that a step added, and whether a tool wrote it
+Text = tuple[int, str, str, bool]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class RunningRequest:
         return len(self.prompt) + self.n * self.params.max_new_tokens
 
     def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Ask the thinking budget, for the sampler. An error in it is this request's alone."""
+        """Ask thinking budget and tool, for the sampler. An error in it is this request's alone."""
         try:
             return self.stream(row, ids, token)
         except Exception as error:  # kept: the engine ends the request with it

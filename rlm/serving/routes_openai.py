@@ -204,7 +204,7 @@ async def _chunks(
         async for texts in running:
             if not texts:
                 yield COMMENT
-            for row, reasoning, answer in texts:
+            for row, reasoning, answer, _ in texts:
                 if reasoning:
                     yield chunk(row, {"reasoning_content": reasoning, "reasoning": reasoning})
                 if answer:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
+    Answer,
     Sample,
     Verification,
     length_warnings,
@@ -22,6 +23,7 @@ from rlm.reasoner import (
     verify,
 )
 from rlm.serving.errors import Problem
+from rlm.serving.models import ServedAdapter
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
     MOST_SAMPLES,
@@ -87,7 +89,7 @@ def _report(
         answer=shown.answer,
         final_answer=shown.final_answer,
         trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
-        details=_details(shown, verifier, adapter.stage),
+        details=_details(shown, verifier, adapter.stage) | _tool_calls(answer, adapter),
         finish_reason=shown.finish_reason,
         thinking=shown.thinking,
         vote=answer.vote_counts,
@@ -129,6 +131,11 @@ def _details(shown: Sample, verifier: Verification | None, stage: str) -> dict[s
     }
 
 
+def _tool_calls(answer: Answer, adapter: ServedAdapter) -> dict[str, Any]:
+    """What the adapter's tool wrote, by its places in `response`."""
+    return {"tool_calls": list(map(asdict, answer.tool_calls))} if adapter.tool else {}
+
+
 def _model(service: Service, running: RunningRequest) -> ModelReport:
     adapter = running.adapter
     return ModelReport(
@@ -154,11 +161,12 @@ async def _events(
         async for texts in running:
             if not texts:
                 yield COMMENT
-            for row, reasoning, answer in texts:
+            for row, reasoning, answer, by_tool in texts:
+                mark = {"tool": True} if by_tool else {}
                 if row == 0 and reasoning:
-                    yield event({"sample": 0, "delta": reasoning}, "reasoning")
+                    yield event({"sample": 0, "delta": reasoning, **mark}, "reasoning")
                 if row == 0 and answer:
-                    yield event({"sample": 0, "delta": answer}, "answer")
+                    yield event({"sample": 0, "delta": answer, **mark}, "answer")
             for sample in _just_finished(running, told):
                 yield sample
         for sample in _just_finished(running, told):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlm.data import Format, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
-from rlm.sampling import SamplingParams, prompt_seed
+from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
 from rlm.serving.engine import Engine
 from rlm.serving.errors import Problem
 from rlm.serving.metrics import Metrics
@@ -86,6 +86,7 @@ class Service:
                 max_new_tokens=params.max_new_tokens,
                 budget=asked.thinking_budget,
                 stop=asked.stop,
+                tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
             ),
             timeout=self.limits.seconds,
         )

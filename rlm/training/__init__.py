@@ -22,8 +22,8 @@ EXPORTS = {
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
     "setup": (
-        "begin_run check_arguments fit_prompts load_data load_policy make_sampler prepare_run "
-        "resolve_start"
+        "begin_run check_arguments choose_tool fit_prompts load_data load_policy make_sampler "
+        "prepare_run resolve_start"
     ),
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",

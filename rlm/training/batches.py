@@ -89,6 +89,7 @@ class Rollout:
     advantage: float
     weight: float
     sampler_logprobs: Sequence[float] = ()
+    tool_mask: Sequence[bool] = ()  # as a Completion's: False where a tool wrote the token
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
@@ -100,7 +101,8 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
         constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
         token     1 / Σ |o_i|              DAPO: every token counts the same within the step
     Rollouts that are left out of the batch (no signal) must be in `lengths`: they are samples.
-    One whose tokens are masked has length 0: it is a sample without tokens.
+    A length counts the model's own tokens, not those of a tool. One whose tokens are masked has
+    length 0: it is a sample without tokens.
 
     >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
     ([0.25, 0.125], [0.0625, 0.0625])
@@ -124,7 +126,7 @@ def make_rollouts(
     still counts in the denominator, so the update equals the textbook's at a fraction of the
     price. With a KL term it is computed. `mask_truncated` takes the tokens of completions without
     an end token out of every loss term and denominator of tokens; as samples, and in the group's
-    mean and std, they stay (as in TRL).
+    mean and std, they stay (as in TRL). So it is with the tokens that a tool wrote.
 
     Args:
         advantages: (P, G).
@@ -137,14 +139,16 @@ def make_rollouts(
         for completion, advantage in zip(group.completions, values, strict=True)
     ]
     masked = [config.mask_truncated and row[2].truncated for row in rows]
-    lengths = [0 if out else len(row[2].token_ids) for row, out in zip(rows, masked, strict=True)]
+    lengths = [0 if out else row[2].own_tokens for row, out in zip(rows, masked, strict=True)]
     weights = row_weights(lengths, config.aggregation, config.fixed_length_normalizer)
     return [
-        Rollout(problem, prompt, completion.token_ids, advantage, weight, completion.logprobs)
-        for (problem, prompt, completion, advantage), weight, out in zip(
-            rows, weights, masked, strict=True
+        Rollout(
+            problem, prompt, drawn.token_ids, advantage, weight, drawn.logprobs, drawn.tool_mask
         )
-        if (config.kl_weight > 0 or advantage != 0) and not out
+        for (problem, prompt, drawn, advantage), weight, length in zip(
+            rows, weights, lengths, strict=True
+        )
+        if (config.kl_weight > 0 or advantage != 0) and length
     ]
 
 
@@ -172,16 +176,22 @@ class MicroBatch:
     lengths: list[int]  # n; M = sum
     advantages: Tensor  # (n,)
     weights: Tensor  # (n,)
-    sampler_logprobs: Tensor  # (n, T), 0 beyond the end
+    sampler_logprobs: Tensor  # (n, T), 0 beyond the end and where none was drawn
     rows: list[int] = field(default_factory=list)  # which rollouts of the step these are
     old_logprobs: Tensor | None = None  # (n, T), before the first update of the step
     ref_logprobs: Tensor | None = None  # (n, T), by the adapter that training started from
+    tool_mask: Tensor | None = None  # (n, T) of bool, False where a tool wrote; None: nowhere
 
     @property
     def completion_mask(self) -> Tensor:
-        """(n, T) of bool, true up to and with the end token. From lengths, never from ids."""
+        """(n, T) of bool, true on the tokens that the model drew, up to and with the end token.
+
+        From lengths and the tool's mask, never from ids. Whatever is summed over tokens, is summed
+        over these; the others are read (they are in the attention) and not learned.
+        """
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
-        return torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
+        mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
+        return mask if self.tool_mask is None else mask & self.tool_mask
 
 
 def make_micro_batches(
@@ -215,7 +225,7 @@ def make_micro_batches(
             and longest * (len(taken) + 1) <= max_tokens
         ):
             taken.append(sequences.pop(0))
-        micro_batches.append(_pack(rollouts, taken, device))
+        micro_batches.append(pack_rollouts(rollouts, taken, device))
     return micro_batches
 
 
@@ -224,7 +234,10 @@ def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
     return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
 
 
-def _pack(rollouts: Sequence[Rollout], sequences: list[list[int]], device: str) -> MicroBatch:
+def pack_rollouts(
+    rollouts: Sequence[Rollout], sequences: Sequence[Sequence[int]], device: str
+) -> MicroBatch:
+    """Make the tensors of packed sequences, each of rollouts (by index) that share their prompt."""
     ids, positions, segments, sources, targets = [], [], [], [], []
     width = max(_packed_length(rollouts, rows) for rows in sequences)
     if device == "cuda":  # its attention would copy a mask of another width, in every layer
@@ -249,6 +262,12 @@ def _pack(rollouts: Sequence[Rollout], sequences: list[list[int]], device: str) 
     order = [row for rows in sequences for row in rows]
     packed = [rollouts[row] for row in order]
     sampled = [torch.tensor(list(rollout.sampler_logprobs)) for rollout in packed]
+    sampled = pad_sequence(sampled, batch_first=True)  # (n, T)
+    tool_mask = None
+    if any(rollout.tool_mask for rollout in packed):
+        own = [rollout.tool_mask or [True] * len(rollout.completion) for rollout in packed]
+        tool_mask = pad_sequence([torch.tensor(row) for row in own], batch_first=True)
+        sampled = sampled.where(tool_mask, 0.0)  # NaN, which times 0 would be NaN
     tensor = partial(torch.tensor, device=device)
     return MicroBatch(
         input_ids=tensor(ids),
@@ -259,6 +278,7 @@ def _pack(rollouts: Sequence[Rollout], sequences: list[list[int]], device: str) 
         lengths=[len(rollout.completion) for rollout in packed],
         advantages=tensor([rollout.advantage for rollout in packed]),
         weights=tensor([rollout.weight for rollout in packed]),
-        sampler_logprobs=pad_sequence(sampled, batch_first=True).to(device),
+        sampler_logprobs=sampled.to(device),
         rows=order,
+        tool_mask=None if tool_mask is None else tool_mask.to(device),
     )

@@ -30,14 +30,18 @@ class GRPOConfig:
     """One training run. A step is one round of sample → score → compare → learn."""
 
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
-    dataset: str | None = flag(None, "gsm8k, word-problems[:LEVELS], or FILE.jsonl")
-    max_samples: int | None = flag(None, "training problems (none: all; 2000 word problems)", min=1)
+    dataset: str | None = flag(None, "elementary, gsm8k, word-problems[:LEVELS], FILE.jsonl, A+B")
+    max_samples: int | None = flag(None, "training problems, of each in A+B (none: all)", min=1)
     max_prompt_length: int | None = flag(
         None, "leave out problems with longer prompts, in tokens", min=1
     )
     sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
     reasoning_format: str | None = flag(
         None, "tags (none: the start adapter's, else deepseek)", choices=tuple(FORMATS)
+    )
+    tool: str = flag(
+        "none",
+        "writes into completions: calculator, FILE.py:NAME, none (not given: the start adapter's)",
     )
     reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
@@ -182,6 +186,8 @@ class GRPOConfig:
             if is_default and is_renamed and misfit(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = default_values(given, start, GPU_DEFAULTS)
+        if start is not None:
+            values["tool"] = start.resolve_tool(given.get("tool", "auto"))
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}
@@ -281,6 +287,8 @@ class GRPOConfig:
                 self.vllm_command != "vllm serve"
                 and (self.sampler != "vllm" or self.sampler_url is not None)
             ),
+            "--tool writes into a completion while it is generated, which a vLLM server does not "
+            "offer; leave out --sampler vllm": self.tool != "none" and self.sampler == "vllm",
             "--attn-implementation flash_attention_2: completions share their prompt through a "
             "mask that it does not take; sdpa does (train_sft.py has no such mask)": (
                 self.attn_implementation == "flash_attention_2"

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import terminal
 from rlm.model import pick_device
 from rlm.runs import RunDirectory, new_alerts
+from rlm.sampling import tool_spans
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
@@ -125,6 +127,9 @@ def step_metrics(
         **{f"time/{phase}": value for phase, value in seconds.items()},
         "tokens/per_second": sum(lengths) / seconds["sample"],
     }
+    if any(completion.tool_mask for completion in completions):
+        calls = sum(len(completion.tool_calls) for completion in completions)
+        metrics["tools/calls_per_completion"] = calls / len(completions)
     if penalties.any():
         metrics["reward/overlong"] = penalties.mean().item()
     if not kept.all():
@@ -156,8 +161,9 @@ class LearnMetrics:
             self.update, self.sums = update, []
         self.sums.append(sums)
         if update == 0:
-            gap = (logprobs - micro.sampler_logprobs).abs()[micro.completion_mask]
-            self.first.append((entropy.sum().item(), gap.sum().item(), gap.max().item()))
+            mask = micro.completion_mask
+            gap = (logprobs - micro.sampler_logprobs).abs()[mask]
+            self.first.append(((entropy * mask).sum().item(), gap.sum().item(), gap.max().item()))
 
     def as_dict(self, distributed: Distributed) -> dict[str, float]:
         """Means over the tokens of all processes; {} where nothing was learned from."""
@@ -213,6 +219,7 @@ def log_step(
     metrics: Mapping[str, float],
     groups: Sequence[Group],
     advantages: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
 
@@ -233,6 +240,7 @@ def log_step(
                 "answer": group.problem.answer,
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
+                **_tool_calls(group, tokenizer),
                 "rewards": group.rewards,
                 "advantages": row,
             }
@@ -244,3 +252,10 @@ def log_step(
         reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
         verdict = f"reward {reward}, gold {first.problem.answer}"
         terminal.sample(first.problem.question, first.texts[0], verdict)
+
+
+def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """What samples.jsonl says of a tool: the characters that it wrote in each completion."""
+    if not any(completion.tool_mask for completion in group.completions):
+        return {}
+    return {"tool_calls": [tool_spans(tokenizer, c) for c in group.completions]}

@@ -21,6 +21,7 @@ from rlm.model import (
     Device,
     check_adapter,
     check_base,
+    check_output,
     context_window,
     load_adapter,
     load_base,
@@ -33,6 +34,7 @@ from rlm.model import (
 )
 from rlm.rewards import CorrectnessReward
 from rlm.sampling import Sampler, VLLMSampler, sampling_dtype, split_command
+from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.finish import validate
@@ -65,7 +67,7 @@ def check_arguments(model_name: object, config: object, others: Iterable[str]) -
         TypeError: the first of these; the message says what to write.
     """
     for name in others:
-        known = "it takes model_name, config, reward_fn, tokenizer and device"
+        known = "it takes model_name, config, reward_fn, tokenizer, device and tool"
         advice = f"write {ARGUMENTS[name]}" if name in ARGUMENTS else known
         raise TypeError(f"GRPOTrainer has no argument {name}: {advice}")
     if not isinstance(model_name, str | Path):
@@ -76,6 +78,20 @@ def check_arguments(model_name: object, config: object, others: Iterable[str]) -
     if not isinstance(config, GRPOConfig | None):
         kind = f"{type(config).__module__}.{type(config).__name__}"
         raise TypeError(f"config is a {kind}: give a rlm.GRPOConfig")
+
+
+def choose_tool(config: GRPOConfig, tool: Tool | None) -> tuple[GRPOConfig, Tool | None]:
+    """Return the tool of a run, `tool` or else what --tool names, and the config that names it.
+
+    Raises:
+        TypeError: `tool` is none.
+        UsageError: --tool names none.
+        ValueError: vLLM samples, which takes no tool.
+    """
+    if tool is None:
+        return config, load_tool(config.tool)
+    tool = as_tool(tool)
+    return replace(config, tool=tool.name), tool
 
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
@@ -112,6 +128,8 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
     if adapter is not None and start.quantize != quantize:
         now = f"--quantize {quantize}"
         terminal.line(f"{adapter} was trained with --quantize {start.quantize}, now {now}")
+    if adapter is not None and start.tool != config.tool:
+        terminal.line(f"{adapter} was trained with --tool {start.tool}, now --tool {config.tool}")
     return replace(
         config,
         sft_adapter=adapter,
@@ -128,9 +146,11 @@ def prepare_run(
     """Read the data of a `train_grpo.GRPOTrainer`, settle its number of steps, and announce it.
 
     Raises:
-        UsageError: no problem is there, or none that fits.
+        UsageError: no adapter can be written to --output; no problem is there, or none that fits.
     """
     config = trainer.config
+    if trainer.distributed.is_main:
+        check_output(config.output)  # now: a run directory puts an old run away
     problems = as_problems(dataset)
     is_empty = eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset))
     eval_problems = [] if is_empty else as_problems(eval_dataset, "eval_dataset")
@@ -193,6 +213,7 @@ def make_sampler(
     tokenizer: PreTrainedTokenizerBase,
     config: GRPOConfig,
     distributed: Distributed,
+    tool: Tool | None = None,
 ) -> Sampler | VLLMSampler:
     """Make the sampler that the config asks for.
 
@@ -202,8 +223,8 @@ def make_sampler(
     if config.sampler != "vllm":
         merged = {"merged": True, "unmerged": False}.get(config.sampler)
         dtype = sampling_dtype(policy, config.sampler_dtype)
-        seqs = config.max_num_seqs
-        return Sampler(policy, tokenizer, max_num_seqs=seqs, merged=merged, dtype=dtype)
+        options = {"max_num_seqs": config.max_num_seqs, "merged": merged, "dtype": dtype}
+        return Sampler(policy, tokenizer, **options, tool=tool)
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
             f"warning: with --quantize {config.quantize} another model samples than the one that "

@@ -1,5 +1,6 @@
-"""TRL's SFTTrainer, with two things of our own: a loss that does no work for tokens that
-are not learned, and checkpoints from which a stopped run goes on to the very same end.
+"""TRL's SFTTrainer, with two things of our own: a loss that computes the system prompt once for a
+micro-batch and no logits of tokens that are not learned, and checkpoints from which a stopped run
+goes on to the very same end.
 
 TRL's own loss leaves prompts out before the product with the vocabulary only where Triton runs;
 elsewhere it scores every position and drops what is masked (1.16, `_use_triton`). Two thirds of a
@@ -28,7 +29,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from rlm.cli import terminal, to_dict
 from rlm.data import IGNORED
-from rlm.model import ADAPTER_FILES, Device, adapter_tensors, decoder_and_head, kernels_for
+from rlm.model import ADAPTER_FILES, ATTN_IMPLEMENTATION, Device, adapter_tensors
 from rlm.runs import (
     RunDirectory,
     check_space,
@@ -38,10 +39,10 @@ from rlm.runs import (
     resume_run,
     run_origin,
 )
-from rlm.training.logprobs import score_tokens
+from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import plan_sft
 from rlm.training.sft_config import SFTConfig
-from rlm.training.sft_examples import Example
+from rlm.training.sft_examples import Example, pack_examples
 from rlm.training.state import LOG_BYTES
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
@@ -78,20 +79,15 @@ class SFTTrainer(trl.SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Mean negative log-likelihood of the labels: TRL's figure, and its gradient."""
-        if return_outputs or model is not self.model:
+        flash = model.config._attn_implementation == "flash_attention_2"  # which takes no mask
+        if return_outputs or flash or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        decoder, head = decoder_and_head(model)
-        hidden = decoder(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            use_cache=False,
-        ).last_hidden_state[:, :-1]  # (B, S - 1, hidden): before each label
-        labels = inputs["labels"][:, 1:]
-        learned = labels != IGNORED  # (B, S - 1)
-        kernels, _ = kernels_for(model)
-        logprobs, _ = score_tokens(hidden[learned], head, labels[learned], 1.0, kernels)
-        count = learned.sum() if num_items_in_batch is None else num_items_in_batch
-        return -logprobs.sum() / count
+        # Other attentions compute what a mask hides, in a packed sequence most of it.
+        packed = model.config._attn_implementation == ATTN_IMPLEMENTATION
+        batch = pack_examples(inputs, model.device.type, packed)
+        logprobs, _ = token_logprobs(model, batch, 1.0)
+        count = (inputs["labels"][:, 1:] != IGNORED).sum()
+        return -logprobs.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
         """Mean loss of the examples, in nats per learned token."""

@@ -21,11 +21,16 @@ GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 @dataclass(frozen=True)
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
-    dataset: str | None = flag(None, "gsm8k, openmathinstruct, word-problems[:LEVELS], FILE.jsonl")
-    max_samples: int = flag(400, "training examples", min=1)
+    dataset: str | None = flag(None, "as for GRPO, and openmathinstruct")
+    max_samples: int = flag(400, "training examples, of each in A+B", min=1)
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
     reasoning_format: str | None = flag(
         None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
+    )
+    tool: str = flag(
+        "none",
+        "the adapter is meant for: calculator (the solutions keep their <<a*b=c>>), FILE.py:NAME, "
+        "none (not given: that of --adapter)",
     )
     max_length: int = flag(
         1024, "longest example in tokens; longer ones are left out and counted", min=1
@@ -90,7 +95,10 @@ class SFTConfig:
 
         adapter = given.get("adapter")
         start = AdapterInfo.load(check_adapter(adapter, TEACH)) if adapter else None
-        return default_values(given, start, GPU_DEFAULTS)
+        values = default_values(given, start, GPU_DEFAULTS)
+        if start is not None:
+            values["tool"] = start.resolve_tool(given.get("tool", "auto"))
+        return values
 
     def steps(self, examples: int) -> int:
         """Optimizer steps of a run over so many examples."""

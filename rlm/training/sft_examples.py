@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from rlm.cli import UsageError, terminal
 from rlm.data import IGNORED, Format, Problem, render_completion, render_problem
+from rlm.sampling import common_prefix_length
+from rlm.training.batches import MicroBatch, Rollout, pack_rollouts
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Example = dict[str, list[int]]  # input_ids and labels
@@ -41,6 +47,38 @@ def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: For
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
+
+
+def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> MicroBatch:
+    """Pack a padded batch of examples as token ids.
+
+    Args:
+        inputs: `input_ids`, `attention_mask` and `labels`, (B, S) each, padded on the right.
+        packed: into one sequence, in which what all examples begin with, the system prompt, is
+            computed once; else each is a sequence.
+
+    Returns:
+        A micro-batch of B rows, whose targets are the learned tokens alone.
+    """
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    ids, labels = (
+        [row[:length] for row, length in zip(inputs[name].tolist(), lengths, strict=True)]
+        for name in ("input_ids", "labels")
+    )
+    learned = [[label != IGNORED for label in row] for row in labels]
+    prompts = [max(1, row.index(True)) for row in learned]
+    shared = min(common_prefix_length(ids), *prompts) if packed else 0
+    cuts = [shared] * len(ids) if shared else prompts
+    rollouts = [
+        Rollout(0, row[:cut], row[cut:], 0.0, 1.0) for row, cut in zip(ids, cuts, strict=True)
+    ]
+    rows = range(len(ids))
+    batch = pack_rollouts(rollouts, [rows] if shared else [[row] for row in rows], device)
+    kept = [row[cut:] for row, cut in zip(learned, cuts, strict=True)]
+    mask = torch.tensor([label for row in kept for label in row], device=batch.targets.device)
+    return replace(
+        batch, sources=batch.sources[mask], targets=batch.targets[mask], lengths=[*map(sum, kept)]
+    )
 
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:

@@ -11,7 +11,14 @@ import pytest
 from pyarrow import Table, parquet
 
 from rlm.cli.options import UsageError
-from rlm.data.loaders import OPENMATH_POOL, load_gsm8k, load_jsonl, load_problems
+from rlm.data.loaders import (
+    OPENMATH_POOL,
+    is_file,
+    load_gsm8k,
+    load_jsonl,
+    load_problems,
+    own_files,
+)
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
 
@@ -227,7 +234,11 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
 @pytest.mark.parametrize(
     ("dataset", "split", "expected"),
     [
-        ("gsm9k", "train", "gsm8k, openmathinstruct, aime2024, aime2025, word-problems or a FILE"),
+        (
+            "gsm9k",
+            "train",
+            "gsm8k, openmathinstruct, aime2024, aime2025, word-problems, elementary",
+        ),
         ("data", "train", "unknown data set 'data'"),
         ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
@@ -243,6 +254,49 @@ def test_what_is_not_known_is_refused(dataset, split, expected):
     assert expected in refusal(dataset, split)
     if expected.startswith("it has"):  # a good name
         assert "at least 1" in refusal(dataset, max_samples=0)
+
+
+# Several data sets.
+
+
+def test_data_sets_joined_by_plus_are_shuffled_together(write):
+    path = write(*numbered(40))
+    names, spec = ("elementary:1", path), f"elementary:1+{path}"
+    train = load_problems(spec, "train", max_samples=20, seed=1)
+    parts = [load_problems(name, "train", max_samples=20, seed=1) for name in names]
+    by_id = {problem.id: problem for part in parts for problem in part}
+    assert {problem.id: problem for problem in train} == by_id
+    assert len(train) == 40
+    own = [problem in parts[1] for problem in train]
+    assert 4 < sum(own[:20]) < 16  # mixed, not one after the other
+    assert train == load_problems(spec, "train", max_samples=20, seed=1)
+    other = load_problems(spec, "train", max_samples=20, seed=2)
+    assert [p.id for p in other] != [p.id for p in train]
+    held_out = [load_problems(name, "validation", max_samples=3) for name in names]
+    assert load_problems(spec, "validation", max_samples=3) == [*held_out[0], *held_out[1]]
+
+
+def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
+    file = tmp_path / "a+b.jsonl"
+    file.write_text(Path(write(*numbered(20))).read_text())
+    assert len(load_problems(str(file), "test")) == 20
+    assert is_file(str(file))
+    spec = f"elementary+{SAMPLE}"
+    assert not is_file(spec)
+    assert own_files(spec) == {Path(SAMPLE).resolve()}
+    assert own_files("elementary+gsm8k:/a+b") == set()
+    assert "unknown data set 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")
+    assert "ids are in two of the data sets" in refusal(f"{SAMPLE}+{SAMPLE}", "test")
+
+
+def test_gsm8k_keeps_its_calculator_marks_when_asked(write):
+    row = {"question": "Q", "answer": "So 2*6=<<2*6=12>>12.\n#### 12"}
+    path = write(row, row | {"question": "R"})
+    spec = f"gsm8k:{path}"
+    assert load_problems(spec, "test")[0].solution == "So 2*6=12."
+    marked = load_problems(spec, "test", calculator_marks=True)
+    assert marked[0].solution == "So 2*6=<<2*6=12>>12."
+    assert "<<" in load_problems("elementary", calculator_marks=True, max_samples=1)[0].solution
 
 
 # Word problems.

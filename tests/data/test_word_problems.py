@@ -16,17 +16,13 @@ from statistics import median
 
 import pytest
 
-from rlm.data import word_problems
-from rlm.data.word_problems import (
-    SPLITS,
-    Family,
-    draw_problem,
-    load_word_problem_table,
-    solve,
-)
+from rlm.data import families, word_problems
+from rlm.data.families import Family, load_word_problem_table, solve
+from rlm.data.word_problems import SPLITS, draw_problem
 from rlm.data.word_problems import generate_word_problems as generate
 
-FAMILIES, NOUNS = load_word_problem_table().families, load_word_problem_table().nouns
+TABLE = load_word_problem_table()
+FAMILIES, NOUNS = TABLE.families, TABLE.nouns
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 STEP_LINE = re.compile(r"(?P<label>[a-z]+(?: [a-z]+){0,2}): (\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -42,7 +38,7 @@ def sample(split):
 def draws(family_name):
     family = next(family for family in FAMILIES if family.name == family_name)
     rng = random.Random(family_name)
-    return [draw_problem(family, rng) for _ in range(50)]
+    return [draw_problem(family, rng, TABLE) for _ in range(50)]
 
 
 def steps(problem):
@@ -79,9 +75,10 @@ def test_wordings_state_every_number_and_nothing_unknown(family):
 
 
 def test_an_entry_that_is_no_range_is_named(tmp_path, monkeypatch):
-    table = word_problems.YAML_FILE.read_text().replace("start: 4 to 40", "start: 4-40", 1)
-    monkeypatch.setattr(word_problems, "YAML_FILE", tmp_path / "words.yaml")
-    word_problems.YAML_FILE.write_text(table)
+    table = families.YAML_FILES["word-problems"].read_text()
+    file = tmp_path / "words.yaml"
+    monkeypatch.setitem(families.YAML_FILES, "word-problems", file)
+    file.write_text(table.replace("start: 4 to 40", "start: 4-40", 1))
     with pytest.raises(ValueError, match=r"words\.yaml: '4-40' is neither a list nor like"):
         load_word_problem_table.__wrapped__()
 
@@ -142,8 +139,8 @@ def test_distractors_change_only_the_text():
     for family in filter(lambda family: family.distractors, FAMILIES):
         plain_family = replace(family, distractors=())
         for seed in range(20):
-            problem, split = draw_problem(family, random.Random(seed))
-            plain, plain_split = draw_problem(plain_family, random.Random(seed))
+            problem, split = draw_problem(family, random.Random(seed), TABLE)
+            plain, plain_split = draw_problem(plain_family, random.Random(seed), TABLE)
             assert (problem.solution, split) == (plain.solution, plain_split)
             total += 1
             if problem.question != plain.question:
@@ -238,8 +235,8 @@ TINY = Family(
 
 
 def test_an_exhausted_selection_says_how_many_there_are(monkeypatch):
-    table = replace(load_word_problem_table(), families=[replace(TINY, held_out=True)])
-    monkeypatch.setattr(word_problems, "load_word_problem_table", lambda: table)
+    table = replace(TABLE, families=[replace(TINY, held_out=True)])
+    monkeypatch.setattr(word_problems, "load_word_problem_table", lambda dataset: table)
     assert len(generate("test_families", 9)) == 9
     with pytest.raises(ValueError, match=r"cannot make 10 different .* ran out after about 9"):
         generate("test_families", 10)
@@ -250,17 +247,24 @@ def test_ranges_that_cannot_work_are_reported():
         TINY, steps=("left = first - second",), numbers={"first": [3], "second": [4]}
     )
     with pytest.raises(RuntimeError, match="family 'tiny': no usable numbers"):
-        draw_problem(hopeless, random.Random(0))
+        draw_problem(hopeless, random.Random(0), TABLE)
 
 
 # --- the steps ------------------------------------------------------------------------------------
 
 
 def test_solve_fills_in_literals_and_earlier_values():
-    solved = solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4})
-    assert solved == [("two sides: 3 + 4 = 7", 7), ("perimeter: 7 * 2 = 14", 14)]
+    solved = list(solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4}))
+    assert [step.value for step in solved] == [7, 14]
+    assert [step.line() for step in solved] == ["two sides: 3 + 4 = 7", "perimeter: 7 * 2 = 14"]
+    assert solved[1].line(calculator_mark=True) == "perimeter: <<7*2=14>>"
 
 
 @pytest.mark.parametrize("step", ["x = a - b", "x = b - b", "x = a / b"])
-def test_solve_rejects_values_that_are_not_positive_integers(step):
-    assert solve((step,), {"a": 3, "b": 4}) is None
+def test_a_draw_stops_at_a_step_that_gives_no_positive_integer(step):
+    """So nothing is divided by a 0 before it."""
+    impossible = replace(
+        TINY, steps=(step, "y = a / x"), numbers={"a": [3], "b": [4]}, wordings=[""]
+    )
+    with pytest.raises(RuntimeError, match="no usable numbers"):
+        draw_problem(impossible, random.Random(0), TABLE)

@@ -13,8 +13,10 @@ from scripted_sampler import ScriptedSampler
 from rlm.data.prompts import FORMATS
 from rlm.reasoner.answers import Answer, Sample, Thinking, read_answer
 from rlm.reasoner.parser import ReasoningParser
-from rlm.reasoner.stream import ReasoningStream
+from rlm.reasoner.stream import ReasoningStream, ToolCall
+from rlm.sampling import ToolTokens
 from rlm.sampling.params import Request, SamplingParams, Token
+from rlm.tools import Calculator
 
 FORMAT = FORMATS["deepseek"]
 PIECES = [
@@ -107,6 +109,31 @@ def run(tokenizer, script: str, *, max_new_tokens: int = 400, now_after: str = "
     row = stream.completions[0]
     assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
     return row
+
+
+SUM = "<think>\n2 + 3 = <<2+3=5>>5, and then it goes on\n</think>\n<answer>5</answer>"
+
+
+def test_a_tool_goes_before_the_budget_unless_it_does_not_fit(tokenizer):
+    tool = {"tool_tokens": ToolTokens(Calculator(), tokenizer)}
+    row = run(tokenizer, SUM, **tool)
+    start = SUM.index("5>>")
+    assert (row.text, row.tool_calls) == (SUM, [ToolCall("5>>", start, start + 3)])
+    assert len(row.logprobs) == len(row.ids) - 3  # three were not drawn
+    thought = start - len("<think>")  # bytes, and so tokens, before the insertion
+    fits = run(tokenizer, SUM, budget=thought + 3, **tool)
+    assert fits.text.startswith(SUM[: start + 3] + "\n</think>")
+    assert (fits.status, fits.reasoning_tokens) == ("forced", thought + 3)
+    short = run(tokenizer, SUM, budget=thought + 2, **tool)
+    assert short.text.startswith(SUM[:start] + "\n</think>")
+    assert (short.tool_calls, short.status, short.answer) == ([], "forced", "7")
+    assert short.reasoning_tokens == thought
+
+
+def test_an_end_token_that_an_insertion_replaces_ends_nothing(tokenizer):
+    """It was drawn, and thrown away."""
+    row = run(tokenizer, SUM[: SUM.index("5>>")], tool_tokens=ToolTokens(Calculator(), tokenizer))
+    assert row.text.startswith(SUM[: SUM.index(">>") + 2])
 
 
 LONG = "<think>\n" + "one two three four five six " * 8 + "</think>\n<answer>42</answer>"

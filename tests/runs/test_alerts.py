@@ -107,7 +107,9 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
         for step in range(WINDOW + 2):
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
-            log_step(run, GRPOConfig(steps=20, sample_every=0), metrics, [], torch.zeros(0, 2))
+            log_step(
+                run, GRPOConfig(steps=20, sample_every=0), metrics, [], torch.zeros(0, 2), None
+            )
             said.append(capsys.readouterr().out)
     assert ["warning: " in text for text in said] == [False] * (WINDOW - 1) + [True, False, False]
     (line,) = [line for line in said[WINDOW - 1].splitlines() if line.startswith("warning: ")]

@@ -10,13 +10,14 @@ import subprocess
 from functools import partial
 
 import pytest
-from live_server import ADD, LIMITS, live, make_service
+from live_server import ADD, LIMITS, events, live, make_service
 from secured_server import SecuredServer, request, small_app
 
 from rlm.cli.options import UsageError
 from rlm.serving.access import AllowedHosts, Bucket, Keys, client_address, read_origins
 from rlm.serving.middleware import MOST_CLIENTS, SecurityMiddleware, SecuritySettings, add_cors
 from rlm.serving.request import Limits
+from rlm.tools import Calculator
 
 SCRIPT = {
     "two and three": ADD,
@@ -219,6 +220,43 @@ def test_what_the_length_cuts_is_said(server):
     assert "tokens in 2 of 2 answers, as only" in several["warnings"][0]
     # What was asked for is no surprise: a budget.
     assert server.post(ask(thinking_budget=12, max_new_tokens=300)).json()["warnings"] == []
+
+
+# --- a tool ---------------------------------------------------------------------------------------
+
+MARKED = "<think>\n2 + 3 = <<2+3=5>>5\n</think>\n<answer>5</answer>"
+
+
+class Broken(Calculator):
+    def __call__(self, text):
+        raise RuntimeError("a tool of the user's own")
+
+
+def test_what_a_tool_wrote_is_marked_in_answer_and_stream(tokenizer):
+    service, _ = make_service(tokenizer, {"sum": MARKED, "plain": ADD}, tool=Calculator())
+    with live(service) as server:
+        body = server.post({"prompt": "sum"}).json()
+        start = MARKED.index("5>>")
+        called = {"text": "5>>", "start": start, "end": start + 3}
+        assert (body["response"], body["details"]["tool_calls"]) == (MARKED, [called])
+        assert server.post({"prompt": "plain"}).json()["details"]["tool_calls"] == []
+        assert (
+            "tool_calls" not in server.post({"prompt": "sum", "adapter": "base"}).json()["details"]
+        )
+        stream = server.post({"prompt": "sum", "stream": True}).text
+        deltas = [json.loads(data) for name, data in events(stream) if name == "reasoning"]
+        assert "".join(delta["delta"] for delta in deltas) == "2 + 3 = <<2+3=5>>5"
+        assert "".join(delta["delta"] for delta in deltas if delta.get("tool")) == "5>>"
+        chat = {"model": "tuned", "messages": [{"role": "user", "content": "sum"}]}
+        choice = server.post(chat, "/v1/chat/completions").json()["choices"][0]
+        assert "<<2+3=5>>5" in choice["message"]["reasoning_content"]
+
+
+def test_a_tool_that_fails_ends_its_own_request_alone(tokenizer, server_log):
+    service, _ = make_service(tokenizer, {"sum": MARKED, "plain": "4"}, tool=Broken())
+    with live(service) as server:
+        assert server.post({"prompt": "sum"}).json()["code"] == "internal"
+        assert server.post({"prompt": "plain"}).json()["response"] == "4"
 
 
 # --- open to everybody ----------------------------------------------------------------------------

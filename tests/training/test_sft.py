@@ -11,30 +11,35 @@ import torch
 import trl
 from conftest import byte_tokenizer, tiny_model
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 
+import rlm.training.logprobs
 import rlm.training.sft
 import train_sft
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.prompts import FORMATS, IGNORED
 from rlm.model.adapters import new_adapter
+from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.base import load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
-from rlm.training.sft_examples import to_example
+from rlm.training.sft_examples import pack_examples, to_example
 from tests.test_scripts import DATA, run
 from tests.test_train_grpo import CPU, a_start_adapter, a_trainer
 
 ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
+# The same behind a prompt that all begin with; the last learns a token that the others share.
+SHARED = [([3, 4, *ids], 2 + prompt) for ids, prompt in ROWS] + [([3, 4, 5, 9], 2)]
 
 
 def example(ids, prompt):
     return {"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]}
 
 
-def trainer_of(cls, folder, **options):
+def trainer_of(cls, folder, rows=ROWS, **options):
     torch.manual_seed(0)
     policy = new_adapter(tiny_model(), r=4, alpha=8, dropout=0.0)
     for name, tensor in policy.named_parameters():
@@ -47,18 +52,21 @@ def trainer_of(cls, folder, **options):
     return cls(
         model=policy,
         processing_class=byte_tokenizer(),
-        train_dataset=datasets.Dataset.from_list([example(*row) for row in ROWS]),
+        train_dataset=datasets.Dataset.from_list([example(*row) for row in rows]),
         args=arguments,
     )
 
 
 @pytest.mark.parametrize("count", [None, 11])
-def test_loss_and_gradient_are_trls(tmp_path, count):
-    """Also where several micro-batches share one denominator."""
+@pytest.mark.parametrize("rows", [ROWS, SHARED, SHARED[:1]])
+@pytest.mark.parametrize("attn", ["sdpa", ATTN_IMPLEMENTATION])
+def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
+    """Also where several micro-batches share one denominator, and where prompts begin alike."""
     found = []
     for cls in (trl.SFTTrainer, rlm.training.sft.SFTTrainer):
-        trainer = trainer_of(cls, tmp_path)
-        batch = trainer.data_collator([example(*row) for row in ROWS])
+        trainer = trainer_of(cls, tmp_path, rows)
+        trainer.model.set_attn_implementation(attn)
+        batch = trainer.data_collator([example(*row) for row in rows])
         loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)
         loss.backward()
         gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -79,12 +87,30 @@ def test_only_learned_positions_meet_the_vocabulary(tmp_path, monkeypatch):
         scored.append((hidden.shape[0], targets.tolist()))
         return original(hidden, head, targets, *others)
 
-    original = rlm.training.sft.score_tokens
-    monkeypatch.setattr(rlm.training.sft, "score_tokens", watched)
+    original = rlm.training.logprobs.score_tokens
+    monkeypatch.setattr(rlm.training.logprobs, "score_tokens", watched)
     trainer = trainer_of(rlm.training.sft.SFTTrainer, tmp_path)
     batch = trainer.data_collator([example(*row) for row in ROWS])
     trainer.compute_loss(trainer.model, dict(batch))
     assert scored == [(5, [9, 10, 12, 13, 17])]  # of 13 tokens, padding to 18
+
+
+def test_what_all_examples_begin_with_is_computed_once():
+    rows = [torch.tensor(ids) for ids, _ in SHARED]
+    labels = [torch.tensor(example(*row)["labels"]) for row in SHARED]
+    inputs = {
+        "input_ids": pad_sequence(rows, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
+    packed = pack_examples(inputs, "cpu", packed=True)
+    # The last token of each is learned, and nothing is predicted from it.
+    assert packed.input_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 5]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 2, 3, 4, 2]]
+    assert packed.segments.tolist() == [[0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 4]]
+    assert packed.targets.tolist() == [9, 10, 12, 13, 17, 5, 9]
+    assert packed.sources.tolist() == [5, 6, 7, 8, 11, 1, 12]
+    assert packed.lengths == [2, 2, 1, 2]
 
 
 def test_training_ends_where_trls_does(tmp_path):
@@ -140,13 +166,13 @@ def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tok
 
 def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
     """As on a CPU with bf16 units; what is learned and written stays fp32."""
-    seen, losses, score_tokens = [], [], rlm.training.sft.score_tokens
+    seen, losses, score_tokens = [], [], rlm.training.logprobs.score_tokens
 
     def watched(hidden, *others):
         seen.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
         return score_tokens(hidden, *others)
 
-    monkeypatch.setattr(rlm.training.sft, "score_tokens", watched)
+    monkeypatch.setattr(rlm.training.logprobs, "score_tokens", watched)
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(
             "train_sft.pick_device", lambda _, dtype=dtype: Device("cpu", dtype, "")

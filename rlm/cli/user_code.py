@@ -1,0 +1,39 @@
+"""Loads what a user's own Python file defines: a reward, a tool."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlm.cli.options import UsageError
+
+
+def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
+    """Run the file of FILE.py:NAME and return the object of that name.
+
+    Args:
+        option: the flag that names it, for messages.
+        kinds: what it may be, besides something that can be called.
+
+    Raises:
+        UsageError: there is no such file or name, or the file fails when it is run.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file() or not name:
+        raise UsageError(f"{option} {spec}: expected FILE.py:NAME, and the file must exist")
+    module_spec = importlib.util.spec_from_file_location(f"{option[2:]}_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up
+    try:
+        module_spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+    except (Exception, SystemExit) as error:  # sys.exit would end the program, without a word
+        raise UsageError(f"{option} {spec}: {type(error).__name__}: {error}") from error
+    if not callable(found) and not isinstance(found, kinds):
+        own = vars(module).items()
+        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
+        raise UsageError(f"{option} {spec}: no function or class {name!r}; it has {names}")
+    return found

@@ -1,0 +1,116 @@
+"""The calculator against exact arithmetic, hostile text, and how a tool is named and checked."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlm.cli import UsageError
+from rlm.tools import Calculator, as_tool, load_tool
+from rlm.tools.calculator import MAX_LENGTH, evaluate_expression
+
+ask = Calculator()
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("11*5", "55"), ("3 + 4", "7"), ("48/2", "24"), ("2+3*4", "14"), ("(2+3)*4", "20"),
+        ("10-2-3", "5"), ("100/10/2", "5"), (".5*20", "10"), ("0.1+0.2", "0.3"), ("5.", "5"),
+        ("1/4", "0.25"), ("3-5", "-2"), ("-3*-2", "6"), ("+30+46", "76"), ("2*(-(1+1))", "-4"),
+        ("20%*50", "10"), ("(5+5)%", "0.1"), ("0-0", "0"), ("1/1000000", "0.000001"),
+        ("999999999999999+0", "999999999999999"), ("1/3*3", "1"), ("2*((3))", "6"), ("7", "7"),
+    ],
+)  # fmt: skip
+def test_a_result_is_exact(expression, result):
+    assert ask(f"it is {expression} = <<{expression}=") == f"{result}>>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<<10/3=", "<<1/3=", "<<1/128=", "<<999999999999999+1=",  # no short finite decimal
+        "<<1/0=", "<<5/(3-3)=", "<<=", "<< =", "<<+=", "<<3+=", "<<*3=", "<<(3+4=", "<<3+4)=",
+        "<<()=", "<<3 4=", "<<2(3)=", "<<3+4", "<<3+4==", "<<3+4>>=", "3+4=", "<3+4=", "<<3+\n4=",
+        "<<x=", "<<1e5=", "<<2**3=", "<<7//2=", "<<1,000+1=", "<<$3+4=", "<<.=", "<<1.2.3=",
+        "<<٣+1=", "<<3²=", "<<__import__('os')=", "", "=", "<<3+4=7",
+    ],
+)  # fmt: skip
+def test_what_has_no_exact_result_is_left_to_the_model(text):
+    assert ask(text) is None
+
+
+def test_only_the_last_mark_counts():
+    assert ask("<<1+1=2>> and <<2+2=") == "4>>"
+    assert ask("<<3+<<4*2=") == "8>>"
+
+
+def test_hostile_text_costs_nothing():
+    started = time.perf_counter()
+    for text in (
+        "<<" * 100_000 + "=", "=" * 200_000, "<<" + "(" * 200_000 + "=", "<<" + "9" * 200_000 + "=",
+        "<<" + "(" * MAX_LENGTH + "=", "<<" + "-" * (MAX_LENGTH - 1) + "1=",
+        "<<" + "9*" * 49 + "9=", "<<" + "(" * 49 + "1" + ")" * 50 + "=",
+    ):  # fmt: skip
+        ask(text)
+    assert time.perf_counter() - started < 0.5
+    assert ask("<<" + "(" * 49 + "1" + ")" * 49 + "=") == "1>>"
+    assert evaluate_expression("1" + "+1" * MAX_LENGTH) is None  # too long
+
+
+NUMBERS = st.integers(0, 10**6).map(str) | st.decimals(0, 1000, places=2).map(str)
+EXPRESSIONS = st.recursive(
+    NUMBERS,
+    lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(
+        lambda parts: f"({parts[0]}{parts[1]}{parts[2]})"
+    ),
+    max_leaves=6,
+)
+
+
+@given(EXPRESSIONS)
+def test_it_agrees_with_python_on_fractions(expression):
+    exact = "".join(
+        f"Fraction('{part}')" if part[:1].isdigit() else part
+        for part in expression.replace("(", " ( ").replace(")", " ) ").replace("+", " + ")
+        .replace("-", " - ").replace("*", " * ").split(" ")
+    )  # fmt: skip
+    value = eval(exact, {"Fraction": Fraction})
+    assert evaluate_expression(expression) == (value if len(expression) <= MAX_LENGTH else None)
+    inserted = ask(f"<<{expression}=")
+    assert inserted is None or Fraction(inserted.removesuffix(">>")) == value
+
+
+def test_a_tool_is_named_by_a_word_or_a_file(tmp_path):
+    assert load_tool("none") is None
+    assert isinstance(load_tool("calculator"), Calculator)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Shout:\n    name, trigger = 'shout', '!'\n"
+        "    def __call__(self, text):\n        return '!!'\n"
+        "ready = Shout()\n"
+        "def bare(text):\n    return 'x'\n"
+    )
+    for name in ("Shout", "ready"):
+        assert load_tool(f"{file}:{name}")("hi!") == "!!"
+    for spec, message in {
+        "calc": "--tool calc: use none, calculator or FILE.py:NAME",
+        f"{file}:bare": "--tool .*a tool has a name, as text",
+        f"{file}:other": "--tool .*no function or class 'other'; it has Shout",
+        f"{tmp_path}/none.py:f": "must exist",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            load_tool(spec)
+
+
+def test_what_is_no_tool_is_refused():
+    class Silent:
+        name, trigger = "silent", ""
+
+    with pytest.raises(TypeError, match="can not be called"):
+        as_tool(Silent())
+    with pytest.raises(TypeError, match="has a trigger"):
+        as_tool(type("Half", (), {"name": "half", "__call__": lambda self, text: None}))
+    assert isinstance(as_tool(Calculator), Calculator)

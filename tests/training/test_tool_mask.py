@@ -1,0 +1,253 @@
+"""Tokens that a tool wrote are read and not learned: denominators, loss, metrics, a whole run."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from rlm.cli import UsageError
+from rlm.data.problem import Problem
+from rlm.model import AdapterInfo, Device
+from rlm.sampling import Completion
+from rlm.training.advantages import Group
+from rlm.training.algorithms import ALGORITHMS
+from rlm.training.batches import Rollout, make_micro_batches, row_weights
+from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
+from rlm.training.logprobs import token_logprobs
+from rlm.training.loss import policy_loss
+from rlm.training.metrics import LearnMetrics, step_metrics
+from tests.training.test_batches import AGGREGATIONS, rollouts_of, some_rollouts
+from tests.training.test_logprobs import a_policy, gradients
+from train_grpo import GRPOTrainer
+
+NAN = float("nan")
+MASK = [True, True, False, False, True]  # the third and fourth token are a tool's
+LONG = Completion([1, 2, 3, 4, 5], [-1.0, -2.0, NAN, NAN, -0.5], "stop", MASK)
+SHORT = Completion([6, 7], [-1.0, -1.0], "stop", [True, True])
+GROUP = Group(Problem("p", "?", "1"), [9], [LONG, SHORT], ["", ""], [1.0, 0.0])
+WEIGHTS = {"sequence": (1 / 6, 1 / 4), "constant": (1 / 16, 1 / 16), "token": (1 / 5, 1 / 5)}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_denominators_count_the_models_own_tokens(aggregation):
+    options = AGGREGATIONS[aggregation]
+    rollouts = rollouts_of([GROUP], [[1.0, -1.0]], **options)
+    assert [r.weight for r in rollouts] == pytest.approx(WEIGHTS[aggregation])
+    assert [r.tool_mask for r in rollouts] == [MASK, [True, True]]
+    only = Completion([1], [NAN], "length", [False])  # a sample of which nothing is the model's
+    group = replace(GROUP, completions=[LONG, only])
+    (kept,) = rollouts_of([group], [[1.0, -1.0]], **options, kl_weight=0.1)
+    weight = {"sequence": 1 / 6, "constant": 1 / 16, "token": 1 / 3}[aggregation]
+    assert (kept.tool_mask, kept.weight) == (MASK, pytest.approx(weight))
+
+
+def batch_of(aggregation):
+    rollouts = rollouts_of([GROUP], [[1.0, -1.0]], **AGGREGATIONS[aggregation])
+    (micro,) = make_micro_batches(rollouts, 9, 99, "cpu")
+    assert micro.rows == [0, 1]
+    return micro
+
+
+def test_the_batch_holds_the_mask():
+    micro = batch_of("sequence")
+    assert micro.completion_mask.tolist() == [MASK, [True, True, False, False, False]]
+    assert micro.sampler_logprobs.tolist() == [[-1.0, -2.0, 0, 0, -0.5], [-1.0, -1.0, 0, 0, 0]]
+    assert micro.lengths == [5, 2]  # the inserted tokens are read, and predicted
+    assert micro.targets.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    mixed = [Rollout(0, [9], [1, 2], 1.0, 1.0, [-1.0] * 2), Rollout(0, [9], [3, 4], 1.0, 1.0,
+             [-1.0, NAN], [True, False])]  # fmt: skip
+    (micro,) = make_micro_batches(mixed, 9, 99, "cpu")
+    assert micro.completion_mask.tolist() == [[True, True], [True, False]]
+    plain = [replace(rollout, tool_mask=()) for rollout in mixed[:1]]
+    assert make_micro_batches(plain, 9, 99, "cpu")[0].tool_mask is None
+
+
+NEW = torch.tensor([[-1.0, -2.0, -9.0, -9.0, -0.5], [-1.5, -1.0, 0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_loss_by_hand(aggregation):
+    """On policy it is Σ -A·w over own tokens, 3 of the first row and 2 of the second; with the
+    sampler's probabilities half and twice the trainer's, the weights are 2 (the cap) and 1/2."""
+    micro, (first, second) = batch_of(aggregation), WEIGHTS[aggregation]
+    micro.old_logprobs, logprobs = NEW.clone(), NEW.clone().requires_grad_(True)
+    loss, sums = policy_loss(logprobs, micro, ALGORITHMS["grpo"])
+    loss.backward()
+    assert loss.item() == pytest.approx(-3 * first + 2 * second)
+    expected = [[-first, -first, 0, 0, -first], [second, second, 0, 0, 0]]
+    assert logprobs.grad.tolist() == [pytest.approx(row) for row in expected]
+    assert sums.tokens == 5
+
+    halves = torch.tensor([[0.5] * 5, [2.0] * 5]).log()
+    micro.sampler_logprobs = torch.where(micro.completion_mask, NEW + halves, 0.0)
+    micro.ref_logprobs = NEW - 0.5
+    k3 = torch.tensor(-0.5).exp().item() + 0.5 - 1
+    options = {"correct_sampler": True, "kl_weight": 0.1}
+    loss, sums = policy_loss(NEW, micro, ALGORITHMS["grpo"], **options)
+    kl = k3 * (3 * first + 2 * second)
+    assert loss.item() == pytest.approx(-3 * first * 2 + 2 * second / 2 + 0.1 * kl, rel=1e-5)
+    assert (sums.kl, sums.kl_total) == (pytest.approx(kl), pytest.approx(5 * k3, rel=1e-5))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_depends_on_the_probabilities_of_inserted_tokens(algorithm):
+    """Ratios (GSPO's of a whole sequence, too), clipping, importance, KL, entropy, gap."""
+    found = []
+    for wild in (0.0, 3.0, -40.0):
+        micro = batch_of("token")
+        shift = torch.tensor([[0.3, -0.4, wild, wild / 2, 0.1], [-0.3, 0.6, 0, 0, 0]])
+        micro.old_logprobs = NEW + shift
+        micro.ref_logprobs = NEW - 2 * shift
+        logprobs = NEW.clone().requires_grad_(True)
+        options = {"correct_sampler": True, "kl_weight": 0.1}
+        loss, sums = policy_loss(logprobs, micro, ALGORITHMS[algorithm], **options)
+        loss.backward()
+        metrics = LearnMetrics()
+        entropy = torch.tensor([[0.5, 0.25, wild, wild, 1.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
+        metrics.add(0, micro, NEW + torch.where(micro.completion_mask, 0, wild), entropy, sums)
+        assert not logprobs.grad[~micro.completion_mask].any()
+        assert logprobs.grad[micro.completion_mask].any()
+        found.append((loss.item(), logprobs.grad.tolist(), sums, metrics.as_dict(Distributed())))
+    assert found[0] == found[1] == found[2]
+    assert found[0][3]["policy/entropy"] == pytest.approx((0.5 + 0.25 + 1.0 + 2.0 + 1.0) / 5)
+    assert found[0][3]["sampler/logprob_gap_mean"] == pytest.approx(0.5 / 5)
+
+
+def with_tools(rollouts):
+    masks = [[i % 3 != 1 for i in range(len(r.completion))] for r in rollouts]
+    return [
+        replace(r, tool_mask=mask, sampler_logprobs=[-1.0 if own else NAN for own in mask])
+        for r, mask in zip(rollouts, masks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo"])
+def test_the_gradient_does_not_depend_on_micro_batches(algorithm):
+    policy, rollouts = a_policy(), with_tools(some_rollouts())
+    lengths = [sum(rollout.tool_mask) for rollout in rollouts]
+    weights = row_weights(lengths, ALGORITHMS[algorithm].aggregation, 8)
+    rollouts = [replace(r, weight=w) for r, w in zip(rollouts, weights, strict=True)]
+    options = {"algorithm": algorithm, "drift": 0.4}
+    expected = gradients(policy, rollouts, 99, **options)
+    assert expected.abs().max() > 1e-4
+    for max_rows in (1, 3, 5):
+        assert torch.allclose(gradients(policy, rollouts, max_rows, **options), expected, atol=1e-6)
+    unmasked = [replace(r, tool_mask=()) for r in rollouts]
+    assert not torch.allclose(gradients(policy, unmasked, 99, **options), expected, atol=1e-6)
+
+
+def test_inserted_tokens_stay_in_the_attention():
+    policy = tiny_model()
+    scored = []
+    for inserted in (3, 200):
+        rollout = Rollout(
+            0, [9], [1, inserted, 5, 6], 1.0, 1.0, [-1.0] * 4, [True, False, True, True]
+        )
+        (micro,) = make_micro_batches([rollout], 9, 99, "cpu")
+        with torch.no_grad():
+            scored.append(token_logprobs(policy, micro, 1.0)[0][0])
+    assert scored[0][0] == scored[1][0]
+    assert (scored[0][2:] != scored[1][2:]).all()
+
+
+def test_the_metric_of_a_step():
+    """Calls for each completion; lengths count all tokens."""
+    seconds = {"sample": 1.0, "score": 0.0, "learn": 0.0}
+    twice = Completion([1] * 4, [], "stop", [False, True, False, True])
+    group = replace(GROUP, completions=[LONG, twice])
+    arguments = (torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, dtype=torch.bool))
+    found = step_metrics([group], *arguments, seconds)
+    assert found["tools/calls_per_completion"] == 3 / 2
+    assert found["completion/length_mean"] == 4.5
+    plain = replace(GROUP, completions=[Completion([1], [], "stop")] * 2)
+    assert "tools/calls_per_completion" not in step_metrics([plain], *arguments, seconds)
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+class Remark:
+    """Writes `!!` after about every third character: what a random model meets often."""
+
+    name, trigger = "remark", ""
+
+    def __call__(self, text):
+        return "!!" if text and not text.endswith("!") and ord(text[-1]) % 3 == 0 else None
+
+
+PROBLEMS = [Problem(str(i), f"What is {i} + 1?", str(i + 1)) for i in range(8)]
+
+
+def likes_letters(completions, **_):
+    return [float(bool(set("abcdefghijkl") & set(text))) for text in completions]
+
+
+def config_of(tmp_path, **options):
+    return GRPOConfig(
+        sft_adapter=None, steps=2, batch_size=4, group_size=4, max_new_tokens=12,
+        learning_rate=1e-2, warmup_steps=0, lr_schedule="constant", lora_r=4, eval_every=0,
+        sample_every=0, save_every=1, run_dir=tmp_path / "run", output=tmp_path / "adapter",
+        **options,
+    )  # fmt: skip
+
+
+def a_run(model_dir, config, tool=Remark):
+    torch.manual_seed(0)
+    device = Device("cpu", torch.float32, "test")
+    trainer = GRPOTrainer(str(model_dir), config, likes_letters, device=device, tool=tool)
+    trainer.train(PROBLEMS)
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    adapter = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
+    return [json.loads(line) for line in lines], adapter
+
+
+@pytest.mark.parametrize("sampler", ["merged", pytest.param("unmerged", marks=pytest.mark.slow)])
+def test_a_run_with_a_tool(model_dir, tmp_path, sampler):
+    """Sampler and trainer agree on the model's own tokens, the samples mark the others, and a
+    resumed run is the same run."""
+    config = config_of(tmp_path, sampler=sampler)
+    metrics, adapter = a_run(model_dir, config)
+    for row in metrics:
+        assert row["tools/calls_per_completion"] > 1
+        assert row["sampler/logprob_gap_max"] < 1e-4
+        assert row["optim/grad_norm"] > 0
+    for line in (config.run_dir / "samples.jsonl").open():
+        group = json.loads(line)
+        for text, spans in zip(group["completions"], group["tool_calls"], strict=True):
+            asked = [Remark()(text[:end]) for end in range(len(text))]
+            assert [start for start, _ in spans] == [i for i, said in enumerate(asked) if said]
+            assert all("!!".startswith(text[start:end]) for start, end in spans)  # one may be cut
+    assert AdapterInfo.load(config.output).tool == "remark"
+    short = replace(config, run_dir=tmp_path / "other", output=tmp_path / "b", steps=1)
+    a_run(model_dir, short)
+    _, resumed = a_run(model_dir, replace(short, steps=2, resume=True))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in adapter.items())
+
+
+def test_vllm_takes_no_tool(model_dir, tmp_path):
+    with pytest.raises(ValueError, match="leave out --sampler vllm"):
+        config_of(tmp_path, sampler="vllm", tool="calculator")
+    config = config_of(tmp_path, sampler="vllm")
+    with pytest.raises(ValueError, match="--sampler vllm"):
+        GRPOTrainer(str(model_dir), config, tool=Remark())
+    with pytest.raises(UsageError, match="--tool abacus: use none, calculator"):
+        GRPOTrainer(str(model_dir), config_of(tmp_path, tool="abacus"))
+    with pytest.raises(TypeError, match="a tool has a name"):
+        GRPOTrainer(str(model_dir), config_of(tmp_path), tool=print)
+
+
+def test_an_adapter_says_which_tool_it_was_trained_with(tmp_path):
+    def info(tool):
+        (tmp_path / "run.json").write_text(json.dumps({"config": {"tool": tool}}))
+        return AdapterInfo.load(tmp_path)
+
+    assert info("calculator").resolve_tool() == "calculator"
+    assert info("calculator").resolve_tool("none") == "none"
+    assert info(None).resolve_tool() == AdapterInfo(tmp_path).resolve_tool() == "none"
+    own = info("mine.py:Shout")
+    assert own.resolve_tool("none") == "none"
+    with pytest.raises(UsageError, match=r"with the tool mine\.py:Shout: name it again"):
+        own.resolve_tool()
