@@ -116,8 +116,6 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
         quantize=quantize,
         use_4bit=quantize == "4bit",
         use_8bit=quantize == "8bit",
-        # torchrun --max-restarts starts the same command again, which would put the run away.
-        resume=config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
         reasoning_format=start.resolve_format(config.reasoning_format),
     )
 
