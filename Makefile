@@ -43,7 +43,7 @@ test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
 
 test-faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/runs/test_checkpoints.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_several_machines.py tests/runs/test_checkpoints.py
 
 test-gpu: $(STAMP)
 	RLM_TEST_GPU=1 $(PYTHON) -m pytest -m gpu

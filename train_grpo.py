@@ -141,7 +141,8 @@ class GRPOTrainer:
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self.state = TrainingState(self.weights, self.optimizer, self.base_hash, config.kl_weight)
+        saved = (self.weights, self.optimizer, self.base_hash, config.kl_weight)
+        self.state = TrainingState(*saved, self.distributed)
 
     def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
         """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
@@ -191,7 +192,7 @@ class GRPOTrainer:
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
                 metrics |= reward_metrics | learn_metrics | (start_metrics if step == 0 else {})
-                control = self.state.control_after(step, config, self.distributed, run.interrupted)
+                control = self.state.control_after(step, config, run.interrupted)
                 if control.should_evaluate:
                     metrics |= validate(self, eval_problems, step + 1)
                 self.log(metrics, groups, advantages)

@@ -28,7 +28,6 @@ from rlm.runs.directory import RunDirectory
 from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
-from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from train_grpo import GRPOTrainer
 
@@ -331,7 +330,7 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     for _ in range(203):
         state.count_update(skipped=False)
     with RunDirectory(config.run_dir, resume=False) as run:
-        state.begin(run, config, PROBLEMS, (), Distributed())
+        state.begin(run, config, PROBLEMS, ())
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
         again.restore(run, {})
@@ -608,7 +607,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     resumed = a_config(tmp_path, steps=6, learning_rate=1e-4, resume=True)
     again = a_trainer(model_dir, resumed, device=bf16)
     run = RunDirectory(resumed.run_dir, resume=True)
-    assert again.state.begin(run, again.config, PROBLEMS, (), Distributed()) == 4
+    assert again.state.begin(run, again.config, PROBLEMS, ()) == 4
     for name, tensor in trainer.adapter.items():
         assert torch.equal(tensor, again.adapter[name]), name
         assert torch.equal(

@@ -38,6 +38,7 @@ def run_origin(
 
 def resume_run(
     run: RunDirectory,
+    loaded: tuple[dict[str, Tensor], dict[str, Any]] | None,
     origin: Mapping[str, Any],
     adapter: Mapping[str, Tensor],
     *,
@@ -45,9 +46,10 @@ def resume_run(
     defaults: Mapping[str, Any],
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Load the newest valid checkpoint, tensors and state, and cut the logs there.
+    """Check that a checkpoint is of this run, cut the logs there, and return tensors and state.
 
     Args:
+        loaded: the newest that is whole, as `Checkpoints.load` returns it.
         origin: `run_origin` of the run as it was started now.
         adapter: what is trained; the checkpoint has the same tensors as "adapter/<name>".
         may_change: options on which nothing that is learned depends.
@@ -58,7 +60,6 @@ def resume_run(
         UsageError: there is none, or it is of another script, base, adapter, config or data.
     """
     where, changed = f"--resume: {run.path}", origin["config"].get("accept_changes")
-    loaded = run.checkpoints.load(set_aside=run.writes)
     if loaded is None:
         raise UsageError(f"--resume: no checkpoint in {run.path}; start without it")
     tensors, state = loaded[0], {RENAMED.get(key, key): v for key, v in loaded[1].items()}

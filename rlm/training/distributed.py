@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -22,6 +24,10 @@ from torch import Tensor
 from rlm.cli import UsageError, terminal
 
 T = TypeVar("T")
+
+# A process waits so long for one that is silent: a slow start or a long completion is no failure.
+# One that has ended is noticed at once; only a machine that is cut off needs the limit.
+TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,21 @@ class Distributed:
                 raise UsageError(f"{message}: start one process a GPU (--nproc-per-node {cards})")
             torch.cuda.set_device(rank)
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            with _explain_lost_process():
+                dist.init_process_group(backend, timeout=TIMEOUT)
         atexit.register(_leave)  # NCCL warns of a group that is left, and may hang
         distributed = cls(dist.get_rank(), size)
         terminal.console.quiet = not distributed.is_main
-        terminal.line(f"{size} processes share this run")  # a launcher may have started only one
+        host = socket.gethostname()
+        where = f"; the run directory is on {host}" if distributed.on_several_machines else ""
+        terminal.line(f"{size} processes share this run{where}")  # a launcher may start only one
         return distributed
+
+    @property
+    def on_several_machines(self) -> bool:
+        """Whether processes run elsewhere, as the launcher says: they have other disks."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) < self.size
 
     @property
     def is_main(self) -> bool:
@@ -111,9 +126,9 @@ def _explain_lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistBackendError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise UsageError(
-            "another of the processes that share this run has ended or does not answer; "
-            "what it printed says why"
+            "another of the processes that share this run has ended or does not answer; what it "
+            "printed says why; start all of them again with --resume"
         ) from error

@@ -36,7 +36,7 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
         "Stage 2: GRPO",
         {
             "model": f"{trainer.model_name} + {config.sft_adapter or 'a new adapter'}",
-            "device": pick_device(),
+            "device": pick_device(config.dtype),
             "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
             "validate on",
             "trainable": f"{trainable:,} parameters",

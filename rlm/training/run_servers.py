@@ -33,7 +33,7 @@ class RunServers:
         Raises:
             UsageError: one cannot be started, or processes on another machine could not reach it.
         """
-        if int(os.environ.get("LOCAL_WORLD_SIZE", self._distributed.size)) < self._distributed.size:
+        if self._distributed.on_several_machines:
             raise UsageError(
                 "--sampler vllm starts servers that only this machine reaches; with several "
                 "machines start them yourself and name them: --sampler-url A,B"

@@ -186,7 +186,7 @@ def begin_run(
     Writes the first checkpoint or loads the newest, and plans the memory.
     """
     run, distributed = trainer.run, trainer.distributed
-    first_step = trainer.state.begin(run, trainer.config, problems, eval_problems, distributed)
+    first_step = trainer.state.begin(run, trainer.config, problems, eval_problems)
     plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
     trainer.memory_plan = distributed.broadcast(plan)
     set_gradient_checkpointing(trainer.policy, trainer.memory_plan.checkpointing)

@@ -200,6 +200,7 @@ class CheckpointCallback(TrainerCallback):
         if config.resume:
             self._loaded, state = resume_run(
                 run,
+                run.checkpoints.load(),
                 self.origin,
                 self.adapter,
                 may_change=MAY_CHANGE,

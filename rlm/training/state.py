@@ -18,6 +18,7 @@ from rlm.runs import (
     check_space,
     checkpoint_tensors,
     data_id,
+    differences,
     restore_tensors,
     resume_run,
     run_origin,
@@ -66,6 +67,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     base_hash: str
     kl_weight: float = 0.0  # changes where the run has a target
+    distributed: Distributed = field(default_factory=Distributed)
     best_accuracy: float = -1.0
     best_step: int | None = None
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -94,7 +96,6 @@ class TrainingState:
         config: GRPOConfig,
         problems: Sequence[Problem],
         eval_problems: Sequence[Problem],
-        distributed: Distributed,
     ) -> int:
         """Write the first checkpoint of a new run, or load the newest of this one.
 
@@ -102,11 +103,11 @@ class TrainingState:
             The step to go on with.
 
         Raises:
-            UsageError: too little room on the disk; nothing to resume; or what would be resumed
-                had other data, other options, another base or adapter.
+            UsageError: too little room on the disk; nothing to resume; or what would be resumed,
+                or the other processes have, is of other data, options, base or start adapter.
         """
         self._began = time.monotonic()
-        if distributed.is_main:
+        if self.distributed.is_main:
             # Adapter, best adapter and two moments; beside those kept, one that is protected and
             # the one that is being written.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
@@ -118,20 +119,34 @@ class TrainingState:
             for split, listed in (("training", problems), ("validation", eval_problems))
         }
         self.origin = run_origin(to_dict(config), self.base_hash, start_weights, **data)
-        if not config.resume:
+        self._compare_origins()
+        if config.resume:
+            step = self.restore(run, to_dict(type(config)()))
+        else:
             self.save(run, 0, keep=config.keep_checkpoints)
             step = 0
-        elif distributed.is_main:  # first, for it renames what is damaged
-            step = distributed.broadcast(self.restore(run, to_dict(type(config)())))
-        else:
-            distributed.broadcast(0)
-            step = self.restore(run, to_dict(type(config)()))
         run.begin(to_dict(config))  # only now: what is refused is shown nowhere
         return step
 
-    def control_after(
-        self, step: int, config: GRPOConfig, distributed: Distributed, interrupted: bool
-    ) -> StepControl:
+    def _compare_origins(self) -> None:
+        """Check that all processes train the same run: each loads its machine's own files.
+
+        Raises:
+            UsageError: in those that have other data, options, base or start adapter than the main
+                process.
+        """
+        main, mine = self.distributed.broadcast(self.origin), self.origin
+        free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # of the adapter the tensors are compared
+        changes = differences(main, mine, free, {})
+        if main["base_hash"] != mine["base_hash"]:
+            changes.append("the base model: other tensors under its name")
+        if changes:
+            raise UsageError(
+                f"this machine's run is not the main process's ({'; '.join(changes)}): give all "
+                "processes the same options and files"
+            )
+
+    def control_after(self, step: int, config: GRPOConfig, interrupted: bool) -> StepControl:
         """Decide what is due after a step: by its number, by the clock, by a signal.
 
         Args:
@@ -139,8 +154,8 @@ class TrainingState:
         """
         minutes, done = (time.monotonic() - self._began) / 60, step + 1
         out_of_time = config.max_minutes is not None and minutes >= config.max_minutes
-        last = distributed.broadcast(out_of_time) or done == config.steps
-        interrupted = distributed.any(interrupted)
+        last = self.distributed.broadcast(out_of_time) or done == config.steps
+        interrupted = self.distributed.any(interrupted)
 
         def due(every: int) -> bool:
             return last or (every > 0 and done % every == 0)
@@ -173,7 +188,7 @@ class TrainingState:
             self.last_finite, self.updated = step, False
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
-        loaded = run.checkpoints.load(at_most=self.last_finite, set_aside=False)
+        loaded = self._load_checkpoint(run, at_most=self.last_finite, set_aside=False)
         if self.lr_scale < 1 or loaded is None:
             raise UsageError(
                 f"{self.consecutive_skips} updates in a row had no finite gradient, "
@@ -238,6 +253,7 @@ class TrainingState:
         """
         tensors, state = resume_run(
             run,
+            self._load_checkpoint(run),
             self.origin,
             self.adapter,
             may_change=MAY_CHANGE,
@@ -257,6 +273,14 @@ class TrainingState:
             k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
         }
         return state["step"]
+
+    def _load_checkpoint(
+        self, run: RunDirectory, **options: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Load as `Checkpoints.load` does, but read by the main process alone: only its machine has
+        the run directory."""
+        is_main = self.distributed.is_main
+        return self.distributed.broadcast(run.checkpoints.load(**options) if is_main else None)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         restore_tensors(tensors, self.adapter, self.optimizer)
