@@ -21,14 +21,12 @@ EXPORTS = {
     "memory_plan": "micro_batch_tokens plan_memory repeat_if_out_of_memory",
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
-    "setup": (
-        "begin_run check_arguments fit_prompts load_data load_policy make_sampler prepare_run "
-        "resolve_start"
-    ),
+    "run_setup": "begin_run fit_prompts load_data prepare_run",
     "sft": "CheckpointCallback make_trainer",
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_counts show_example to_examples",
     "state": "TrainingState",
+    "trainer_setup": "check_arguments load_policy make_sampler resolve_start",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
