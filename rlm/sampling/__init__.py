@@ -12,7 +12,7 @@ from rlm.sampling.managed_vllm import (
 from rlm.sampling.params import Completion, Request, SamplingParams, Token, prompt_seed
 from rlm.sampling.scheduler import common_prefix_length
 from rlm.sampling.vllm import VLLMSampler
-from rlm.sampling.weights import FUSED_MODEL_TYPES, sampling_dtype
+from rlm.sampling.weights import FUSED_MODEL_TYPES, choose_sampling_dtype, sampling_dtype
 
 __all__ = [
     "FUSED_MODEL_TYPES",
@@ -25,6 +25,7 @@ __all__ = [
     "SamplingParams",
     "Token",
     "VLLMSampler",
+    "choose_sampling_dtype",
     "common_prefix_length",
     "prompt_seed",
     "sampling_dtype",

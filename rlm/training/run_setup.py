@@ -8,8 +8,9 @@ from typing import Any
 
 from rlm.cli import terminal
 from rlm.data import Problem, as_problems, drop_long_prompts, load_problems
-from rlm.model import context_window, set_gradient_checkpointing
+from rlm.model import check_output, context_window, set_gradient_checkpointing
 from rlm.rewards import CorrectnessReward
+from rlm.runs import RunDirectory
 from rlm.training.config import GRPOConfig
 from rlm.training.finish import validate
 from rlm.training.memory_plan import plan_memory
@@ -79,6 +80,18 @@ def fit_prompts(trainer: Any, problems: Sequence[Problem], what: str = "problems
         return list(problems)
     why = min(known, key=known.get)
     return drop_long_prompts(problems, trainer.render, known[why], why, what)
+
+
+def open_run(trainer: Any) -> RunDirectory:
+    """Open the run directory of a `train_grpo.GRPOTrainer`.
+
+    Raises:
+        UsageError: another process trains there, or no adapter can be written.
+    """
+    config, writes = trainer.config, trainer.distributed.is_main
+    if writes:
+        check_output(config.output)  # first: a run directory puts an old run away
+    return RunDirectory(config.run_dir, resume=config.resume, writes=writes)
 
 
 def begin_run(

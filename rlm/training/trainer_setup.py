@@ -72,16 +72,22 @@ def check_arguments(model_name: object, config: object, others: Iterable[str]) -
         raise TypeError(f"config is a {kind}: give a rlm.GRPOConfig")
 
 
-def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOConfig:
+def resolve_start(
+    config: GRPOConfig | None, model: str, base_hash: str, processes: int
+) -> GRPOConfig:
     """Return the config as this base and this machine can have it, with a line for what changes.
 
     What `GRPOConfig.resolve` found for the command line stays; a config made in Python may have
     the default adapter, which is used only where it fits, or `quantize` auto.
 
+    Args:
+        config: None for the defaults.
+
     Raises:
         UsageError: an adapter that was asked for is not there or belongs to another base; there
             are more processes than problems in a step; other tags were asked for than it has.
     """
+    config = config or GRPOConfig()
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
     if config.sampler == "vllm" and not config.sampler_url:
