@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,14 +19,13 @@ import torch
 
 from rlm.cli import terminal
 from rlm.data import Problem
-from rlm.model import Device, model_download, pick_device, set_gradient_checkpointing
+from rlm.model import Device, model_download, pick_device
 from rlm.sampling import Request, SamplingParams, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
-from rlm.training.memory_plan import plan_memory
-from rlm.training.run_setup import prepare_run
+from rlm.training.run_setup import prepare_run, set_memory_plan
 
 PROBE_TOKENS = 16  # of each completion, that are timed after its first
 PROBE_SECONDS = 1.5  # after which no further token or pass is timed
@@ -45,25 +45,20 @@ class SamplingTime:
         >>> SamplingTime(4, first=2.0, next=0.5).of(6, tokens=3)
         6.0
         """
-        rounds = math.ceil(completions / self.max_num_seqs)
-        return rounds * (self.first + (tokens - 1) * self.next)
+        return math.ceil(completions / self.max_num_seqs) * (self.first + (tokens - 1) * self.next)
 
 
 def run_plan(trainer: Any, dataset: Sequence[Problem], eval_dataset: Sequence[Problem]) -> int:
     """Print what the run of a `train_grpo.GRPOTrainer` will take."""
     problems, eval_problems = prepare_run(trainer, dataset, eval_dataset)
-    config, policy, distributed = trainer.config, trainer.policy, trainer.distributed
-    plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
-    trainer.memory_plan = plan = distributed.broadcast(plan)
-    set_gradient_checkpointing(policy, plan.checkpointing)
-    drawn = problems_for_step(problems, 0, config.batch_size, config.seed)
-    drawn, validated = distributed.shard(drawn), distributed.shard(eval_problems)
+    set_memory_plan(trainer, problems, eval_problems)
+    config, policy, shard = trainer.config, trainer.policy, trainer.distributed.shard
+    drawn = shard(problems_for_step(problems, 0, config.batch_size, config.seed))
     tokens, speed = config.max_new_tokens, time_sampling(trainer, drawn)
     sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
     learning, micro_batches = time_learning(trainer, drawn)
-    validation, largest = speed.of(len(validated), tokens), micro_batches[0]
-    steps, seconds = total_time(config, sampling + learning, validation)
-
+    a_step, validation = sampling + learning, speed.of(len(shard(eval_problems)), tokens)
+    steps, seconds = total_time(config, a_step, validation)
     place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.sampler_dtype)
     if dtype != trainer.sampler.dtype:
         dtype, why = policy.dtype, "as in learning: no merged copy"
@@ -75,15 +70,14 @@ def run_plan(trainer: Any, dataset: Sequence[Problem], eval_dataset: Sequence[Pr
             "sampling": Device(place, dtype, why),
             "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
             "max_num_seqs": f"{speed.max_num_seqs} completions at a time",
-            "micro-batches": f"{len(micro_batches)} of {len(largest.lengths)} completions, "
-            f"{largest.input_ids.numel()} tokens with prompts, at most; gradient checkpointing "
-            + ("on" if plan.checkpointing else "off"),
-            "a step": f"{sampling + learning:.1f} s: sampling {sampling:.1f}, learning "
-            f"{learning:.1f}",
+            "micro-batches": f"{len(micro_batches)} of {len(micro_batches[0].lengths)} completions "
+            f"({micro_batches[0].input_ids.numel()} tokens with prompts), gradient checkpointing "
+            + ("on" if trainer.memory_plan.checkpointing else "off"),
+            "a step": f"{a_step:.1f} s: sampling {sampling:.1f}, learning {learning:.1f}",
             "a validation": f"{validation:.1f} s",
             "total": f"{terminal.duration(seconds)} for {steps} of {config.steps} steps{limit}",
-            "assumed": f"completions of {tokens} tokens, the most, and a difference in each group: "
-            "half as many tokens take about half; the reward's own time is not in it",
+            "assumed": f"{tokens} tokens in each completion, the most (half as many take about "
+            "half as long), a difference in each group, and a reward that takes no time",
         },
     )
     return 0
@@ -93,29 +87,27 @@ def time_sampling(trainer: Any, problems: Sequence[Problem]) -> SamplingTime:
     """Time the first tokens of a step's rollouts, in the batch that the run would decode."""
     config, marks, rows, drawn = trainer.config, [], 0, set()
     params = SamplingParams(config.max_new_tokens, config.temperature)
-    prompts = [trainer.render(problem) for problem in problems]
-    requests = [Request(p, params, seed, config.group_size) for seed, p in enumerate(prompts)]
+    size, render = config.group_size, trainer.render
+    requests = [Request(render(p), params, seed, size) for seed, p in enumerate(problems)]
     began = time.monotonic()
-    for token in trainer.sampler.stream(requests):
-        row = token.request, token.row
-        if not marks or row in drawn:  # all have theirs: this is the next one's
-            marks.append(time.monotonic())
-            drawn = set()
-        drawn.add(row)
-        rows = max(rows, len(drawn))
-        if len(marks) > PROBE_TOKENS or marks[-1] - marks[0] > PROBE_SECONDS:
-            break
+    with closing(trainer.sampler.stream(requests)) as stream:
+        for token in stream:
+            row = token.request, token.row
+            if not marks or row in drawn:  # all have theirs: this is the next one's
+                marks.append(time.monotonic())
+                drawn = set()
+            drawn.add(row)
+            rows = max(rows, len(drawn))
+            if len(marks) > PROBE_TOKENS or marks[-1] - marks[0] > PROBE_SECONDS:
+                break
     trainer.sampler.release()
     took = [after - before for before, after in pairwise(marks)]
     return SamplingTime(rows, marks[0] - began, statistics.median(took) if took else 0.0)
 
 
 def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, list[MicroBatch]]:
-    """Time a step's largest micro-batch, and scale its seconds by padded tokens to all of them.
-
-    Returns:
-        Seconds of a step's updates, and its micro-batches, the largest first.
-    """
+    """Time a step's largest micro-batch, and scale its seconds by padded tokens to all of them;
+    return these seconds and the micro-batches, the largest first."""
     config, policy = trainer.config, trainer.policy
     length, count = config.max_new_tokens, len(problems) * config.group_size
     rollouts = [
@@ -131,7 +123,7 @@ def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, lis
         _forward_and_backward(trainer, micro_batches[0])
         times.append(time.monotonic() - began)
     tokens = [micro.input_ids.numel() for micro in micro_batches]
-    return min(times) * sum(tokens) / tokens[0] * config.updates_per_batch, micro_batches
+    return config.updates_per_batch * min(times) * sum(tokens) / tokens[0], micro_batches
 
 
 def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:
@@ -143,8 +135,8 @@ def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:
         micro.ref_logprobs = reference_logprobs(policy, micro, config)
     options = {"correct_sampler": not trainer.sampler.exact, "kl_weight": config.kl_weight}
     loss, _ = policy_loss(logprobs, micro, config.choices, **options)
-    gradients = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
-    gradients[0].sum().item()  # waits for a GPU to be done
+    gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
+    gradient.sum().item()  # waits for a GPU to be done
 
 
 def total_time(config: GRPOConfig, a_step: float, validation: float) -> tuple[int, float]:
@@ -153,8 +145,7 @@ def total_time(config: GRPOConfig, a_step: float, validation: float) -> tuple[in
     for done in range(1, config.steps + 1):
         seconds += a_step
         last = done == config.steps or seconds >= 60 * (config.max_minutes or math.inf)
-        if last or (config.eval_every and done % config.eval_every == 0):
-            seconds += validation
+        seconds += validation * (last or done % (config.eval_every or config.steps) == 0)
         if last:
             break
     return done, seconds

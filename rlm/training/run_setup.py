@@ -94,6 +94,15 @@ def open_run(trainer: Any) -> RunDirectory:
     return RunDirectory(config.run_dir, resume=config.resume, writes=writes)
 
 
+def set_memory_plan(
+    trainer: Any, problems: Sequence[Problem], eval_problems: Sequence[Problem]
+) -> None:
+    """Plan the memory of a `train_grpo.GRPOTrainer`, the same in all processes, and follow it."""
+    plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
+    trainer.memory_plan = trainer.distributed.broadcast(plan)
+    set_gradient_checkpointing(trainer.policy, trainer.memory_plan.checkpointing)
+
+
 def begin_run(
     trainer: Any, problems: Sequence[Problem], eval_problems: Sequence[Problem]
 ) -> tuple[int, dict[str, float]]:
@@ -103,9 +112,7 @@ def begin_run(
     """
     run, distributed = trainer.run, trainer.distributed
     first_step = trainer.state.begin(run, trainer.config, problems, eval_problems, distributed)
-    plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
-    trainer.memory_plan = distributed.broadcast(plan)
-    set_gradient_checkpointing(trainer.policy, trainer.memory_plan.checkpointing)
+    set_memory_plan(trainer, problems, eval_problems)
     metrics = validate(trainer, eval_problems, 0) if first_step == 0 else {}
     run.raise_if_interrupted(distributed.any(run.interrupted))
     return first_step, metrics
