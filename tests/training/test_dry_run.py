@@ -54,24 +54,29 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize("last", [3, 30])
-def test_sampling_is_timed_by_the_first_tokens_of_the_batch(last, clock):
+@pytest.mark.parametrize(
+    ("tokens", "pace", "timed", "expected"),
+    [(3, 0.25, 3, 0.625), (99, 0.25, 5, 0.25), (99, 1 / 64, 17, 1 / 64)],
+)
+def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed, expected, clock):
     """Four rows at a time; the second ends early, and another completion takes its place."""
-    asked, released = [], []
+    asked, drawn, released = [], [], []
 
     def stream(requests):
         asked.extend(requests)
         clock.now += 3.0
-        for i in range(last):
+        for i in range(tokens):
+            drawn.append(i)
             for row in range(4):
                 yield Token(*((1, 3) if row == 1 and i > 1 else (0, row)), 5, -1.0, None)
-            clock.now += 9.0 if i == 1 else 0.25  # a pause of the machine is no token's time
+            clock.now += 1.0 if i == 1 else pace  # a pause of the machine is no token's time
 
     sampler = SimpleNamespace(stream=stream, release=lambda: released.append(True))
     config = GRPOConfig(group_size=4, max_new_tokens=64)
     trainer = SimpleNamespace(config=config, sampler=sampler, render=lambda p: [len(p.id)])
     found = time_sampling(trainer, PROBLEMS[:2])
-    assert found == SamplingTime(4, 3.0, (9.25 / 2 if last == 3 else 9.0))
+    assert found == SamplingTime(4, 3.0, expected)
+    assert len(drawn) == timed
     assert [(r.n, r.params.max_new_tokens) for r in asked] == [(4, 64)] * 2
     assert released
 
