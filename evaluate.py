@@ -280,10 +280,8 @@ def main(config: EvaluateConfig) -> int:
         for name, shown, adapter in rows:
             model = load_adapter(base, adapter, trainable=False) if adapter else base
             origin = made_of(config, weights, adapter, str(device), problems, shown)
-            record = RowRecord(journal, name, origin)
-            results[name] = evaluate_row(
-                name, model, tokenizer, problems, shown, config, record=record
-            )
+            row = (name, model, tokenizer, problems, shown, config)
+            results[name] = evaluate_row(*row, record=RowRecord(journal, name, origin))
             base = model.unload() if adapter else base  # nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:

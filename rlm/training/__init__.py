@@ -23,7 +23,7 @@ EXPORTS = {
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
     "run_setup": "begin_run fit_prompts load_data open_run prepare_run",
-    "sft": "CheckpointCallback make_trainer",
+    "sft": "CheckpointCallback SFTTrainer make_trainer",
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_counts show_example to_examples",
     "state": "TrainingState",
