@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
+from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import to_example
 from tests.test_scripts import DATA, run
 from tests.test_train_grpo import CPU, a_start_adapter, a_trainer
@@ -100,6 +102,14 @@ def test_training_ends_where_trls_does(tmp_path):
     assert ends[1] == pytest.approx(ends[0], rel=1e-4)
 
 
+def test_the_first_step_of_many_has_a_line(tmp_path):
+    """Which says how long all of them take; later ones are a twentieth of the run apart."""
+    config = SFTConfig(model="m", dataset="d", run_dir=tmp_path)
+    device = Device("cpu", torch.float32, "test")
+    arguments = rlm.training.sft.trainer_arguments(config, device, 400, checkpointing=False)
+    assert (arguments.logging_first_step, arguments.logging_steps) == (True, 20)
+
+
 # --- where it starts and stops --------------------------------------------------------------------
 
 
@@ -172,6 +182,7 @@ def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokeniz
     said = capsys.readouterr().out
     assert "6 examples (2 too long, left out)" in said
     assert "--max-minutes 1e-06 reached" in said
+    assert re.search(r"^step 1/18  loss [\d.]+  about 0 s left$", said, re.M)
     found = history(tmp_path / "sft")  # it is saved all the same
     assert (found["step"], found["examples"]) == (1, 6)
     assert sft("--max-length", lengths[0] - 1) == 2
