@@ -24,7 +24,6 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
-from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import to_example
 from tests.test_scripts import DATA, run
 from tests.test_train_grpo import CPU, a_start_adapter, a_trainer
@@ -100,14 +99,6 @@ def test_training_ends_where_trls_does(tmp_path):
         losses = trainer.train().training_loss
         ends.append((losses, trainer.evaluate(trainer.train_dataset)["eval_loss"]))
     assert ends[1] == pytest.approx(ends[0], rel=1e-4)
-
-
-def test_the_first_step_of_many_has_a_line(tmp_path):
-    """Which says how long all of them take; later ones are a twentieth of the run apart."""
-    config = SFTConfig(model="m", dataset="d", run_dir=tmp_path)
-    device = Device("cpu", torch.float32, "test")
-    arguments = rlm.training.sft.trainer_arguments(config, device, 400, checkpointing=False)
-    assert (arguments.logging_first_step, arguments.logging_steps) == (True, 20)
 
 
 # --- where it starts and stops --------------------------------------------------------------------
@@ -304,10 +295,10 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
 
 
 def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
-    whole = ("--epochs", 20)  # 40 steps: a report every other one
+    whole = ("--epochs", 20)  # 40 steps: a report of the first, and every other one
     assert sft(*whole) == 0
     log = tmp_path / "run" / "metrics.jsonl"
-    assert [row["step"] for row in read_lines(log)] == list(range(1, 40, 2))
+    assert [row["step"] for row in read_lines(log)] == [0, *range(1, 40, 2)]
     mean = history(tmp_path / "sft")["loss"]
     monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
     assert sft(*whole) == 0
