@@ -108,15 +108,14 @@ def time_sampling(trainer: Any, problems: Sequence[Problem]) -> SamplingTime:
 def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, list[MicroBatch]]:
     """Time a step's largest micro-batch, and scale its seconds by padded tokens to all of them;
     return these seconds and the micro-batches, the largest first."""
-    config, policy = trainer.config, trainer.policy
-    length, count = config.max_new_tokens, len(problems) * config.group_size
+    config, length = trainer.config, trainer.config.max_new_tokens
     rollouts = [
-        Rollout(i, trainer.render(p), [0] * length, (-1.0) ** j, 1 / count, [0.0] * length)
+        Rollout(i, trainer.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
         for i, p in enumerate(problems)
         for j in range(config.group_size)
     ]
-    limits = (config.train_batch_size or count, trainer.memory_plan.train_batch_tokens)
-    micro_batches = make_micro_batches(rollouts, *limits, policy.device.type)
+    limits = (config.train_batch_size or len(rollouts), trainer.memory_plan.train_batch_tokens)
+    micro_batches = make_micro_batches(rollouts, *limits, trainer.policy.device.type)
     times: list[float] = []
     while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first also warms up
         began = time.monotonic()
@@ -128,11 +127,11 @@ def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, lis
 
 def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:
     """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and drop it."""
-    config, policy = trainer.config, trainer.policy
-    logprobs, _ = token_logprobs(policy, micro, config.temperature)
+    config = trainer.config
+    logprobs, _ = token_logprobs(trainer.policy, micro, config.temperature)
     micro.old_logprobs = logprobs.detach()
     if config.kl_weight:
-        micro.ref_logprobs = reference_logprobs(policy, micro, config)
+        micro.ref_logprobs = reference_logprobs(trainer.policy, micro, config)
     options = {"correct_sampler": not trainer.sampler.exact, "kl_weight": config.kl_weight}
     loss, _ = policy_loss(logprobs, micro, config.choices, **options)
     gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
