@@ -291,10 +291,9 @@ def main(config: EvaluateConfig) -> int:
         for name, shown, adapter in rows:
             model = load_adapter(base, adapter, trainable=False) if adapter else base
             origin = made_of(config, weights, adapter, str(device), problems, shown)
+            row = (name, model, tokenizer, problems, shown, config)
             record = RowRecord(journal, name, origin)
-            results[name] = evaluate_row(
-                name, model, tokenizer, problems, shown, config, record=record, tool=tool
-            )
+            results[name] = evaluate_row(*row, record=record, tool=tool)
             base = model.unload() if adapter else base  # nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:

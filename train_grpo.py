@@ -13,6 +13,7 @@ group, update the LoRA adapter. What textbook GRPO has and this leaves out, and 
 4. No value model: the group's mean is the baseline.
 
     python train_grpo.py                                   # picks model and data by what is here
+    python train_grpo.py --plan                            # how long, and how much memory?
     python train_grpo.py --doctor                          # why is my reward flat?
 """
 
@@ -46,7 +47,6 @@ from rlm.model import (
     set_gradient_checkpointing,
 )
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
-from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.tools import Tool
 from rlm.training import (
@@ -72,6 +72,7 @@ from rlm.training import (
     make_rollouts,
     make_sampler,
     mean_metrics,
+    open_run,
     overlong_penalties,
     policy_loss,
     prepare_run,
@@ -81,6 +82,7 @@ from rlm.training import (
     reward_tensor,
     rollout_seeds,
     run_doctor,
+    run_plan,
     shard_rollouts,
     step_metrics,
     summary_card,
@@ -168,8 +170,8 @@ class GRPOTrainer:
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
         problems, eval_problems = prepare_run(self, dataset, eval_dataset)
-        config, algorithm, writes = self.config, self.config.choices, self.distributed.is_main
-        self.run = run = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
+        config, algorithm = self.config, self.config.choices
+        self.run = run = open_run(self)
         with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
             for step in range(first_step, config.steps):
@@ -284,13 +286,16 @@ class GRPOTrainer:
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""
-        log_step(self.run, self.config, metrics, groups, advantages, self.tokenizer)
+        minutes = self.state.minutes
+        log_step(self.run, self.config, metrics, groups, advantages, self.tokenizer, minutes)
 
 
 def main(config: GRPOConfig) -> int:
     reward = load_reward(config.reward)
     problems, validation = load_data(config)
     trainer = GRPOTrainer(config.model, config, reward)
+    if config.plan:
+        return run_plan(trainer, problems, validation)
     if config.doctor:
         return run_doctor(trainer, problems)
     summary_card(config, trainer.train(problems, validation))

@@ -53,6 +53,8 @@ from rlm.training import show_counts, show_example, to_examples, use_fused_layer
 if TYPE_CHECKING:
     from peft import PeftModel
 
+    from rlm.training import CheckpointCallback, SFTTrainer
+
 
 def main(config: SFTConfig) -> int:
     prepare_process()
@@ -111,12 +113,7 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
-        history = run_summary(config, base_hash, len(examples)) | {
-            "step": trainer.state.global_step,
-            "loss": progress.mean_loss(),
-            "validation_loss": None,  # measured when the adapter is safe
-            "seconds": progress.seconds,
-        }
+        history = run_summary(config, base_hash, trainer, progress)
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
@@ -142,7 +139,9 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     return policy
 
 
-def run_summary(config: SFTConfig, base_hash: str, examples: int) -> dict[str, object]:
+def run_summary(
+    config: SFTConfig, base_hash: str, trainer: SFTTrainer, progress: CheckpointCallback
+) -> dict[str, object]:
     """The adapter's run.json: where it comes from."""
     return {
         "stage": "sft",
@@ -151,8 +150,12 @@ def run_summary(config: SFTConfig, base_hash: str, examples: int) -> dict[str, o
         "start_adapter": str(config.adapter) if config.adapter else None,
         "quantize": config.quantize,
         "dataset": config.dataset,
-        "examples": examples,
+        "examples": len(trainer.train_dataset),
         "config": to_dict(config),
+        "step": trainer.state.global_step,
+        "loss": progress.mean_loss(),
+        "validation_loss": None,  # measured when the adapter is safe
+        "seconds": progress.seconds,
     }
 
 

@@ -295,10 +295,14 @@ def test_a_dry_run_says_why_rows_were_left_out(model_dir, caplog):
     assert f"4 of 6 left out: {reasons}" in caplog.text
 
 
-def test_grpos_dry_run_is_its_doctor(model_dir, tmp_path, capsys):
+def test_grpos_dry_run_is_its_plan(model_dir, tmp_path, capsys):
     arguments = ["--model", model_dir, *DATA, "--sft-adapter", "none", *SHORT]
-    assert run(train_grpo, *arguments, "--dry-run", "--run-dir", tmp_path / "run") == 1  # faults
-    said = capsys.readouterr()
-    assert said.err == "--dry-run is now --doctor\n"
-    assert "Doctor: " in said.out
-    assert not (tmp_path / "run").exists()
+    arguments += ["--run-dir", tmp_path / "run", "--output", tmp_path / "adapter"]
+    for typed in ("--plan", "--dry-run"):
+        assert run(train_grpo, *arguments, typed) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        assert "Plan: estimated, nothing was trained" in said.out
+    assert run(train_grpo, *arguments, "--dry-run", 5) == 2
+    assert capsys.readouterr().err == "error: unknown option 5: --plan takes no value\n"
+    assert list(tmp_path.iterdir()) == []

@@ -109,6 +109,7 @@ def trained(base, path, *options) -> Path:
 def test_every_script_runs(base, tmp_path, card, options):
     with pretended_cards(*card) as cards:
         trained(base, tmp_path, *options)
+        assert grpo(base, tmp_path, *options, "--plan") == 0
         assert run(
             evaluate, *DATA, "--model", base, "--adapter", tmp_path / "grpo", "--sft-adapter",
             tmp_path / "sft", "--max-samples", 2, "--max-new-tokens", 8, "--output", tmp_path / "e",

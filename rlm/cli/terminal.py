@@ -100,7 +100,7 @@ def _lines(description: str, total: int) -> Callable[[], None]:
         if now - said >= 60 and done < total:
             said = now
             left = (now - began) / done * (total - done)
-            line(f"{description}: {done} of {total}, {duration(left)} left")
+            line(f"{description}: {done} of {total}, {time_left(left)}")
 
     return advance
 
@@ -113,3 +113,15 @@ def duration(seconds: float) -> str:
     """
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def time_left(seconds: float) -> str:
+    """Write an estimate of the seconds that are left, no finer than an estimate is.
+
+    >>> time_left(12.3), time_left(250), time_left(4000)
+    ('about 12 s left', 'about 4 min left', 'about 1 h 7 min left')
+    """
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours:
+        return f"about {hours} h {minutes} min left"
+    return f"about {minutes} min left" if minutes > 1 else f"about {round(seconds)} s left"

@@ -18,8 +18,8 @@ EXPORTS = {
     ),
     "export": "check_output save_adapter write_run",
     "hardware": (
-        "Device EMBEDDED_MODEL available_memory default_setup default_values peak_memory_gb "
-        "pick_device pick_quantization prepare_process release_memory"
+        "Device EMBEDDED_MODEL available_memory default_setup default_values model_download "
+        "peak_memory_gb pick_device pick_quantization prepare_process release_memory"
     ),
     "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",

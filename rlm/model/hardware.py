@@ -119,14 +119,19 @@ def default_setup() -> Setup:
     if not torch.cuda.is_available():
         return Setup(*embedded, f"{why_no_gpu() or 'no GPU here'}: {came}")
     gigabytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
-    fitting = [model for least, model in GPU_MODELS.items() if gigabytes >= least]
+    fitting = [name for least, (name, *_) in GPU_MODELS.items() if gigabytes >= least]
     if not fitting:
         return Setup(*embedded, f"a GPU with {gigabytes:.1f} GB: {came}")
     if not hub_reachable():
         return Setup(*embedded, f"the hub is out of reach: {came}")
-    name, licence, download = fitting[0]
-    reason = f"a GPU with {gigabytes:.0f} GB; licence {licence}; a download of {download} GB once"
-    return Setup(name, "gsm8k", "none", reason)
+    name = fitting[0]
+    return Setup(name, "gsm8k", "none", f"a GPU with {gigabytes:.0f} GB{model_download(name)}")
+
+
+def model_download(name: str) -> str:
+    """Say the licence and the download of a base that `default_setup` may choose; "" of others."""
+    known = {model: about for model, *about in GPU_MODELS.values()}
+    return "; licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
 
 
 def default_values(

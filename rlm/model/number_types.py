@@ -29,24 +29,15 @@ ROWS, WIDTH, INNER = 1024, 576, 1536  # of the products of a learning pass
 ROUNDS, SECONDS = 3, 0.04  # each type is timed in so many turns of at least so long
 
 
-def fast_dtype(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> torch.dtype:
-    """Return the type in which this CPU does a kind of work faster.
+def fast_dtype(
+    kind: str, work: Callable[[torch.dtype], Callable[[], object]]
+) -> tuple[torch.dtype, str]:
+    """Return the type in which this CPU does a kind of work faster, and why in a few words.
 
     Args:
         kind: name under which the result is kept.
         work: makes the function to time, for a type.
     """
-    return _choose(kind, work)[0]
-
-
-def learning_dtype() -> tuple[torch.dtype, str]:
-    """Return the type for the products of a learning pass on this CPU, and why in a few words."""
-    return _choose("learning", _learning_products)
-
-
-def _choose(
-    kind: str, work: Callable[[torch.dtype], Callable[[], object]]
-) -> tuple[torch.dtype, str]:
     import torch
 
     held_down = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
@@ -58,6 +49,11 @@ def _choose(
     times = seconds["float32"] / seconds["bfloat16"]
     name = "bfloat16" if times > MARGIN else "float32"
     return getattr(torch, name), f"measured here: bf16 is {times:.2g} times as fast as fp32"
+
+
+def learning_dtype() -> tuple[torch.dtype, str]:
+    """Return the type for the products of a learning pass on this CPU, and why in a few words."""
+    return fast_dtype("learning", _learning_products)
 
 
 def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> dict[str, float]:

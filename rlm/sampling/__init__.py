@@ -13,7 +13,7 @@ from rlm.sampling.params import Completion, ForceTokens, Request, SamplingParams
 from rlm.sampling.scheduler import common_prefix_length
 from rlm.sampling.tool_tokens import ToolTokens, tool_spans
 from rlm.sampling.vllm import VLLMSampler
-from rlm.sampling.weights import FUSED_MODEL_TYPES, sampling_dtype
+from rlm.sampling.weights import FUSED_MODEL_TYPES, choose_sampling_dtype, sampling_dtype
 
 __all__ = [
     "FUSED_MODEL_TYPES",
@@ -28,6 +28,7 @@ __all__ = [
     "Token",
     "ToolTokens",
     "VLLMSampler",
+    "choose_sampling_dtype",
     "common_prefix_length",
     "prompt_seed",
     "sampling_dtype",

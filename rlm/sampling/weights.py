@@ -256,10 +256,15 @@ def sampling_dtype(model: PreTrainedModel, dtype: str = "auto") -> torch.dtype:
     It is the model's own on a GPU, where there is no fast path, and where the model's is not the
     one that was measured to be fast for learning: then somebody has chosen it.
     """
+    return choose_sampling_dtype(model, dtype)[0]
+
+
+def choose_sampling_dtype(model: PreTrainedModel, dtype: str) -> tuple[torch.dtype, str]:
+    """Return what `sampling_dtype` returns, and why in a few words."""
     if dtype != "auto":
-        return getattr(torch, dtype)
+        return getattr(torch, dtype), f"--sampler-dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:
-        return model.dtype
+        return model.dtype, "as in learning"
     layer, config = decoder_and_head(model)[0].layers[0], model.config.get_text_config()
 
     def one_layer(dtype: torch.dtype) -> Callable[[], object]:

@@ -1,5 +1,5 @@
 """Training: config and algorithms, advantages, batches, log-probabilities, loss, state,
-processes, doctor, SFT."""
+processes, doctor, dry run, SFT."""
 
 import lazy_loader
 
@@ -14,6 +14,7 @@ EXPORTS = {
     "config": "GRPOConfig",
     "distributed": "Distributed",
     "doctor": "run_doctor",
+    "dry_run": "run_plan",
     "finish": "count_solved export_run generate_text validate",
     "fused_layers": "use_fused_layers",
     "logprobs": "reference_logprobs token_logprobs",
@@ -21,14 +22,12 @@ EXPORTS = {
     "memory_plan": "micro_batch_tokens plan_memory repeat_if_out_of_memory",
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
-    "setup": (
-        "begin_run check_arguments choose_tool fit_prompts load_data load_policy make_sampler "
-        "prepare_run resolve_start"
-    ),
-    "sft": "CheckpointCallback make_trainer",
+    "run_setup": "begin_run fit_prompts load_data open_run prepare_run",
+    "sft": "CheckpointCallback SFTTrainer make_trainer",
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_counts show_example to_examples",
     "state": "TrainingState",
+    "trainer_setup": "check_arguments choose_tool load_policy make_sampler resolve_start",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

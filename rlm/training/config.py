@@ -17,7 +17,6 @@ from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # taken if it is there
-
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"max_new_tokens": 512, "steps": 200, "learning_rate": 2e-5}
@@ -57,11 +56,10 @@ class GRPOConfig:
     )
     dtype: str = flag("auto", "number type of learning (auto: measured)", choices=("auto", *DTYPES))
     sampler_dtype: str = flag(
-        "auto",
-        "of the sampler's merged copy (auto: measured)",
-        choices=("auto", *DTYPES),
+        "auto", "of the sampler's merged copy (auto: measured)", choices=("auto", *DTYPES)
     )
-    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up", old=["dry_run"])
+    doctor: bool = flag(False, "train nothing: say what is wrong with this set-up")
+    plan: bool = flag(False, "train nothing: say how much memory and time", aliases=["dry_run"])
 
     algorithm: str = flag("grpo", "sets what is none below; see the end", choices=tuple(ALGORITHMS))
     use_std_normalization: bool | None = flag(None, "divide advantages by the group's std")
@@ -260,6 +258,7 @@ class GRPOConfig:
 
     def _check_contradictions(self) -> None:
         cuts_short = self.top_p != 1 or self.top_k != 0
+        looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
         two_denominators = self.token_level_loss and self.fixed_length_normalizer
         overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
         refused = {
@@ -271,21 +270,16 @@ class GRPOConfig:
             "distribution cut short, and scored under the whole one": cuts_short,
             "--lora-dropout must be 0 in training: the policy that is updated would not be the "
             "one that sampled, and no ratio would begin at 1": self.lora_dropout != 0,
-            "--no-use-lora: the base is never written here, training changes an adapter": (
-                not self.use_lora
-            ),
+            "--no-use-lora: the base is never written, an adapter is trained": not self.use_lora,
             "--token-level-loss divides by the step's tokens, --fixed-length-normalizer by a "
             "constant; give one of them": two_denominators,
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
             f"{self.max_new_tokens}: every completion would be punished": (
                 self.overlong_buffer > self.max_new_tokens
             ),
-            "--sampler-url needs --sampler vllm": (
-                self.sampler_url is not None and self.sampler != "vllm"
-            ),
+            "--sampler-url needs --sampler vllm": self.sampler_url is not None and not by_vllm,
             "--vllm-command is for --sampler vllm without --sampler-url": (
-                self.vllm_command != "vllm serve"
-                and (self.sampler != "vllm" or self.sampler_url is not None)
+                self.vllm_command != "vllm serve" and (not by_vllm or self.sampler_url is not None)
             ),
             "--tool writes into a completion while it is generated, which a vLLM server does not "
             "offer; leave out --sampler vllm": self.tool != "none" and self.sampler == "vllm",
@@ -293,7 +287,9 @@ class GRPOConfig:
             "mask that it does not take; sdpa does (train_sft.py has no such mask)": (
                 self.attn_implementation == "flash_attention_2"
             ),
-            "--doctor looks at the start of a run; leave out --resume": self.doctor and self.resume,
+            "--doctor and --plan look at a start; leave out --resume": looks and self.resume,
+            "--doctor and --plan are two commands; give one of them": self.doctor and self.plan,
+            "--plan times our own sampler; leave out --sampler vllm": self.plan and by_vllm,
             "--output would overwrite --sft-adapter; name another directory": overwrites,
         }
         for reason, is_so in refused.items():
@@ -305,9 +301,6 @@ class GRPOConfig:
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        height = {
-            "constant": 1.0,
-            "linear": 1 - done,
-            "cosine": (1 + math.cos(math.pi * done)) / 2,
-        }[self.lr_schedule]
-        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)
+        height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        share = self.min_lr_ratio + (1 - self.min_lr_ratio) * height[self.lr_schedule]
+        return self.learning_rate * share

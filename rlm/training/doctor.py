@@ -21,7 +21,7 @@ from rlm.evaluation import Evaluation, evaluate
 from rlm.training.advantages import has_signal
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import plan_memory
-from rlm.training.setup import fit_prompts
+from rlm.training.run_setup import fit_prompts
 
 PROBLEMS = 32
 MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault

@@ -11,6 +11,7 @@ from rlm.evaluation import evaluate
 from rlm.model import peak_memory_gb, save_adapter
 from rlm.runs import git_commit, learning_curves
 from rlm.sampling import SamplingParams
+from rlm.training.metrics import timer
 
 
 def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:
@@ -22,16 +23,17 @@ def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, 
         return {}
     distributed = trainer.distributed
     mine = distributed.shard(problems)
-    with terminal.progress("evaluating", len(mine)) as advance:
+    seconds: dict[str, float] = {}
+    with timer(seconds, "time/evaluate"), terminal.progress("evaluating", len(mine)) as advance:
         correct = trainer.count_correct(mine, advance) if mine else 0
     trainer.sampler.release()
     correct, total = sum(distributed.gather([correct])), len(problems)
     accuracy = correct / total
     if step == 0:
         terminal.line(f"start: validation accuracy {accuracy:.1%} ({correct} of {total})")
-        return {"eval/start_accuracy": accuracy}
+        return {"eval/start_accuracy": accuracy} | seconds
     trainer.state.keep_if_best(accuracy, step)
-    return {"eval/accuracy": accuracy}
+    return {"eval/accuracy": accuracy} | seconds
 
 
 def export_run(trainer: Any, validated_on: int) -> dict[str, object]:

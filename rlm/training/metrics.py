@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
+
+PHASES = ("sample", "score", "learn")  # of a step
+RECENT_STEPS = 5  # of which the time that is left is estimated
 
 
 def announce_run(trainer: Any, problems: int, validation: int) -> None:
@@ -185,9 +189,30 @@ class LearnMetrics:
         }
 
 
-def step_line(metrics: Mapping[str, float], steps: int) -> str:
-    """A step as one line on the terminal."""
-    seconds = metrics["time/sample"] + metrics["time/score"] + metrics["time/learn"]
+def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: float) -> float:
+    """Estimate the seconds that a run has left, validations included, from its last steps.
+
+    Args:
+        rows: metrics of its steps so far.
+        minutes: that this process has trained, for --max-minutes.
+    """
+    steps = config.steps - rows[-1]["step"] - 1
+    if not steps:
+        return 0.0
+    took = [sum(row[f"time/{phase}"] for phase in PHASES) for row in rows[-RECENT_STEPS:]]
+    evaluated = [row["time/evaluate"] for row in rows if "time/evaluate" in row]
+    every = config.eval_every or config.steps
+    evaluations = math.ceil(config.steps / every) - (config.steps - steps) // every
+    an_evaluation = evaluated[-1] if evaluated else 0.0
+    seconds = steps * sum(took) / len(took) + evaluations * an_evaluation
+    if config.max_minutes:
+        seconds = min(seconds, max(0.0, 60 * (config.max_minutes - minutes)) + an_evaluation)
+    return seconds
+
+
+def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
+    """A step as one line on the terminal; `left` are the seconds of those to come."""
+    seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
     parts = [
         f"step {metrics['step'] + 1}/{steps}",
         f"reward {metrics['reward/mean']:.3f}",
@@ -205,9 +230,8 @@ def step_line(metrics: Mapping[str, float], steps: int) -> str:
     parts.append(
         f"{seconds:.0f} s (sample {metrics['time/sample']:.0f}, learn {metrics['time/learn']:.0f})"
     )
-    left = (steps - metrics["step"] - 1) * seconds
     if left:
-        parts.append(f"{terminal.duration(left)} left")
+        parts.append(terminal.time_left(left))
     if "eval/accuracy" in metrics:
         parts.append(f"validation {metrics['eval/accuracy']:.1%}")
     return "  ".join(parts)
@@ -220,16 +244,20 @@ def log_step(
     groups: Sequence[Group],
     advantages: Tensor,
     tokenizer: PreTrainedTokenizerBase,
+    minutes: float = 0.0,
 ) -> None:
     """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
 
     Args:
         advantages: (P, G).
+        minutes: that this process has trained.
     """
     run.log(metrics)
-    terminal.line(step_line(metrics, config.steps))
     if run.writes:
-        for warning in new_alerts(run.metrics()):
+        rows = run.metrics()
+        left = time_left(rows, config, minutes)
+        terminal.line(step_line(metrics, config.steps, left))
+        for warning in new_alerts(rows):
             terminal.line(f"warning: {warning}")
     run.log_samples(
         [

@@ -151,6 +151,7 @@ def trainer_arguments(
         warmup_steps=round(config.warmup_share * steps),
         max_grad_norm=1.0,
         logging_steps=max(1, steps // 20),
+        logging_first_step=True,  # its line says how long all of them take
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -270,8 +271,11 @@ class CheckpointCallback(TrainerCallback):
         metrics = {ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs}
         self.run.log({"step": done - 1, **metrics})
         a_step = (time.monotonic() - self._started) / (done - self.step)
-        left = terminal.duration(a_step * (self.steps - done))
-        terminal.line(f"step {done}/{self.steps}  loss {float(logs['loss']):.3f}  {left} left")
+        seconds = a_step * (self.steps - done)
+        if limit := self.config.max_minutes:
+            seconds = min(seconds, max(0.0, self._started + 60 * limit - time.monotonic()))
+        left = terminal.time_left(seconds)
+        terminal.line(f"step {done}/{self.steps}  loss {float(logs['loss']):.3f}  {left}")
         if done < self.steps and (self._save_is_due() or control.should_training_stop):
             self._save(done)
 

@@ -86,6 +86,11 @@ class TrainingState:
         return self.weights.master_weights
 
     @property
+    def minutes(self) -> float:
+        """Minutes that this process has trained, which --max-minutes limits."""
+        return (time.monotonic() - self._began) / 60
+
+    @property
     def seconds(self) -> float:
         """Seconds of the run, whatever processes it took."""
         return self._seconds_before + time.monotonic() - self._began
@@ -152,8 +157,8 @@ class TrainingState:
         Args:
             interrupted: whether this process got a signal.
         """
-        minutes, done = (time.monotonic() - self._began) / 60, step + 1
-        out_of_time = config.max_minutes is not None and minutes >= config.max_minutes
+        done = step + 1
+        out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
         last = self.distributed.broadcast(out_of_time) or done == config.steps
         interrupted = self.distributed.any(interrupted)
 

@@ -176,7 +176,7 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
 
 def test_a_value_of_a_switch_says_so():
     said = refusal(GRPOConfig, "--resume_from_checkpoint", "runs/x")
-    assert said == "unknown option runs/x: it is the value of no option"
+    assert said == "unknown option runs/x: --resume takes no value"
     with pytest.raises(ValueError, match="--resume: expected true or false, got 'runs/x'"):
         GRPOConfig(resume_from_checkpoint="runs/x")
 

@@ -28,7 +28,7 @@ def test_without_a_terminal_a_bar_is_a_line_a_minute(monkeypatch):
             now += 25.0
             advance()
     assert said.get().splitlines() == [
-        "judging [x]: 3 of 10, 2 min 55 s left",
-        "judging [x]: 6 of 10, 1 min 40 s left",
-        "judging [x]: 9 of 10, 25 s left",
+        "judging [x]: 3 of 10, about 3 min left",
+        "judging [x]: 6 of 10, about 2 min left",
+        "judging [x]: 9 of 10, about 25 s left",
     ]

@@ -465,6 +465,7 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
         ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),
         ("--doctor", "--doctor is train_grpo.py's"),
+        ("--plan", "--plan is train_grpo.py's"),
         ("--reward nope.py:f", "--reward is train_grpo.py's"),
         ("--reasoning-format simple", "--reasoning-format is train_grpo.py's"),
     ],

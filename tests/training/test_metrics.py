@@ -11,7 +11,7 @@ from rlm.training.advantages import Group
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.metrics import LearnMetrics, announce_run, step_metrics
+from rlm.training.metrics import LearnMetrics, announce_run, step_metrics, time_left
 
 
 def completion(length, reason="stop"):
@@ -114,3 +114,24 @@ def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys
     ):
         assert text in said.replace("\n", " ")
     assert ("a noisy baseline" in said) == ("group_size 7" in said) == (size < 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Six steps of 3 seconds are to come; the last five took 1, 2, 3, 4 and 5.
+        ({"eval_every": 4}, 6 * 3 + 3 * 20),  # validations after 8, 12 and 13
+        ({"eval_every": 0}, 6 * 3 + 20),
+        ({"eval_every": 4, "max_minutes": 5.0}, 60 * 0.5 + 20),  # it stops, and validates
+        ({"eval_every": 4, "max_minutes": 4.0}, 20),
+    ],
+)
+def test_the_time_that_is_left_by_hand(options, expected):
+    times = [(90, 0, 9), (9, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 1), (2, 0, 2), (1, 1, 3)]
+    phases = ("time/sample", "time/score", "time/learn")
+    rows = [
+        {"step": step, **dict(zip(phases, took, strict=True))} for step, took in enumerate(times)
+    ]
+    rows[0]["time/evaluate"], rows[4]["time/evaluate"] = 99.0, 20.0
+    assert time_left(rows[:1], GRPOConfig(steps=1), 0.0) == 0
+    assert time_left(rows, GRPOConfig(steps=13, **options), minutes=4.5) == expected

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -198,6 +199,7 @@ def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokeniz
     said = capsys.readouterr().out
     assert "6 examples (2 too long, left out)" in said
     assert "--max-minutes 1e-06 reached" in said
+    assert re.search(r"^step 1/18  loss [\d.]+  about 0 s left$", said, re.M)
     found = history(tmp_path / "sft")  # it is saved all the same
     assert (found["step"], found["examples"]) == (1, 6)
     assert sft("--max-length", lengths[0] - 1) == 2
@@ -319,10 +321,10 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
 
 
 def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
-    whole = ("--epochs", 20)  # 40 steps: a report every other one
+    whole = ("--epochs", 20)  # 40 steps: a report of the first, and every other one
     assert sft(*whole) == 0
     log = tmp_path / "run" / "metrics.jsonl"
-    assert [row["step"] for row in read_lines(log)] == list(range(1, 40, 2))
+    assert [row["step"] for row in read_lines(log)] == [0, *range(1, 40, 2)]
     mean = history(tmp_path / "sft")["loss"]
     monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
     assert sft(*whole) == 0

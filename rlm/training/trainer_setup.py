@@ -1,28 +1,26 @@
-"""Loads what a GRPO run starts from: problems, base and adapter, sampler; and begins the run."""
+"""Sets up a GRPO trainer: its arguments, the adapter it starts from, its policy and sampler."""
 
 from __future__ import annotations
 
 import gc
 import os
 import uuid
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, as_problems, drop_long_prompts, load_problems, stop_token_ids
+from rlm.data import stop_token_ids
 from rlm.model import (
     TEACH,
     AdapterInfo,
     Device,
     check_adapter,
     check_base,
-    check_output,
-    context_window,
     load_adapter,
     load_base,
     misfit,
@@ -30,16 +28,11 @@ from rlm.model import (
     pick_device,
     pick_quantization,
     release_memory,
-    set_gradient_checkpointing,
 )
-from rlm.rewards import CorrectnessReward
 from rlm.sampling import Sampler, VLLMSampler, sampling_dtype, split_command
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
-from rlm.training.finish import validate
-from rlm.training.memory_plan import plan_memory
-from rlm.training.metrics import announce_run
 from rlm.training.run_servers import RunServers
 
 if TYPE_CHECKING:
@@ -94,14 +87,6 @@ def choose_tool(config: GRPOConfig, tool: Tool | None) -> tuple[GRPOConfig, Tool
     return replace(config, tool=tool.name), tool
 
 
-def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to train on and to validate on."""
-    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed)
-    if not config.eval_samples:
-        return train, []
-    return train, load_problems(config.dataset, "validation", max_samples=config.eval_samples)
-
-
 def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOConfig:
     """Return the config as this base and this machine can have it, with a line for what changes.
 
@@ -138,61 +123,6 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
         use_8bit=quantize == "8bit",
         reasoning_format=start.resolve_format(config.reasoning_format),
     )
-
-
-def prepare_run(
-    trainer: Any, dataset: Iterable[Any], eval_dataset: Iterable[Any] | None
-) -> tuple[list[Problem], list[Problem]]:
-    """Read the data of a `train_grpo.GRPOTrainer`, settle its number of steps, and announce it.
-
-    Raises:
-        UsageError: no adapter can be written to --output; no problem is there, or none that fits.
-    """
-    config = trainer.config
-    if trainer.distributed.is_main:
-        check_output(config.output)  # now: a run directory puts an old run away
-    problems = as_problems(dataset)
-    is_empty = eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset))
-    eval_problems = [] if is_empty else as_problems(eval_dataset, "eval_dataset")
-    problems = fit_prompts(trainer, problems)
-    if eval_problems:
-        eval_problems = fit_prompts(trainer, eval_problems, "validation problems")
-    steps = config.steps_for(len(problems))
-    trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
-    announce_run(trainer, len(problems), len(eval_problems))
-    questions = {problem.question for problem in problems}
-    shared = sum(problem.question in questions for problem in eval_problems)
-    if shared:
-        terminal.line(
-            f"{shared} of {len(eval_problems)} validation problems are trained on too: accuracy on "
-            "these says nothing of new ones; leave them out of one of the two"
-        )
-    is_strict = isinstance(getattr(trainer.scorer, "reward", None), CorrectnessReward)
-    if is_strict and config.sft_adapter is None:
-        terminal.line(
-            "the start is a bare model and the reward is 1 only for the right number between the "
-            "right tags, so it will likely earn nothing and learn nothing: teach it the tags first "
-            f"(python train_sft.py --model {trainer.model_name}), or pay for them too "
-            "(reward_fn=[FormatReward(), CorrectnessReward()])"
-        )
-    return problems, eval_problems
-
-
-def begin_run(
-    trainer: Any, problems: Sequence[Problem], eval_problems: Sequence[Problem]
-) -> tuple[int, dict[str, float]]:
-    """Return the first step of a `train_grpo.GRPOTrainer`, and the accuracy before the very first.
-
-    Writes the first checkpoint or loads the newest, and plans the memory.
-    """
-    run, distributed = trainer.run, trainer.distributed
-    first_step = trainer.state.begin(run, trainer.config, problems, eval_problems)
-    plan = plan_memory(trainer, [*problems, *eval_problems], len(eval_problems))
-    trainer.memory_plan = distributed.broadcast(plan)
-    set_gradient_checkpointing(trainer.policy, trainer.memory_plan.checkpointing)
-    metrics = validate(trainer, eval_problems, 0) if first_step == 0 else {}
-    run.raise_if_interrupted(distributed.any(run.interrupted))
-    return first_step, metrics
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
@@ -252,26 +182,3 @@ def make_sampler(
         run=distributed.broadcast(uuid.uuid4().hex[:12]),
         is_main=distributed.is_main,
     )
-
-
-def fit_prompts(trainer: Any, problems: Sequence[Problem], what: str = "problems") -> list[Problem]:
-    """Leave out the problems of a `train_grpo.GRPOTrainer` whose prompts are over
-    --max-prompt-length, or leave no room for a completion, and say how many these are.
-
-    Args:
-        trainer: or what else has its `config`, `policy` and `render`.
-        what: the problems are for.
-
-    Raises:
-        UsageError: that would be all.
-    """
-    config, window = trainer.config, context_window(trainer.policy)
-    limits = {"--max-prompt-length": config.max_prompt_length}
-    if window is not None:
-        room = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
-        limits[f"{room}; --max-prompt-length sets less"] = window - config.max_new_tokens
-    known = {why: limit for why, limit in limits.items() if limit is not None}
-    if not known:
-        return list(problems)
-    why = min(known, key=known.get)
-    return drop_long_prompts(problems, trainer.render, known[why], why, what)

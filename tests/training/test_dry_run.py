@@ -1,0 +1,123 @@
+"""`train_grpo.py --plan` estimates a run from what it measures, and leaves everything as it was."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlm.sampling import Token
+from rlm.training import dry_run
+from rlm.training.config import GRPOConfig
+from rlm.training.dry_run import SamplingTime, run_plan, time_learning, time_sampling, total_time
+from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
+
+
+def state_of(trainer):
+    """Every weight, and the state of the random generator; there is no gradient."""
+    tensors = dict(trainer.policy.named_parameters())
+    tensors |= {f"master {name}": tensor for name, tensor in trainer.adapter.items()}
+    assert all(tensor.grad is None for tensor in tensors.values())
+    assert not trainer.optimizer.state
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return copies | {"random": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kl_weight": 0.1, "sampler": "unmerged", "checkpointing": True}]
+)
+def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys):
+    trainer = a_trainer(model_dir, a_config(tmp_path, **options))
+    before = state_of(trainer)
+    assert run_plan(trainer, PROBLEMS, PROBLEMS[:3]) == 0
+    after = state_of(trainer)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
+    assert list(tmp_path.iterdir()) == []
+    said = capsys.readouterr().out
+    for text in (
+        "40 problems, 3 to validate on",
+        "GB at the peak",
+        "sampling: cpu, float32 (",
+        "learning: cpu, float32 (",
+        "max_num_seqs: 16 completions at a time",
+        "3 of 3 steps",
+        f"checkpointing {'on' if options else 'off'}",
+    ):
+        assert text in said, text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes when a test says so."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pace", "timed", "expected"),
+    [(3, 0.25, 3, 0.625), (99, 0.25, 5, 0.25), (99, 1 / 64, 17, 1 / 64)],
+)
+def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed, expected, clock):
+    """Four rows at a time; the second ends early, and another completion takes its place."""
+    asked, drawn, released = [], [], []
+
+    def stream(requests):
+        asked.extend(requests)
+        clock.now += 3.0
+        for i in range(tokens):
+            drawn.append(i)
+            for row in range(4):
+                yield Token(*((1, 3) if row == 1 and i > 1 else (0, row)), 5, -1.0, None)
+            clock.now += 1.0 if i == 1 else pace  # a pause of the machine is no token's time
+
+    sampler = SimpleNamespace(stream=stream, release=lambda: released.append(True))
+    config = GRPOConfig(group_size=4, max_new_tokens=64)
+    trainer = SimpleNamespace(config=config, sampler=sampler, render=lambda p: [len(p.id)])
+    found = time_sampling(trainer, PROBLEMS[:2])
+    assert found == SamplingTime(4, 3.0, expected)
+    assert len(drawn) == timed
+    assert [(r.n, r.params.max_new_tokens) for r in asked] == [(4, 64)] * 2
+    assert released
+
+
+def test_seconds_of_sampling_by_hand():
+    """Nine completions are three batches of four."""
+    assert SamplingTime(4, first=2.0, next=0.5).of(9, tokens=11) == 3 * (2.0 + 10 * 0.5)
+    assert SamplingTime(4, first=2.0, next=0.5).of(0, tokens=11) == 0
+
+
+def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
+    model_dir, tmp_path, clock, monkeypatch
+):
+    timed, seconds = [], [0.9, 0.25, 0.5]  # the first pass warms up
+
+    def pass_of(_, micro):
+        clock.now += seconds[len(timed)]
+        timed.append(micro)
+
+    monkeypatch.setattr(dry_run, "_forward_and_backward", pass_of)
+    options = {"train_batch_size": 2, "updates_per_batch": 3, "max_new_tokens": 5}
+    trainer = a_trainer(model_dir, a_config(tmp_path, **options))
+    trainer.memory_plan = SimpleNamespace(train_batch_tokens=10_000)
+    found, micro_batches = time_learning(trainer, PROBLEMS[8:12])  # "8 + 8?", "10 + 10?"
+    assert [micro.lengths for micro in micro_batches] == [[5, 5]] * 8
+    assert all(micro is micro_batches[0] for micro in timed)
+    assert len(timed) == 3
+    sizes = [len(trainer.render(p)) + 2 * 4 for p in PROBLEMS[8:12] for _ in range(2)]
+    assert len(set(sizes)) == 2
+    assert found == pytest.approx(3 * 0.25 * sum(sizes) / max(sizes))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"steps": 7, "eval_every": 3}, (7, 10 + 7 * 30 + 3 * 10)),  # 0 | 3, 6, 7
+        ({"steps": 6, "eval_every": 3}, (6, 10 + 6 * 30 + 2 * 10)),  # 0 | 3, 6
+        ({"steps": 7, "eval_every": 0}, (7, 10 + 7 * 30 + 10)),  # 0 | 7
+        # After 70, 110 and 140 seconds, of which the second has a validation.
+        ({"steps": 7, "eval_every": 2, "max_minutes": 2.0}, (4, 10 + 4 * 30 + 2 * 10)),
+    ],
+)
+def test_all_seconds_by_hand(options, expected):
+    assert total_time(GRPOConfig(**options), a_step=30.0, validation=10.0) == expected
