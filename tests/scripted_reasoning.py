@@ -79,8 +79,8 @@ def start(n: int = 1, budget: int | None = None) -> bytes:
     return event("start", known | {"thinking": {"budget": budget}})
 
 
-def reasoning(delta: str) -> bytes:
-    return event("reasoning", {"sample": 0, "delta": delta})
+def reasoning(delta: str, **more: Any) -> bytes:
+    return event("reasoning", {"sample": 0, "delta": delta, **more})
 
 
 def answer(delta: str) -> bytes:

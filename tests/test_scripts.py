@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from scripted_sampler import END, ScriptedSampler
 from transformers import AutoModelForCausalLM
 
 import evaluate
@@ -33,6 +34,7 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.runs.atomic_files import Journal
+from rlm.tools import Calculator
 from tests.evaluation.test_evaluation import graded, problem
 from tests.test_train_grpo import a_start_adapter
 
@@ -118,6 +120,76 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
     dataset = options.get("dataset") or trained_on or "word-problems"
     assert (config.dataset, config.split) == (dataset, split)
     assert (config.model, config.quantize, config.reasoning_format) == ("a", "4bit", "deepseek")
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [(evaluate, "adapter"), (train_grpo, "sft_adapter"), (train_sft, "adapter")],
+)
+def test_the_tool_is_the_adapters_unless_one_is_named(script, option, tmp_path):
+    classes = {evaluate: "EvaluateConfig", train_grpo: "GRPOConfig", train_sft: "SFTConfig"}
+    for file in ADAPTER_FILES:
+        (tmp_path / file).touch()
+    run = {"base_model": "a", "dataset": "gsm8k", "config": {"tool": "calculator"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    cls = getattr(script, classes[script])
+
+    def resolved(**options):
+        return cls(**cls.resolve({option: tmp_path, **options})).tool
+
+    assert resolved() == "calculator"
+    assert resolved(tool="none") == "none"  # with and without are compared
+    assert resolved(tool="mine.py:Mine") == "mine.py:Mine"
+    (tmp_path / "run.json").write_text(json.dumps(run | {"config": {"tool": "mine.py:Mine"}}))
+    with pytest.raises(UsageError, match="name it again with --tool"):
+        resolved()
+    (tmp_path / "run.json").write_text(json.dumps(run | {"config": {}}))
+    assert resolved() == cls().tool == "none"
+
+
+def test_evaluation_with_and_without_a_tool(model_dir, tmp_path, monkeypatch):
+    """The model would write a wrong result, if it could."""
+    wrong = "<think>\n2 + 3 = <<2+3=6>>6\n</think>\n<answer>6</answer>"
+
+    class Scripted(ScriptedSampler):
+        def __init__(self, model, tokenizer, *, dtype, tool):
+            super().__init__(model, tokenizer, {"": wrong}, tool=tool)
+
+        def _next(self, row):  # it goes on from what the tool has written
+            corrected = "5>>" in self.tokenizer.decode(row.ids)
+            wanted = wrong.replace("6", "5") if corrected else wrong
+            return [*self.tokenizer.encode(wanted, add_special_tokens=False), END][len(row.ids)]
+
+    monkeypatch.setattr("rlm.sampling.Sampler", Scripted)
+    data = tmp_path / "sum.jsonl"
+    data.write_text(json.dumps({"question": "What is 2 + 3?", "answer": "5"}) + "\n")
+    found = {}
+    for tool in ("none", "calculator"):
+        assert run(
+            evaluate, "--base-only", "--model", model_dir, "--dataset", data, "--few-shot", 0,
+            "--max-new-tokens", 60, "--output", tmp_path / tool, "--tool", tool,
+        ) == 0  # fmt: skip
+        record = json.loads((tmp_path / tool / "completions.jsonl").read_text().splitlines()[0])
+        found[tool] = "<<2+3=5>>" in json.dumps(record), "--tool" in json.dumps(record)
+        rows = json.loads((tmp_path / tool / "evaluation.json").read_text())["greedy"]["rows"]
+        assert rows["base"]["strict"]["accuracy"]["mean"] == (tool == "calculator")
+    assert found == {"none": (False, False), "calculator": (True, True)}
+
+
+def test_sft_teaches_the_marks_where_the_tool_is_on(model_dir, capsys):
+    shown = {}
+    for tool in ("none", "calculator"):
+        options = ["--model", model_dir, "--dataset", "elementary", "--dry-run", 3, "--tool", tool]
+        assert run(train_sft, *options) == 0
+        shown[tool] = capsys.readouterr().out
+    marked = re.findall(r"<<[^<>]*>>", shown["calculator"])
+    assert marked
+    assert "<<" not in shown["none"]
+    for mark in marked:  # and the calculator agrees with every mark
+        expression, _, result = mark.removeprefix("<<").partition("=")
+        assert Calculator()(f"<<{expression}=") == result
+    assert re.sub(r"<<[^<>]*>>", "", shown["calculator"]).count("\n") == shown["none"].count("\n")
+    assert run(train_sft, *options[:-1], "abacus") == 2
 
 
 def test_evaluate_writes_its_files(trained, capsys):

@@ -108,6 +108,18 @@ def test_reasoning_is_seen_before_the_answer(page, server):
 
 
 @browser_test
+def test_what_a_tool_wrote_is_marked(page, server):
+    text = "12 + 7 = <<12+7=19>>19"
+    pieces = (reasoning("12 + 7 = <<12+7="), reasoning("19>>", tool=True), reasoning("19"))
+    server.script(stream(start(), *pieces, answer("19"), done(text)))
+    visit(page, server)
+    ask(page)
+    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#reasoning")).to_have_text(text)
+    expect(page.locator("#reasoning ins")).to_have_text("19>>")
+
+
+@browser_test
 def test_the_answer_is_seen_while_it_arrives_and_prose_and_number_both_stand_in_it(page, server):
     prose = "He has 12 + 7 = 19 apples.\nSo the answer is 19."
     pieces = (answer(prose[:6]), Gate("rest"), answer(prose[6:]), done(answer=prose))

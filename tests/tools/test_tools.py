@@ -1,7 +1,9 @@
 """The calculator against exact arithmetic, hostile text, and how a tool is named and checked."""
 
+import re
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -103,6 +105,15 @@ def test_a_tool_is_named_by_a_word_or_a_file(tmp_path):
     }.items():
         with pytest.raises(UsageError, match=message):
             load_tool(spec)
+
+
+def test_the_tool_of_the_docs_page(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    (tmp_path / "own.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    tool = load_tool(f"{tmp_path}/own.py:Weekday")
+    asked, inserted = re.search(r"After `(.*)` it inserts `(.*)`", page).groups()
+    assert asked.endswith(tool.trigger)
+    assert (tool(f"Today, {asked}"), tool("This is a")) == (inserted, None)
 
 
 def test_what_is_no_tool_is_refused():

@@ -115,9 +115,10 @@ const EVENTS = {
     show("thought", "Thinking…");
     show("live", "Thinking");
   },
-  reasoning({ delta }) {
+  reasoning({ delta, tool }) {
     const box = $("reasoning"), below = box.scrollHeight - box.scrollTop - box.clientHeight;
-    box.append(delta);
+    const piece = Object.assign(document.createElement("ins"), { textContent: delta });
+    box.append(tool ? piece : delta); // <ins>: a tool wrote it, not the model
     if (below < 24) box.scrollTop = box.scrollHeight; // unless the reader scrolled up
   },
   answer({ delta }) {
