@@ -10,7 +10,7 @@ from typing import Any
 
 from rlm.cli import UsageError
 from rlm.rewards.base import RewardFunction, adapt_reward
-from rlm.rewards.functions import CombinedReward, CorrectnessReward
+from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
 
 
 def as_reward(
@@ -33,13 +33,15 @@ def as_reward(
 
 
 def load_reward(spec: str | None) -> RewardFunction | None:
-    """Load what `--reward FILE.py:NAME` names: whatever `as_reward` takes.
+    """Load what `--reward` names: `steps`, or by FILE.py:NAME whatever `as_reward` takes.
 
     Raises:
         UsageError: there is no such file or name, or the file fails when it is run.
     """
     if spec is None:
         return None
+    if spec == "steps":
+        return StepsReward()
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file() or not name:

@@ -39,7 +39,7 @@ class GRPOConfig:
     reasoning_format: str | None = flag(
         None, "tags (none: the start adapter's, else deepseek)", choices=tuple(FORMATS)
     )
-    reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
+    reward: str | None = flag(None, "steps, or FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(
         "none",
