@@ -36,6 +36,7 @@ class Family:
     decimals: int = 0
     zero: bool = False
     largest: int | None = None
+    untrained: Sequence[Sequence[int]] = ()
 
     @property
     def level(self) -> int:

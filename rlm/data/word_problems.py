@@ -142,8 +142,10 @@ def split_of(family: Family, numbers: Mapping[str, int | Fraction]) -> str:
     """The split of a problem; it depends on the family and the stated numbers only."""
     if family.held_out:
         return "test_families"
-    stated = [str(numbers[name]) for name in family.stated]
-    bucket = int(_sha256(" ".join([family.name, *stated])), 16) % 100
+    stated = [numbers[name] for name in family.stated]
+    if stated in family.untrained:
+        return "test"
+    bucket = int(_sha256(" ".join([family.name, *map(str, stated)])), 16) % 100
     if bucket < TRAIN_PERCENT:
         return "train"
     return "validation" if bucket < TRAIN_PERCENT + VALIDATION_PERCENT else "test"

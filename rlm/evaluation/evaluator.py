@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlm.data import Format, render_problem
 from rlm.evaluation.statistics import pass_at_k, summarize_scores
-from rlm.grading import Verdict, grade, majority_score
+from rlm.grading import Verdict, grade, has_wrong_equation, majority_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,10 @@ class Graded:
 
     def verdict(self, strict: bool) -> Verdict:
         return self.strict if strict else self.lenient
+
+    def is_flawed(self, strict: bool) -> bool:
+        """Whether the answer is right though an equation of the completion is wrong."""
+        return self.verdict(strict).correct and has_wrong_equation(self.text)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,12 @@ class Evaluation:
     def reasons(self, strict: bool) -> dict[str, int]:
         """How many completions got each reason, most frequent first."""
         return dict(Counter(g.verdict(strict).reason for g in self.completions).most_common())
+
+    def right_with_wrong_equation(self, strict: bool) -> dict[str, float]:
+        """How many right completions have a wrong equation, and their share of the right ones."""
+        right = sum(g.verdict(strict).correct for g in self.completions)
+        count = sum(g.is_flawed(strict) for g in self.completions)
+        return {"count": count, "rate": count / right if right else 0.0}
 
     @property
     def format_rate(self) -> float:

@@ -110,6 +110,7 @@ def summarize(result: Evaluation) -> dict[str, object]:
         summary[name] = grading = {
             "accuracy": result.accuracy(strict),
             "reasons": result.reasons(strict),
+            "right_with_wrong_equation": result.right_with_wrong_equation(strict),
             "by_family": result.by_column("family", strict),
             "by_level": result.by_column("level", strict),
         }
@@ -138,6 +139,8 @@ def _cells(summary: Mapping) -> dict[str, str]:
         k, passed = list(summary["strict"]["pass_at"].items())[-1]
         cells[f"maj@{k}"] = f"{100 * summary['strict']['majority']['mean']:.1f}"
         cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
+    flawed = summary["strict"]["right_with_wrong_equation"]["rate"]
+    cells["wrong equation"] = f"{100 * flawed:.0f}"  # of the right ones
     cells["format"] = f"{100 * summary['format_rate']:.0f}"
     cells["cut off"] = f"{100 * summary['truncated_rate']:.0f}"
     return cells | {"tokens": f"{summary['length_mean']:.0f}"}

@@ -7,14 +7,13 @@ from rlm.grading.answers import (
     split_completion,
     without_boxes,
 )
-from rlm.grading.equations import NUMBER, Equation, find_equations
+from rlm.grading.equations import Equation, find_equations, has_wrong_equation
 from rlm.grading.numbers import numbers_in, parse_number
 from rlm.grading.text import ANSWER_TYPES, READERS
 from rlm.grading.voting import Vote, majority_score, majority_vote
 
 __all__ = [
     "ANSWER_TYPES",
-    "NUMBER",
     "READERS",
     "Equation",
     "Verdict",
@@ -22,6 +21,7 @@ __all__ = [
     "find_equations",
     "gold_from_gsm8k",
     "grade",
+    "has_wrong_equation",
     "majority_score",
     "majority_vote",
     "numbers_in",

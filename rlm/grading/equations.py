@@ -1,75 +1,146 @@
-"""Equations in a text: finds every `a op b = c` of a reasoning and checks it exactly.
+r"""Equations in a text: finds every `a op b = c` of a reasoning and checks it exactly.
 
-Read by rule, for reports on how a model reasons; no reward depends on it. The pattern is linear,
-sizes are bounded and nothing is evaluated, so that hostile text costs milliseconds.
+Read are chains of numbers with + - * / × ÷ x, parentheses, `$`, `%` and thousands separators, and
+GSM8K's calculator marks (`3 + 5 = <<3+5=8>>8` makes two claims). Skipped is what has words between
+its numbers, or begins inside a longer expression (`2 apples + 3 * 4 = 14`). The patterns are
+linear, sizes are bounded and nothing is evaluated, so that hostile text costs milliseconds.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
-NUMBER = r"-?\d++(?:\.\d++)?+"
-MAX_LENGTH = 1000  # characters of one equation; a longer one is not read
-_SIGN = r"[-+*/x×÷]"
+MAX_LENGTH = 200  # characters of one equation; a longer one is not read
+_NUMBER = r"(?:(?:\d{1,3}(?:,\d{3}){1,6}+(?!\d)|\d++)(?:\.\d++)?+|\.\d++)"
+_OPERAND = rf"[($]{{0,5}}+-?+\$?+{_NUMBER}%?+\){{0,5}}+"
+_SIGN = r"(?:[ \t]*+[-+*/×÷][ \t]*+|[ \t]++x[ \t]++|x(?=[\d(]))"  # "2x - 3 = 5" is algebra
 # A chain without a result is matched too, so that none is searched again from its second number.
 _CHAIN = re.compile(
-    rf"(?<![\d.])(?P<left>{NUMBER}(?:\s*+{_SIGN}\s*+{NUMBER})++)"
-    rf"(?:\s*+=\s*+\$?(?P<result>{NUMBER})(?!\d|\.\d|\s*+{_SIGN}))?"
+    rf"(?<![\w.($])(?P<left>{_OPERAND}(?:{_SIGN}{_OPERAND})++)"
+    rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)"
+    rf"(?!\d|[., \t]\d|{_SIGN}[($-]*+[\d.]))?"
 )
-_TERM = re.compile(rf"\s*+({_SIGN})\s*+({NUMBER})")
-_SIGNS = {"x": "*", "×": "*", "÷": "/"}
+# What stands before a chain that is only the tail of an expression. A bullet opens a line.
+_INSIDE = re.compile(
+    r"(?:[^\s*][ \t]*(?:[-+*/×÷–−]|(?<=[ \t\d])x)|[\d)]|(?:[\d%]|half|third|quarter|fifth) of)"
+    r"[ \t($]*\Z"
+)
+_MARK = re.compile(r"<<([^<>\n]{0,200})>>")
+_TOKEN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)|[-+*/()%]")
+_DIVISOR = re.compile(r"(?<=/ )\d+/\d+(?![\d./])")  # 60 / 3/4 is 60 / (3/4)
+_PLAIN = str.maketrans({"×": "*", "x": "*", "÷": "/", "$": None, ",": None})
 
 
 @dataclass(frozen=True)
 class Equation:
-    """A claim of a text: `numbers` joined by `signs` are `result`."""
+    """A claim of a text: `left` is `result`."""
 
-    numbers: tuple[Fraction, ...]
-    signs: tuple[str, ...]  # one fewer, of + - * /
-    result: Fraction
+    left: str  # an expression that `evaluate_expression` reads
+    result: str  # a decimal
+    is_percent: bool = False  # of the result
+    value: Fraction | None = field(init=False)  # of the left side; None after a division by zero
 
-    @property
-    def value(self) -> Fraction | None:
-        """What the left side is, products and quotients first; None after a division by zero."""
-        terms = [self.numbers[0]]
-        for sign, number in zip(self.signs, self.numbers[1:], strict=True):
-            if sign == "*":
-                terms[-1] *= number
-            elif sign == "/":
-                if number == 0:
-                    return None
-                terms[-1] /= number
-            else:
-                terms.append(number if sign == "+" else -number)
-        return sum(terms, Fraction(0))
+    def __post_init__(self) -> None:
+        try:
+            value = _evaluate(self.left)
+        except ZeroDivisionError:
+            value = None
+        object.__setattr__(self, "value", value)
 
     @property
     def holds(self) -> bool:
-        return self.value == self.result
+        """Whether the result is the value, or the value rounded to the decimals that it has.
 
-    @property
-    def operation(self) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
-        """Signs and numbers of the left side; equal for 3 + 4 and 4 + 3."""
-        commutes = set(self.signs) in ({"+"}, {"*"})
-        return self.signs, tuple(sorted(self.numbers)) if commutes else self.numbers
+        10/3 = 3.33 holds; 2/3 = 0.66 and 10/3 = 3 do not. A percentage may be read as a number,
+        too: 5 / 20 * 100 = 25% holds, as 5 / 20 = 25% does.
+        """
+        if self.value is None:
+            return False
+        values = {self.value, _evaluate(self.left.replace("%", ""))}
+        decimals = len(self.result.partition(".")[2])
+        claims = [(Fraction(self.result), decimals)]
+        claims += [(Fraction(self.result) / 100, decimals + 2)] if self.is_percent else []
+        return any(
+            abs(value - claim) <= (Fraction(1, 2 * 10**digits) if digits else 0)
+            for value in values
+            for claim, digits in claims
+        )
 
 
 def find_equations(text: str) -> list[Equation]:
-    """All equations of a text, in order.
+    """All equations of a text: those of its sentences, then those of its calculator marks.
 
     >>> [(equation.value == 12, equation.holds) for equation in find_equations("cost: 3 * 4 = 13")]
     [(True, False)]
     """
+    parts = [_MARK.sub("", text), *_MARK.findall(text)]
+    return [equation for part in parts for equation in _read_chains(part)]
+
+
+def has_wrong_equation(text: str) -> bool:
+    """Whether a text claims an equation that does not hold."""
+    return not all(equation.holds for equation in find_equations(text))
+
+
+def _read_chains(text: str) -> list[Equation]:
     found = []
     for match in _CHAIN.finditer(text):
-        left, result = match["left"], match["result"]
-        if result is None or len(match[0]) > MAX_LENGTH:
+        start = match.start()
+        if match["result"] is None or len(match[0]) > MAX_LENGTH:
             continue
-        first = re.match(NUMBER, left)[0]
-        terms = _TERM.findall(left[len(first) :])
-        numbers = tuple(Fraction(number) for number in (first, *(number for _, number in terms)))
-        signs = tuple(_SIGNS.get(sign, sign) for sign, _ in terms)
-        found.append(Equation(numbers, signs, Fraction(result)))
+        if _INSIDE.search(text, max(0, start - 20), start):
+            continue
+        left = _DIVISOR.sub(r"(\g<0>)", match["left"].translate(_PLAIN))
+        around = "(" * (left.count("(") - left.count(")"))  # of "so (3 + 4 = 7)"
+        result = match["result"].translate(_PLAIN)
+        try:
+            found.append(Equation(left.removeprefix(around), result, bool(match["percent"])))
+        except ValueError:  # parentheses that are not its own
+            continue
     return found
+
+
+def _evaluate(expression: str) -> Fraction:
+    """The value of numbers with + - * / % and parentheses.
+
+    Raises:
+        ValueError: it is no expression.
+        ZeroDivisionError: it divides by zero.
+    """
+    tokens = [match[0] for match in _TOKEN.finditer(expression)][::-1]
+    value = _sum(tokens)
+    if tokens:
+        raise ValueError(f"{expression!r} goes on after its end")
+    return value
+
+
+def _sum(tokens: list[str]) -> Fraction:
+    value = _product(tokens)
+    while tokens and tokens[-1] in "+-":
+        value += _product(tokens) if tokens.pop() == "+" else -_product(tokens)
+    return value
+
+
+def _product(tokens: list[str]) -> Fraction:
+    value = _operand(tokens)
+    while tokens and tokens[-1] in "*/":
+        value = value * _operand(tokens) if tokens.pop() == "*" else value / _operand(tokens)
+    return value
+
+
+def _operand(tokens: list[str]) -> Fraction:
+    token = tokens.pop() if tokens else ""
+    if token == "-":
+        return -_operand(tokens)
+    if token == "(":
+        value = _sum(tokens)
+        if not tokens or tokens.pop() != ")":
+            raise ValueError("a parenthesis is not closed")
+    else:
+        value = Fraction(token)  # a ValueError if it is no number
+    while tokens and tokens[-1] == "%":
+        tokens.pop()
+        value /= 100
+    return value

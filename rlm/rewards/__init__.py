@@ -8,6 +8,7 @@ from rlm.rewards.functions import (
     FormatReward,
     GSM8KReward,
     ReasoningQualityReward,
+    StepsReward,
 )
 from rlm.rewards.loading import as_reward, load_reward
 from rlm.rewards.scorer import Scorer, Scores
@@ -23,6 +24,7 @@ __all__ = [
     "RewardFunction",
     "Scorer",
     "Scores",
+    "StepsReward",
     "as_reward",
     "load_reward",
 ]

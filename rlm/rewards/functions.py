@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from rlm.data import FORMATS, Format
-from rlm.grading import Verdict, grade, parse_number, split_completion
+from rlm.grading import Verdict, grade, has_wrong_equation, parse_number, split_completion
 from rlm.rewards.base import Reward, RewardFunction, adapt_reward, named_columns
 
 _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
@@ -33,17 +33,33 @@ class CorrectnessReward(RewardFunction):
 
     weight: float = 1.0
     reasons: Counter[str] = field(default_factory=Counter, init=False)
+    right_with_wrong_equation: int = field(default=0, init=False)
+    allows_wrong_equations: ClassVar[bool] = True
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         verdict = grade(completion, reference_answer, strict=True, **_grading(columns))
+        is_flawed = verdict.correct and has_wrong_equation(completion)
         self.reasons[verdict.reason] += 1
-        return float(verdict.correct)
+        self.right_with_wrong_equation += is_flawed
+        return float(verdict.correct and (self.allows_wrong_equations or not is_flawed))
 
     def pop_metrics(self) -> dict[str, float]:
-        """How often each reason was given."""
+        """How often each reason was given, and how often a right answer had a wrong equation."""
         found = {f"reason/{code}": float(n) for code, n in sorted(self.reasons.items())}
+        found["reward/right_with_wrong_equation_rate"] = float(self.right_with_wrong_equation)
         self.reasons.clear()
+        self.right_with_wrong_equation = 0
         return found
+
+
+@dataclass(eq=False)
+class StepsReward(CorrectnessReward):
+    """1 if the strict verdict is "correct" and no equation of the completion is wrong, else 0.
+
+    A completion without an equation passes: reasoning in words is no mistake.
+    """
+
+    allows_wrong_equations: ClassVar[bool] = False
 
 
 @dataclass(eq=False)

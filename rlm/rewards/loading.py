@@ -7,7 +7,7 @@ from typing import Any
 
 from rlm.cli import UsageError, load_from_file
 from rlm.rewards.base import RewardFunction, adapt_reward
-from rlm.rewards.functions import CombinedReward, CorrectnessReward
+from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
 
 
 def as_reward(
@@ -30,13 +30,15 @@ def as_reward(
 
 
 def load_reward(spec: str | None) -> RewardFunction | None:
-    """Load what `--reward FILE.py:NAME` names: whatever `as_reward` takes.
+    """Load what `--reward` names: `steps`, or by FILE.py:NAME whatever `as_reward` takes.
 
     Raises:
         UsageError: there is no such file or name, or the file fails when it is run.
     """
     if spec is None:
         return None
+    if spec == "steps":
+        return StepsReward()
     found = load_from_file("--reward", spec, (list, tuple))
     try:
         return as_reward(found)

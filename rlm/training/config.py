@@ -42,7 +42,7 @@ class GRPOConfig:
         "none",
         "writes into completions: calculator, FILE.py:NAME, none (not given: the start adapter's)",
     )
-    reward: str | None = flag(None, "your own: FILE.py:NAME (none: strict correctness, 0 or 1)")
+    reward: str | None = flag(None, "steps, or FILE.py:NAME (none: strict correctness, 0 or 1)")
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(
         "none",

@@ -6,14 +6,17 @@ import string
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from rlm.data import word_problems
-from rlm.data.families import Family, Shown, load_word_problem_table
-from rlm.data.word_problems import SPLITS, draw_problem, generate_word_problems
+from rlm.data.families import YAML_FILES, Family, Shown, load_word_problem_table
+from rlm.data.loaders import load_jsonl
+from rlm.data.word_problems import SPLITS, draw_problem, generate_word_problems, split_of
 
 TABLE = load_word_problem_table("elementary")
+EVERYDAY = load_jsonl(Path(__file__).parents[2] / "data" / "everyday.jsonl")
 PEOPLE = {"name", "friend", "he", "his", "him", "He", "His"}
 MARK = re.compile(r"<<([\d.]+)([-+*/])([\d.]+)=([\d.]+)>>")
 LINE = re.compile(rf"[a-z]+(?: [a-z]+){{0,2}}: {MARK.pattern}")
@@ -30,7 +33,7 @@ def slots(text):
 
 
 def normal(question):
-    return re.sub(r"[^a-z0-9.+*/×÷-]+", " ", question.lower().replace(",", "")).strip()
+    return re.sub(r"[^a-z0-9.+*/×÷=-]+", " ", question.lower().replace(",", "")).strip()
 
 
 def test_there_are_enough_families_and_wordings():
@@ -116,11 +119,64 @@ def test_small_numbers_are_sometimes_words():
 def test_splits_share_no_question():
     seen = {}
     for split in SPLITS:
-        for seed in (0, 1):
+        for seed in (0, 1) if split == "train" else (0,):
             for problem in generate(split, 350, seed):
                 assert seen.setdefault(normal(problem.question), split) == split
     families = {split: {p.columns["family"] for p in generate(split, 300)} for split in SPLITS}
     assert not families["test_families"] & families["train"]
+
+
+# --- the everyday questions -----------------------------------------------------------------------
+
+
+def test_everyday_questions_are_fifty_and_no_wording_is_one_of_them():
+    questions = [problem.question for problem in EVERYDAY]
+    assert len(set(map(normal, questions))) == 50
+    assert all(Fraction(problem.answer) >= 0 for problem in EVERYDAY)
+    wordings = {normal(w) for name in YAML_FILES for w in every_wording(name)}
+    assert not wordings & set(map(normal, questions))
+
+
+def every_wording(dataset):
+    return [w for family in load_word_problem_table(dataset).families for w in family.wordings]
+
+
+@pytest.mark.parametrize("dataset", YAML_FILES)
+def test_no_training_problem_is_an_everyday_question(dataset):
+    """Every wording that such a question could be made of has another text or other numbers.
+
+    Not a sample of the generator: a question in the training split is found whatever its seed.
+    """
+    questions = [normal(problem.question) for problem in EVERYDAY]
+    table = load_word_problem_table(dataset)
+    for family in (family for family in table.families if not family.held_out):
+        drawn = family.numbers.items()
+        for wording in family.wordings:
+            pattern = as_pattern(wording, table)
+            for question in questions:
+                if (match := pattern.fullmatch(question)) is None:
+                    continue
+                stated = match.groupdict()
+                numbers = {name: Fraction(stated[name]) for name in family.stated}
+                if any(numbers.get(name, options[0]) not in options for name, options in drawn):
+                    continue  # out of its range: never drawn
+                assert split_of(family, numbers) != "train", (family.name, question)
+
+
+def as_pattern(wording, table):
+    """A regular expression for the questions of a wording, as `normal` writes them."""
+    marked, names = "", {}
+    for literal, name, _, _ in string.Formatter().parse(wording):
+        marked += literal
+        if name is not None:
+            marked += names.setdefault(name, f"zq{chr(97 + len(names))}qz")
+    text = re.escape(normal(marked))
+    for name, mark in names.items():
+        words = [*table.names, "he", "she", "his", "her", "him"] if name in PEOPLE else ()
+        words = table.nouns.get(name, words)
+        kind = "|".join(map(str.lower, words)) or r"\d+(?:\.\d+)?"
+        text = text.replace(mark, f"(?P<{name}>{kind})", 1).replace(mark, f"(?P={name})")
+    return re.compile(text)
 
 
 def test_a_family_that_runs_out_leaves_the_others(monkeypatch):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,22 @@ def graded(strict, lenient=None, *, answer=None, tokens=10, truncated=False):
 
 def problem(id="a", question="1 + 1?", answer="2", **columns):
     return Problem(id=id, question=question, answer=answer, solution="", columns=columns)
+
+
+def test_right_answers_with_a_wrong_equation_are_counted_among_the_right_ones():
+    texts = {
+        "1 + 1 = 2": "correct",
+        "1 + 1 = 3": "correct",
+        "3 * 3 = <<3*3=9>>8": "no_reasoning",  # right leniently
+        "2 + 2 = 5": "wrong",
+    }
+    group = [replace(graded(reason), text=text) for text, reason in texts.items()]
+    group[2] = replace(group[2], lenient=verdict("correct"))
+    result = Evaluation([problem()], [group])
+    assert result.right_with_wrong_equation(strict=True) == {"count": 1, "rate": 1 / 2}
+    assert result.right_with_wrong_equation(strict=False) == {"count": 2, "rate": 2 / 3}
+    none_right = Evaluation([problem()], [[graded("wrong")]])
+    assert none_right.right_with_wrong_equation(strict=True) == {"count": 0, "rate": 0.0}
 
 
 def test_evaluation_of_one_completion_each():

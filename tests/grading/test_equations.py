@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from rlm.grading.equations import find_equations
+from rlm.grading.equations import find_equations, has_wrong_equation
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,56 @@ def test_false_equations_do_not_hold():
     assert [e.holds for e in find_equations("3 * 4 = 13; 5 / 0 = 0; 2 + 2 = 4")] == [0, 0, 1]
 
 
-def test_order_counts_only_where_it_matters():
-    sums = find_equations("3 + 4 = 7, 4 + 3 = 7, 9 - 4 = 5, 4 - 9 = -5")
-    a, b, c, d = (equation.operation for equation in sums)
-    assert a == b
-    assert c != d
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("(2 + 3) * 4 = 20", [True]),
+        ("2 * (3 + 4) = 15", [False]),
+        ("so (3 + 4 = 7) it is", [True]),
+        ("$1,080 / 9 = $120 each, 1,000 + 234 = 1,244.", [True, False]),
+        (".5 * 10 = 5", [True]),
+        ("80 * 15% = 12, 15% + 10% = 25%, 5 / 20 = 25%, 5 / 20 * 100 = 25%", [True] * 4),
+        ("80 * 15% = 120", [False]),
+        ("3*4 = 12/day, 3 * 4 = 12 - the rest", [True, True]),
+        ("- 3 + 4 = 7\n- 5 * 2 = 11", [True, False]),
+        ("**3 x 4 = 12**, 3x4=13", [True, False]),
+        # rounded to the decimals that are written, or wrong
+        ("1/3 = 0.33, 2/3 = 0.67, 10 / 3 = 3.333, 1/3 = 33.3%, 1/8 = 0.13", [True] * 5),
+        ("2/3 = 0.66, 10 / 3 = 3, 7 / 2 = 4, 1/3 = 0.3333 + 0, 1 / 3 = 0.34", [False] * 4),
+        # the mark, and what is written around it
+        ("3 + 5 = <<3+5=8>>8", [True, True]),
+        ("3 + 5 = $<<3+5=8>>9", [False, True]),
+        ("3 + 6 = <<3+5=8>>8", [False, True]),
+        ("25 days * 8 hours = <<25*8=200>>200 hours", [True]),
+        ("it is <<(2+3)*4=20>>20 and <<2+2=5>>5", [True, False]),
+        # no claim of its own: the tail of an expression, algebra, words between the numbers
+        ("2 apples + 3 * 4 = 14, (5 cats + 3) * 2 = 16, 20% of 50 + 3 = 13", []),
+        ("2000x 10/100 = 200, 120 – 80 - 15 = 25, 1/2 (68) + 10 = 44, 2 1/2 + 2 = 8", []),
+        ("3 / 2 = 1 1/2, 100 * 180 = 18 000, 350 000 * 5/100 = 17500", []),
+        ("60 / 3/4 = 80, 60 / 3 / 4 = 5, 12/4*3 = 9", [True] * 3),
+        ("2x - 3 = 5, x2 + 3 = 5, 1.2.3 + 1 = 2, 3 + 4 = 7 - 2, 1 + 1 = 1,5", []),
+    ],
+)
+def test_what_is_read_and_what_holds(text, holds):
+    assert [equation.holds for equation in find_equations(text)] == holds
+    assert has_wrong_equation(text) == (False in holds)
 
 
 @pytest.mark.parametrize(
-    "text", ["1+" * 50_000, "9" * 100_000 + " + 1 = 2", "1 + 1" + " " * 100_000, "1-1 = -" * 20_000]
+    "text",
+    [
+        "1+" * 50_000,
+        "9" * 100_000 + " + 1 = 2",
+        "1 + 1" + " " * 100_000,
+        "1-1 = -" * 20_000,
+        "(" * 100_000 + "1 + 1 = 2",
+        "1" + ",123" * 50_000 + "4 + 1 = 2",
+        "<<" * 50_000 + "1+1=2>>",
+        "(1+" * 50_000 + "1 = 2",
+        "$" * 100_000,
+        "1 + 1 = 3 * " * 20_000,
+        "1+1=2" + ">>" * 50_000,
+    ],
 )
 def test_hostile_text_costs_little(text):
     start = time.monotonic()

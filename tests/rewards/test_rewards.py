@@ -22,6 +22,7 @@ from rlm.rewards import (
     GSM8KReward,
     ReasoningQualityReward,
     RewardFunction,
+    StepsReward,
     functions,
 )
 from rlm.rewards.loading import as_reward, load_reward
@@ -37,12 +38,33 @@ def test_correctness_is_strict_and_counts_reasons():
     assert scores.rewards == [[1.0, 0.0], [0.0, 1.0]]
     assert scores.metrics == {
         "reason/correct": 0.5, "reason/wrong": 0.25, "reason/no_reasoning": 0.25,
+        "reward/right_with_wrong_equation_rate": 0.0,
     }  # fmt: skip
     again = Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
     assert again.metrics == scores.metrics
     simple = FORMATS["simple"].completion("so", "2")
     scorer = Scorer(CorrectnessReward(), reasoning_format="simple")
     assert scorer(PROBLEMS[:1], [[simple, RIGHT]]).rewards == [[1.0, 0.0]]
+
+
+def test_steps_pay_for_a_right_answer_only_if_every_equation_holds():
+    write, two = FORMATS["deepseek"].completion, [PROBLEMS[0]]
+    texts = [
+        write("1 + 1 = 2", "2"),
+        write("1 + 1 = <<1+1=2>>2, and 2 * 3 = 7", "2"),  # right, with a wrong equation
+        write("1 + 1 = <<1+1=2>>3", "2"),  # the same: the result was copied wrongly
+        write("one and one", "2"),  # no equation, so none that is wrong
+        write("1 + 1 = 2", "3"),  # wrong, from right equations
+    ]
+    steps, correctness = Scorer(StepsReward())(two, [texts]), Scorer(None)(two, [texts])
+    assert steps.rewards == [[1.0, 0.0, 0.0, 1.0, 0.0]]
+    assert correctness.rewards == [[1.0, 1.0, 1.0, 1.0, 0.0]]
+    assert steps.metrics == correctness.metrics
+    assert steps.metrics["reward/right_with_wrong_equation_rate"] == 0.4
+    assert steps.metrics["reason/correct"] == 0.8
+    assert type(load_reward("steps")) is StepsReward
+    both = Scorer([(StepsReward(), 1.0), (CorrectnessReward(), 3.0)])(two, [texts])
+    assert both.rewards == [[1.0, 0.75, 0.75, 1.0, 0.0]]
 
 
 def test_a_plain_function_has_trls_contract():
