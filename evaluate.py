@@ -24,9 +24,8 @@ from typing import Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, drop_long_prompts, load_problems, own_files, render_problem
-from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, write_report
+from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, open_journal, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
-from rlm.runs import Journal
 from rlm.tools import Calculator, Tool, load_tool
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -212,23 +211,6 @@ def evaluate_row(
     return results
 
 
-def open_journal(config: EvaluateConfig) -> Journal:
-    """The completions drawn so far; none, unless --resume asks for those of an earlier call.
-
-    Raises:
-        UsageError: there is nothing to resume, or --output cannot be written.
-    """
-    from rlm.runs import check_writable
-
-    check_writable("--output", config.output)  # before the hours, not after them
-    file = config.output / "completions.jsonl"
-    if not config.resume:
-        file.unlink(missing_ok=True)
-    elif not file.exists():
-        raise UsageError(f"--resume: {file} does not exist; start without it")
-    return Journal(file)
-
-
 def made_of(
     config: EvaluateConfig,
     base_hash: str,
@@ -277,7 +259,7 @@ def main(config: EvaluateConfig) -> int:
     problems = load_problems(
         config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
     )
-    tokenizer, journal = load_tokenizer(config.model), open_journal(config)
+    tokenizer, journal = load_tokenizer(config.model), open_journal(config.output, config.resume)
     base = load_base(config.model, device, quantize=config.quantize)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)

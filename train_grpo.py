@@ -58,7 +58,6 @@ from rlm.training import (
     TrainingState,
     begin_run,
     check_arguments,
-    choose_tool,
     count_solved,
     draw_problems,
     export_run,
@@ -116,8 +115,7 @@ class GRPOTrainer:
         """Load the model and the adapter to start from.
 
         Args:
-            reward_fn: a RewardFunction, a function, or a list of these (docs/algorithms.md). None:
-                1 for the strict format with the right number, else 0.
+            reward_fn: a RewardFunction, a function or a list of these; None: CorrectnessReward.
             tool: what writes into the completions (docs/tools.md). None: what config.tool names.
 
         Raises:
@@ -126,12 +124,11 @@ class GRPOTrainer:
         check_arguments(model_name, config, others)
         prepare_process()
         reward, self.tokenizer = as_reward(reward_fn), tokenizer
-        self.distributed = Distributed.from_env()
-        self.model_name = model_name = str(model_name)
-        self.base_hash = base_model_hash(model_name)
-        given, tool = choose_tool(config or GRPOConfig(), tool)
-        config = resolve_start(given, model_name, self.base_hash, self.distributed.size)
-        self.config, self.format = config, FORMATS[config.reasoning_format]
+        self.distributed, self.model_name = Distributed.from_env(), str(model_name)
+        self.base_hash = base_model_hash(self.model_name)
+        start = tool, self.model_name, self.base_hash, self.distributed.size
+        self.config, tool = resolve_start(config or GRPOConfig(), *start)
+        config, self.format = self.config, FORMATS[self.config.reasoning_format]
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         self.model = self.policy  # its name elsewhere
@@ -165,8 +162,7 @@ class GRPOTrainer:
                 data/README.md; the second chooses the best adapter.
 
         Raises:
-            UsageError: another process trains there, no adapter can be written, or --resume finds
-                nothing that it could resume as it was.
+            UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
         problems, eval_problems = prepare_run(self, dataset, eval_dataset)
@@ -286,14 +282,12 @@ class GRPOTrainer:
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""
-        minutes = self.state.minutes
-        log_step(self.run, self.config, metrics, groups, advantages, self.tokenizer, minutes)
+        log_step(self, metrics, groups, advantages)
 
 
 def main(config: GRPOConfig) -> int:
-    reward = load_reward(config.reward)
     problems, validation = load_data(config)
-    trainer = GRPOTrainer(config.model, config, reward)
+    trainer = GRPOTrainer(config.model, config, load_reward(config.reward))
     if config.plan:
         return run_plan(trainer, problems, validation)
     if config.doctor:

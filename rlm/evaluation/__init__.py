@@ -6,7 +6,7 @@ import lazy_loader
 EXPORTS = {
     "audit": "audit_run",
     "evaluator": "Evaluation Graded evaluate",
-    "records": "RowRecord",
+    "records": "RowRecord open_journal",
     "report": "GRADINGS percent points show_table write_report",
     "statistics": "bootstrap_interval paired_bootstrap pass_at_k summarize_scores wilson_interval",
 }

@@ -7,12 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlm.cli import terminal
+from rlm.cli import UsageError, terminal
 from rlm.data import Format, Problem
 from rlm.evaluation.evaluator import Evaluation, grade_completion
 from rlm.runs import Journal
+
+
+def open_journal(output: Path, resume: bool) -> Journal:
+    """Return the completions drawn so far; none, unless those of an earlier call are resumed.
+
+    Raises:
+        UsageError: there is nothing to resume, or the directory cannot be written.
+    """
+    from rlm.runs import check_writable
+
+    check_writable("--output", output)  # before the hours, not after them
+    file = output / "completions.jsonl"
+    if not resume:
+        file.unlink(missing_ok=True)
+    elif not file.exists():
+        raise UsageError(f"--resume: {file} does not exist; start without it")
+    return Journal(file)
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ class RowRecord:
         Raises:
             UsageError: it cannot be written.
         """
-        from rlm.runs import writing
+        from rlm.runs import writing  # with torch, which --help does without
 
         groups = [
             [{"text": g.text, "tokens": g.tokens, "truncated": g.truncated} for g in group]

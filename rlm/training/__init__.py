@@ -27,7 +27,7 @@ EXPORTS = {
     "sft_config": "SFTConfig",
     "sft_examples": "Example show_counts show_example to_examples",
     "state": "TrainingState",
-    "trainer_setup": "check_arguments choose_tool load_policy make_sampler resolve_start",
+    "trainer_setup": "check_arguments load_policy make_sampler resolve_start",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import terminal
 from rlm.model import pick_device
-from rlm.runs import RunDirectory, new_alerts
+from rlm.runs import new_alerts
 from rlm.sampling import tool_spans
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
@@ -238,24 +238,19 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
 
 
 def log_step(
-    run: RunDirectory,
-    config: GRPOConfig,
-    metrics: Mapping[str, float],
-    groups: Sequence[Group],
-    advantages: Tensor,
-    tokenizer: PreTrainedTokenizerBase,
-    minutes: float = 0.0,
+    trainer: Any, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
 ) -> None:
     """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
 
     Args:
+        trainer: a `train_grpo.GRPOTrainer`; of it `run`, `config`, `state` and `tokenizer`.
         advantages: (P, G).
-        minutes: that this process has trained.
     """
+    run, config = trainer.run, trainer.config
     run.log(metrics)
     if run.writes:
         rows = run.metrics()
-        left = time_left(rows, config, minutes)
+        left = time_left(rows, config, trainer.state.minutes)
         terminal.line(step_line(metrics, config.steps, left))
         for warning in new_alerts(rows):
             terminal.line(f"warning: {warning}")
@@ -268,7 +263,7 @@ def log_step(
                 "answer": group.problem.answer,
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
-                **_tool_calls(group, tokenizer),
+                **_tool_calls(group, trainer.tokenizer),
                 "rewards": group.rewards,
                 "advantages": row,
             }

@@ -74,30 +74,24 @@ def check_arguments(model_name: object, config: object, others: Iterable[str]) -
         raise TypeError(f"config is a {kind}: give a rlm.GRPOConfig")
 
 
-def choose_tool(config: GRPOConfig, tool: Tool | None) -> tuple[GRPOConfig, Tool | None]:
-    """Return the tool of a run, `tool` or else what --tool names, and the config that names it.
-
-    Raises:
-        TypeError: `tool` is none.
-        UsageError: --tool names none.
-        ValueError: vLLM samples, which takes no tool.
-    """
-    if tool is None:
-        return config, load_tool(config.tool)
-    tool = as_tool(tool)
-    return replace(config, tool=tool.name), tool
-
-
-def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int) -> GRPOConfig:
-    """Return the config as this base and this machine can have it, with a line for what changes.
+def resolve_start(
+    config: GRPOConfig, tool: Tool | None, model: str, base_hash: str, processes: int
+) -> tuple[GRPOConfig, Tool | None]:
+    """Return the config as this base and this machine can have it, with a line for what changes,
+    and the run's tool: `tool`, or else what --tool names.
 
     What `GRPOConfig.resolve` found for the command line stays; a config made in Python may have
     the default adapter, which is used only where it fits, or `quantize` auto.
 
     Raises:
+        TypeError: `tool` is none.
         UsageError: an adapter that was asked for is not there or belongs to another base; there
-            are more processes than problems in a step; other tags were asked for than it has.
+            are more processes than problems in a step; other tags were asked for than it has;
+            --tool names none.
+        ValueError: vLLM samples, which takes no tool.
     """
+    tool = load_tool(config.tool) if tool is None else as_tool(tool)
+    config = replace(config, tool=tool.name if tool else "none")
     if config.batch_size < processes:
         raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
     if config.sampler == "vllm" and not config.sampler_url:
@@ -116,7 +110,7 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
         terminal.line(f"{adapter} was trained with --quantize {start.quantize}, now {now}")
     if adapter is not None and start.tool != config.tool:
         terminal.line(f"{adapter} was trained with --tool {start.tool}, now --tool {config.tool}")
-    return replace(
+    config = replace(
         config,
         sft_adapter=adapter,
         quantize=quantize,
@@ -124,6 +118,7 @@ def resolve_start(config: GRPOConfig, model: str, base_hash: str, processes: int
         use_8bit=quantize == "8bit",
         reasoning_format=start.resolve_format(config.reasoning_format),
     )
+    return config, tool
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:

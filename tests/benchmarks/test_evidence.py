@@ -592,11 +592,11 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
 
     first_steps, log_step = [], train_grpo.log_step
 
-    def killed_in_the_second_step(run, options, metrics, *rest):
+    def killed_in_the_second_step(trainer, metrics, *rest):
         first_steps.append(metrics["step"])
         if metrics["step"] == 1 and first_steps.count(1) == 1:
             raise Killed
-        log_step(run, options, metrics, *rest)
+        log_step(trainer, metrics, *rest)
 
     monkeypatch.setattr(train_grpo, "log_step", killed_in_the_second_step)
     with pytest.raises(Killed):

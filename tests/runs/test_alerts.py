@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,12 +105,12 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
     said = []
     times = {"time/sample": 1.0, "time/score": 0.0, "time/learn": 1.0}
     with RunDirectory(tmp_path / "run", resume=False) as run:
+        config, state = GRPOConfig(steps=20, sample_every=0), SimpleNamespace(minutes=0.0)
+        trainer = SimpleNamespace(run=run, config=config, state=state, tokenizer=None)
         for step in range(WINDOW + 2):
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
-            log_step(
-                run, GRPOConfig(steps=20, sample_every=0), metrics, [], torch.zeros(0, 2), None
-            )
+            log_step(trainer, metrics, [], torch.zeros(0, 2))
             said.append(capsys.readouterr().out)
     assert ["warning: " in text for text in said] == [False] * (WINDOW - 1) + [True, False, False]
     (line,) = [line for line in said[WINDOW - 1].splitlines() if line.startswith("warning: ")]
