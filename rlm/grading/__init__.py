@@ -7,6 +7,7 @@ from rlm.grading.answers import (
     split_completion,
     without_boxes,
 )
+from rlm.grading.arithmetic import evaluate_expression
 from rlm.grading.equations import Equation, find_equations, has_wrong_equation
 from rlm.grading.numbers import numbers_in, parse_number
 from rlm.grading.text import ANSWER_TYPES, READERS
@@ -18,6 +19,7 @@ __all__ = [
     "Equation",
     "Verdict",
     "Vote",
+    "evaluate_expression",
     "find_equations",
     "gold_from_gsm8k",
     "grade",

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from rlm.grading.arithmetic import evaluate_expression
+
 MAX_LENGTH = 200  # characters of one equation; a longer one is not read
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3}){1,6}+(?!\d)|\d++)(?:\.\d++)?+|\.\d++)"
 _OPERAND = rf"[($]{{0,5}}+-?+\$?+{_NUMBER}%?+\){{0,5}}+"
@@ -28,7 +30,6 @@ _INSIDE = re.compile(
     r"[ \t($]*\Z"
 )
 _MARK = re.compile(r"<<([^<>\n]{0,200})>>")
-_TOKEN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)|[-+*/()%]")
 _DIVISOR = re.compile(r"(?<=/ )\d+/\d+(?![\d./])")  # 60 / 3/4 is 60 / (3/4)
 _PLAIN = str.maketrans({"×": "*", "x": "*", "÷": "/", "$": None, ",": None})
 
@@ -44,7 +45,7 @@ class Equation:
 
     def __post_init__(self) -> None:
         try:
-            value = _evaluate(self.left)
+            value = evaluate_expression(self.left)
         except ZeroDivisionError:
             value = None
         object.__setattr__(self, "value", value)
@@ -58,7 +59,7 @@ class Equation:
         """
         if self.value is None:
             return False
-        values = {self.value, _evaluate(self.left.replace("%", ""))}
+        values = {self.value, evaluate_expression(self.left.replace("%", ""))}
         decimals = len(self.result.partition(".")[2])
         claims = [(Fraction(self.result), decimals)]
         claims += [(Fraction(self.result) / 100, decimals + 2)] if self.is_percent else []
@@ -100,47 +101,3 @@ def _read_chains(text: str) -> list[Equation]:
         except ValueError:  # parentheses that are not its own
             continue
     return found
-
-
-def _evaluate(expression: str) -> Fraction:
-    """The value of numbers with + - * / % and parentheses.
-
-    Raises:
-        ValueError: it is no expression.
-        ZeroDivisionError: it divides by zero.
-    """
-    tokens = [match[0] for match in _TOKEN.finditer(expression)][::-1]
-    value = _sum(tokens)
-    if tokens:
-        raise ValueError(f"{expression!r} goes on after its end")
-    return value
-
-
-def _sum(tokens: list[str]) -> Fraction:
-    value = _product(tokens)
-    while tokens and tokens[-1] in "+-":
-        value += _product(tokens) if tokens.pop() == "+" else -_product(tokens)
-    return value
-
-
-def _product(tokens: list[str]) -> Fraction:
-    value = _operand(tokens)
-    while tokens and tokens[-1] in "*/":
-        value = value * _operand(tokens) if tokens.pop() == "*" else value / _operand(tokens)
-    return value
-
-
-def _operand(tokens: list[str]) -> Fraction:
-    token = tokens.pop() if tokens else ""
-    if token == "-":
-        return -_operand(tokens)
-    if token == "(":
-        value = _sum(tokens)
-        if not tokens or tokens.pop() != ")":
-            raise ValueError("a parenthesis is not closed")
-    else:
-        value = Fraction(token)  # a ValueError if it is no number
-    while tokens and tokens[-1] == "%":
-        tokens.pop()
-        value /= 100
-    return value

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlm.cli import UsageError
+from rlm.grading import evaluate_expression
 from rlm.tools import Calculator, as_tool, load_tool
-from rlm.tools.calculator import MAX_LENGTH, evaluate_expression
+from rlm.tools.calculator import MAX_LENGTH
 
 ask = Calculator()
 
@@ -59,7 +60,8 @@ def test_hostile_text_costs_nothing():
         ask(text)
     assert time.perf_counter() - started < 0.5
     assert ask("<<" + "(" * 49 + "1" + ")" * 49 + "=") == "1>>"
-    assert evaluate_expression("1" + "+1" * MAX_LENGTH) is None  # too long
+    assert ask("<<" + "1" + "+1" * (MAX_LENGTH // 2 - 1) + "=") == f"{MAX_LENGTH // 2}>>"
+    assert ask("<<" + "1" + "+1" * (MAX_LENGTH // 2) + "=") is None  # too long
 
 
 NUMBERS = st.integers(0, 10**6).map(str) | st.decimals(0, 1000, places=2).map(str)
@@ -80,7 +82,7 @@ def test_it_agrees_with_python_on_fractions(expression):
         .replace("-", " - ").replace("*", " * ").split(" ")
     )  # fmt: skip
     value = eval(exact, {"Fraction": Fraction})
-    assert evaluate_expression(expression) == (value if len(expression) <= MAX_LENGTH else None)
+    assert evaluate_expression(expression) == value
     inserted = ask(f"<<{expression}=")
     assert inserted is None or Fraction(inserted.removesuffix(">>")) == value
 
