@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from rlm.sampling.linear import fused_linear
+from rlm.sampling import fused_linear
 
 REPEATS = 7
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}  # many times the last cache
