@@ -1,7 +1,8 @@
 """Calls the compiled C functions with tensors; one table holds their signatures.
 
 decode.c has what stands between the products of a decoding step, learn.c of the learning pass,
-logits.c draws and scores tokens, products.c multiplies where the CPU does it with pairs of bf16.
+logits.c draws and scores tokens, products.c multiplies: in fp32, and in bf16 where the CPU does it
+with pairs.
 Without a compiler torch does the same in many small passes, and oneDNN the products: equal up to
 rounding, and slower.
 """
@@ -88,6 +89,8 @@ class Kernels:
         self._columns = library.block_columns()
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
+        # How many inputs they take at a time.
+        self.multiplied_together = 4 // dtype.itemsize
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name != "multiply" or self.has_linear:
@@ -128,8 +131,9 @@ class Kernels:
         return multiply
 
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Matrices (outputs, inputs) as (blocks, matrices, inputs / 2, columns, 2)."""
-        # Two inputs are moved as one number of 32 bits.
+        """Matrices (outputs, inputs) as (blocks, matrices, inputs / n, columns, n), n of them
+        multiplied together."""
+        # They are moved as one number of 32 bits.
         pairs = [matrix.contiguous().view(torch.int32) for matrix in matrices]
         blocks = self._in_columns(pairs).transpose(-1, -2).contiguous()
         return blocks.view(matrices[0].dtype)

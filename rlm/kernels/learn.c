@@ -78,12 +78,13 @@ int masked_softmax(number *scores, const number *mask, int64_t heads, int64_t ro
                 powers[i] = widened(row[i]) + widened(added[i]);
                 most = powers[i] > most ? powers[i] : most;
             }
-#pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < columns; i++) {
                 float exponent = (powers[i] - most) * LOG2_E;
-                powers[i] = power_of_two(exponent < NOTHING ? NOTHING : exponent);
-                sum += powers[i];
+                powers[i] = exponent < NOTHING ? NOTHING : exponent;
             }
+            /* A loop of its own: GCC would make a jump of the comparison, and no vectors. */
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < columns; i++) sum += powers[i] = power_of_two(powers[i]);
             float share = 1 / sum;
             for (int64_t i = 0; i < columns; i++) row[i] = rounded(powers[i] * share);
         }

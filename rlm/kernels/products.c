@@ -1,5 +1,5 @@
-/* The matrix products of the fast path, for CPUs that multiply pairs of bf16 numbers (AVX512-BF16);
- * compiled by build.py.
+/* The matrix products of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM) and,
+ * in bf16, for those that multiply pairs (AVX512-BF16); compiled by build.py.
  *
  * With 64 rows a block of the weights is multiplied for about as long as it takes to come from
  * memory, and oneDNN does the one after the other. Here, while one block is multiplied, the next is
@@ -11,52 +11,87 @@
  */
 #include "numbers.h"
 
-/* CPUs with matrix tiles (AMX) are left to oneDNN, which uses them. */
-#if defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#include <immintrin.h>
+/* CPUs with matrix tiles (AMX) are left to oneDNN in bf16, which uses them. */
+#if (defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)) || \
+    (!defined(BF16) && (defined(__FMA__) || defined(__ARM_FEATURE_FMA)))
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 8
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 4 /* for 16 registers, where the others have 32 */
+#else
+#define LANES 4
+#define ROWS 8
+#endif
 
 enum {
-    ROWS = 8,
-    VECTORS = 3, /* of 16 sums: 24 of them, for 32 registers */
-    COLUMNS = 16 * VECTORS,
+    VECTORS = 3, /* of sums a row */
+    COLUMNS = LANES * VECTORS,
+    TOGETHER = 4 / sizeof(number), /* inputs that are multiplied at a time */
+    WORDS = COLUMNS * TOGETHER,    /* numbers of a block that they meet */
+    LINE = 64 / sizeof(number),    /* numbers that memory hands over at a time */
     TASKS = 4, /* per thread at least, if there are rows enough: then no thread waits long */
 };
 
+typedef float floats __attribute__((vector_size(4 * LANES)));
+
+#ifdef BF16
+#include <immintrin.h>
+typedef __m512bh operand;
+
+static inline operand same(const number *x) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (operand)_mm512_set1_epi32(pair);
+}
+static inline floats multiply_add(floats sum, operand x, operand weights) {
+    return _mm512_dpbf16_ps(sum, x, weights);
+}
+#else
+typedef floats operand;
+
+static inline operand same(const number *x) { return *x - (floats){0}; }
+static inline floats multiply_add(floats sum, operand x, operand weights) {
+    return sum + x * weights;
+}
+#endif
+typedef floats stored_floats __attribute__((aligned(4), may_alias));
+typedef operand stored_operand __attribute__((aligned(4), may_alias));
+
 int block_columns(void) { return COLUMNS; }
 
-/* The block of weights that will be multiplied next, asked for a pair of inputs at a time. */
+/* The block of weights that will be multiplied next, asked for a few inputs at a time. */
 typedef struct {
-    const number *pairs;
+    const number *weights;
     int64_t every, wait; /* once in so many turns, and the turns until then */
 } request;
 
-/* sums[i][j] = x[i] · weights[:, j] for the first `rows`, a constant; weights (inputs / 2, COLUMNS,
- * 2). */
+/* sums[i][j] = x[i] · weights[:, j] for the first `rows`, a constant; weights (inputs / TOGETHER,
+ * COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
 tile(const int rows, const number *x, const number *weights, int64_t inputs, request *next,
      float sums[ROWS][COLUMNS]) {
-    __m512 sum[ROWS][VECTORS];
+    floats sum[ROWS][VECTORS]; /* in registers */
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < inputs; k += 2) {
-        __m512bh weight[VECTORS];
+        for (int j = 0; j < VECTORS; j++) sum[i][j] = (floats){0};
+    for (int64_t k = 0; k < inputs; k += TOGETHER) {
+        operand weight[VECTORS];
         for (int j = 0; j < VECTORS; j++)
-            weight[j] = (__m512bh)_mm512_loadu_si512(weights + k * COLUMNS + j * 32);
+            weight[j] = *(const stored_operand *)(weights + k * COLUMNS + j * LANES * TOGETHER);
         if (--next->wait == 0) {
-            for (int j = 0; j < VECTORS; j++) __builtin_prefetch(next->pairs + j * 32, 0, 2);
-            next->pairs += 2 * COLUMNS;
+            for (int j = 0; j < WORDS; j += LINE) __builtin_prefetch(next->weights + j, 0, 2);
+            next->weights += WORDS;
             next->wait = next->every;
         }
         for (int i = 0; i < rows; i++) {
-            int32_t pair;
-            memcpy(&pair, x + i * inputs + k, sizeof pair);
-            __m512bh same = (__m512bh)_mm512_set1_epi32(pair);
-            for (int j = 0; j < VECTORS; j++)
-                sum[i][j] = _mm512_dpbf16_ps(sum[i][j], same, weight[j]);
+            operand one = same(x + i * inputs + k);
+            for (int j = 0; j < VECTORS; j++) sum[i][j] = multiply_add(sum[i][j], one, weight[j]);
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < VECTORS; j++) _mm512_storeu_ps(sums[i] + 16 * j, sum[i][j]);
+        for (int j = 0; j < VECTORS; j++) *(stored_floats *)(sums[i] + j * LANES) = sum[i][j];
 }
 
 static void multiply_tile(int64_t rows, const number *x, const number *weights, int64_t inputs,
@@ -65,10 +100,12 @@ static void multiply_tile(int64_t rows, const number *x, const number *weights, 
     case 1: return tile(1, x, weights, inputs, next, sums);
     case 2: return tile(2, x, weights, inputs, next, sums);
     case 3: return tile(3, x, weights, inputs, next, sums);
+#if ROWS > 4
     case 4: return tile(4, x, weights, inputs, next, sums);
     case 5: return tile(5, x, weights, inputs, next, sums);
     case 6: return tile(6, x, weights, inputs, next, sums);
     case 7: return tile(7, x, weights, inputs, next, sums);
+#endif
     default: return tile(ROWS, x, weights, inputs, next, sums);
     }
 }
@@ -79,8 +116,8 @@ static inline void scale_and_shift(float *sums, float factor, const float *bias)
         for (int j = 0; j < COLUMNS; j++) sums[j] += bias[j];
 }
 
-/* What is multiplied: x (rows, inputs); weights (blocks, inputs / 2, COLUMNS, 2) and, if there is
- * one, bias (blocks, COLUMNS), each twice as many blocks if `gated`: of the gate and of what it
+/* What is multiplied: x (rows, inputs); weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER) and,
+ * if there is one, bias (blocks, COLUMNS), each twice as many blocks if `gated`: of the gate and of what it
  * gates in turn. If `normed`, x counts as divided by its root mean square. Added, if there is one:
  * residual (rows, outputs). Into out (rows, outputs). */
 typedef struct {

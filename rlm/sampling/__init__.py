@@ -2,6 +2,7 @@
 
 from rlm.sampling.engine import Sampler
 from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.linear import fused_linear
 from rlm.sampling.managed_vllm import (
     VLLM_COMMAND,
     ManagedVLLM,
@@ -30,6 +31,7 @@ __all__ = [
     "VLLMSampler",
     "choose_sampling_dtype",
     "common_prefix_length",
+    "fused_linear",
     "prompt_seed",
     "sampling_dtype",
     "server_command",

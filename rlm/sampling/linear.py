@@ -62,7 +62,8 @@ def fused_linear(
     weights = [weight.to(dtype or weight.dtype) for weight in weights]
     biases = [_joined_bias(part, weights[0]) for part in parts] if has_bias else None
     epsilon = norm and norm.variance_epsilon
-    if kernels and kernels.has_linear and weights[0].shape[1] % 2 == 0:
+    inputs = weights[0].shape[1]
+    if kernels and kernels.has_linear and inputs % kernels.multiplied_together == 0:
         return kernels.linear(weights, biases, epsilon)
     ops = kernels or TorchOps
     linears = [_linear(*pair) for pair in zip(weights, biases or [None] * len(parts), strict=True)]

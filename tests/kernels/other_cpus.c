@@ -1,0 +1,111 @@
+/* Calls every compiled function with the same made-up numbers and prints what comes out, a number a
+ * line: test_other_cpus.py compares one CPU's with another's. */
+#include <stdio.h>
+
+#include "numbers.h"
+
+enum { ROWS = 13, IN = 70, OUT = 53, HEADS = 2, TOKENS = 37, VOCABULARY = 700 };
+
+typedef struct {
+    const number *x, *weights;
+    const float *bias;
+    const number *residual;
+    number *out;
+    int64_t rows, inputs, outputs, gated, normed;
+    float epsilon;
+} product;
+typedef struct {
+    number *keys, *values;
+    int64_t slots, tokens;
+    const int64_t *slot, *length;
+} segment;
+typedef struct {
+    int64_t rows, heads;
+    segment parts[3];
+} step;
+
+int block_columns(void);
+void multiply(const product *, int) __attribute__((weak)); /* not for every CPU */
+int attend(const step *, int64_t, float, const number *, int64_t, const number *, int64_t,
+           const number *, int64_t, number *, int);
+void rotate(number *, const number *, const number *, int64_t, int64_t, int64_t, int);
+void norm(const number *, const number *, number *, int64_t, int64_t, float, int);
+void norm_back(const number *, const number *, const number *, number *, int64_t, int64_t, float, int);
+void gating(const number *, const number *, number *, int64_t, int);
+void gating_back(const number *, const number *, const number *, number *, number *, int64_t, int);
+int masked_softmax(number *, const number *, int64_t, int64_t, int64_t, int);
+int draw(const number *, int64_t, int64_t, float, int64_t, const double *, int64_t *, float *, int);
+void score_targets(number *, int64_t, int64_t, const int64_t *, float, int64_t, float *, float *, int);
+
+/* Number i of a stream, in (-1, 1), on every CPU the same. */
+static float made_up(int64_t stream, int64_t i) {
+    uint32_t x = (uint32_t)(stream * 7919 + i) * 2654435761u;
+    x ^= x >> 15;
+    return (int32_t)(x * 2246822519u) / 2147483648.0f;
+}
+static number *fill(int64_t stream, int64_t n) {
+    number *made = malloc(n * sizeof *made);
+    for (int64_t i = 0; i < n; i++) made[i] = rounded(made_up(stream, i));
+    return made;
+}
+static void show(const char *name, const number *from, int64_t n) {
+    for (int64_t i = 0; i < n; i++) printf("%s %.9g\n", name, widened(from[i]));
+}
+
+/* Weight (output, input) of a matrix lies where products.c looks for it. */
+static void products(int gated, int normed) {
+    int64_t columns = block_columns(), blocks = columns ? (OUT + columns - 1) / columns : 0;
+    if (!columns) return;
+    int together = 4 / sizeof(number), kinds = gated ? 2 : 1;
+    number *weights = calloc(blocks * kinds * IN * columns, sizeof *weights), out[ROWS * OUT];
+    float *bias = calloc(blocks * kinds * columns, sizeof *bias);
+    for (int kind = 0; kind < kinds; kind++)
+        for (int64_t o = 0; o < OUT; o++) {
+            int64_t block = o / columns * kinds + kind, column = o % columns;
+            bias[block * columns + column] = made_up(9 + kind, o);
+            for (int64_t i = 0; i < IN; i++)
+                weights[((block * IN / together + i / together) * columns + column) * together +
+                        i % together] = rounded(made_up(11 + kind, o * IN + i));
+        }
+    product p = {fill(1, ROWS * IN), weights, bias, fill(2, ROWS * OUT), out, ROWS, IN, OUT, gated,
+                 normed, 1e-5f};
+    multiply(&p, 2);
+    show("multiply", out, ROWS * OUT);
+}
+
+static void attention(void) {
+    int64_t slot[] = {0, 1}, length[] = {TOKENS, 5}, size = 2 * HEADS * WIDTH * TOKENS;
+    step s = {2, HEADS, {{0}}};
+    for (int i = 0; i < 3; i++)
+        s.parts[i] = (segment){fill(20 + i, size), fill(30 + i, size), 2, TOKENS, slot, length};
+    number out[2 * HEADS * QUERIES * WIDTH];
+    attend(&s, 0, 0.3f, fill(40, 2 * HEADS * QUERIES * WIDTH), HEADS * QUERIES * WIDTH,
+           fill(41, 2 * HEADS * WIDTH), HEADS * WIDTH, fill(42, 2 * HEADS * WIDTH), HEADS * WIDTH,
+           out, 2);
+    show("attend", out, 2 * HEADS * QUERIES * WIDTH);
+}
+
+int main(void) {
+    for (int i = 0; i < 4; i++) products(i & 1, i >> 1);
+    attention();
+    int64_t n = ROWS * IN, targets[ROWS], tokens[ROWS];
+    number *x = fill(1, n), *y = fill(2, n), *z = fill(3, n), out[ROWS * IN], other[ROWS * IN];
+    norm(x, y, out, ROWS, IN, 1e-5f, 2), show("norm", out, n);
+    norm_back(x, y, z, out, ROWS, IN, 1e-5f, 2), show("norm_back", out, n);
+    gating(x, y, out, n, 2), show("gating", out, n);
+    gating_back(x, y, z, out, other, n, 2), show("by_gate", out, n), show("by_up", other, n);
+    masked_softmax(z, y, 1, ROWS, IN, 2), show("masked_softmax", z, n);
+    number *heads = fill(4, ROWS * HEADS * WIDTH);
+    rotate(heads, fill(5, ROWS * WIDTH), fill(6, ROWS * WIDTH), ROWS, HEADS, HEADS * WIDTH, 2);
+    show("rotate", heads, ROWS * HEADS * WIDTH);
+    number *logits = fill(7, ROWS * VOCABULARY);
+    double uniform[ROWS];
+    float logprobs[ROWS], entropies[ROWS];
+    for (int i = 0; i < ROWS; i++) targets[i] = 50 * i, uniform[i] = (i + 0.5) / ROWS;
+    draw(logits, ROWS, VOCABULARY, 0.7f, 0, uniform, tokens, logprobs, 2);
+    for (int i = 0; i < ROWS; i++) printf("draw %d\nlogprob %.9g\n", (int)tokens[i], logprobs[i]);
+    score_targets(logits, ROWS, VOCABULARY, targets, 0.7f, 1, logprobs, entropies, 2);
+    for (int i = 0; i < ROWS; i++) printf("score %.9g\nentropy %.9g\n", logprobs[i], entropies[i]);
+    show("slopes", logits, ROWS * VOCABULARY);
+    return 0;
+}

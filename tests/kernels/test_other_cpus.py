@@ -1,0 +1,72 @@
+"""The C files compiled for CPUs that this one is not: what they compute agrees with this CPU's.
+
+ARM's run in QEMU; without it, or without the cross compiler, these tests are skipped and say so.
+"""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlm.kernels import build
+
+# Of the largest number that a function returns; bf16 has 8 bits.
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+MACROS = ("-DQUERIES=3", "-DWIDTH=64", "-DDRAWN=256", f"-I{build.FOLDER}")
+# Name: compiler, flag, what runs it, and whether products are compiled in fp32.
+CPUS = {
+    "AVX2": ("cc", "-march=haswell", (), True),
+    "AVX alone": ("cc", "-march=sandybridge", (), False),
+    "any x86": ("cc", "-march=x86-64", (), False),
+    "ARM": ("aarch64-linux-gnu-gcc", "-march=armv8-a", ("qemu-aarch64",), True),
+}
+
+
+def results(folder: Path, compiler: str, flag: str, runner: tuple[str, ...], dtype: str):
+    """What every function returns, by its name."""
+    flags = [part for part in build.FLAGS if not part.startswith("-march")]
+    if dtype == "bf16":
+        flags.append("-DBF16")
+    sources = [Path(__file__).with_name("other_cpus.c"), *build.SOURCES]
+    program = folder / "program"
+    command = [compiler, flag, *flags, *MACROS, "-static", "-o", program, *sources, "-lm"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    done = subprocess.run([*runner, program], check=True, capture_output=True, text=True)
+    found: dict[str, list[float]] = {}
+    for line in done.stdout.splitlines():
+        name, value = line.split()
+        found.setdefault(name, []).append(float(value))
+    return found
+
+
+@pytest.fixture(scope="module", params=TOLERANCE)
+def here(request, tmp_path_factory):
+    """The number type, and the results of this CPU."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no compiler")
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, results(folder, "cc", "-march=native", (), request.param)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", CPUS)
+def test_another_cpu_computes_the_same(cpu, here, tmp_path):
+    compiler, flag, runner, multiplies = CPUS[cpu]
+    if compiler == "cc" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("this is no x86 CPU")
+    missing = [program for program in (compiler, *runner) if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    dtype, wanted = here
+    found = results(tmp_path, compiler, flag, runner, dtype)
+    assert ("multiply" in found) == (multiplies and dtype == "fp32")
+    both = wanted.keys() & found.keys()
+    assert both >= wanted.keys() - {"multiply"}
+    for name in both:
+        largest = max(map(abs, wanted[name]))
+        pairs = zip(found[name], wanted[name], strict=True)
+        worst = max(abs(one - other) for one, other in pairs)
+        assert worst <= TOLERANCE[dtype] * largest, name
