@@ -1,4 +1,4 @@
-"""The command line: run the grid, show it, report it, ship an adapter."""
+"""The command line: run the grid, show it, report it."""
 
 import sys
 
@@ -26,14 +26,10 @@ def main(config: EvidenceConfig) -> int:
             if left
             else "all done; next: python -m benchmarks.evidence report"
         )
-    elif config.command == "report":
+    else:
         from benchmarks.evidence.report import write_report
 
         write_report(config)
-    else:
-        from benchmarks.evidence.ship import ship
-
-        ship(config)
     return 0
 
 

@@ -71,7 +71,7 @@ class Cell(NamedTuple):
         return [Cell(arm, self.seed) for arm in ARMS[self.arm].needs]
 
 
-COMMANDS = ("run", "report", "ship")
+COMMANDS = ("run", "report")
 
 
 def setting(default: Any, help: str, **bounds: Any) -> Any:
@@ -86,14 +86,12 @@ def count(default: int, help: str, at_least: int = 1) -> Any:
 @dataclass
 class EvidenceConfig(TRLFlags):
     command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
-    demo: Path = flag(Path("runs/demo"), "ship: a demo run's directory", positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
     minutes: float | None = flag(None, "start no cell after this many minutes", min=0)
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
     grid: Path = flag(Path("runs/evidence"), "the cells' directories")
     docs: Path = flag(Path("docs/results"), "where the report goes")
-    weights: Path = flag(Path("weights/final_rlm_lora"), "ship: where the adapter goes")
 
     model: str = setting(EMBEDDED_MODEL, "hub id or directory")
     dataset: str = setting("word-problems", "or gsm8k:DIRECTORY (hash checked)")
@@ -154,7 +152,7 @@ class EvidenceConfig(TRLFlags):
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides what a cell measures, and must not change within a grid."""
-        free = {"command", "demo", "cells", "list", "minutes", "seeds", "grid", "docs", "weights"}
+        free = {"command", "cells", "list", "minutes", "seeds", "grid", "docs"}
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:

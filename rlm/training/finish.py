@@ -29,10 +29,10 @@ def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, 
     trainer.sampler.release()
     correct, total = sum(distributed.gather([correct])), len(problems)
     accuracy = correct / total
+    trainer.state.keep_if_best(accuracy, step)  # the start, too
     if step == 0:
         terminal.line(f"start: validation accuracy {accuracy:.1%} ({correct} of {total})")
         return {"eval/start_accuracy": accuracy} | seconds
-    trainer.state.keep_if_best(accuracy, step)
     return {"eval/accuracy": accuracy} | seconds
 
 
@@ -43,6 +43,8 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
         validated_on: how many validation problems chose it.
     """
     trainer.state.load_best()
+    if trainer.state.best_step == 0:
+        terminal.line("no step was better than the start on validation: the start is exported")
     rows = trainer.distributed.broadcast(trainer.run.metrics())  # of all steps
     config, state = trainer.config, trainer.state
     summary = {

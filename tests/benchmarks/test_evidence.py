@@ -126,13 +126,13 @@ def test_a_config_travels_to_a_cells_process():
 
 
 def test_presets_and_positions_are_read():
-    config = parse(EvidenceConfig, ["ship", "runs/x", "--preset", "gsm8k"], presets=PRESETS)
-    assert (config.command, config.demo, config.greedy_problems) == ("ship", Path("runs/x"), 1319)
+    config = parse(EvidenceConfig, ["report", "--preset", "gsm8k"], presets=PRESETS)
+    assert (config.command, config.greedy_problems) == ("report", 1319)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--steps", "0"], ["--trl-batch", "7"], ["--samples", "1"], ["nonsense"], ["ship", "x-s0"]],
+    [["--steps", "0"], ["--trl-batch", "7"], ["--samples", "1"], ["nonsense"]],
 )
 def test_mistakes_are_refused(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
@@ -884,54 +884,6 @@ def test_numbers_are_written_with_their_intervals():
 )
 def test_few_seeds_speak_for_themselves_alone(low, high, seeds, verdict):
     assert Interval((low + high) / 2, low, high, seeds, 9).verdict == verdict
-
-
-def test_the_adapter_of_a_demo_run_is_shipped_with_the_figures_of_the_run(finished, tmp_path):
-    from benchmarks.evidence.ship import ship
-    from inference import load_rlm_model
-
-    run, weights = tmp_path / "demo", tmp_path / "weights" / "final"
-    for cell, name in (("sft", "sft_lora"), ("grpo", "final_rlm_lora")):
-        shutil.copytree(finished.folder(Cell(cell, 0)) / "adapter", run / name)
-    config = replace(finished, command="ship", demo=run, weights=weights, other_problems=4)
-    with pytest.raises(UsageError, match="make demo"):
-        ship(config)
-    counted = {"correct": 2, "total": 4, "low": 0.15, "high": 0.85}
-    drawn = {"mean": 0.25, "low": 0.1, "high": 0.4}
-    summary = {
-        "accuracy": {
-            row: {"strict": counted, "lenient": counted} for row in ("base", "sft", "grpo")
-        },
-        "sampled_accuracy": {row: {"strict": drawn} for row in ("sft", "grpo")},
-        "gain": {"points": 12.9, "low": 8.8, "high": 17.1},
-        "seconds": {"total": 1140.0},
-        "machine": "2 cores, cpu",
-        "command": "python examples/demo.py --problems 4",
-    }
-    (run / "summary.json").write_text(json.dumps(summary))
-    ship(config)
-    card = (weights / "README.md").read_text()
-    assert "`python examples/demo.py --problems 4` at commit" in card
-    assert "SFT on 16 worked solutions, then 2 steps of 2 problems" in card
-    assert "19 minutes in all on 2 cores, cpu;" in card
-    assert "| after GRPO | 50.0 (15.0–85.0) | 50.0 (15.0–85.0) | 25.0 (10.0–40.0) |" in card
-    assert "+12.9 points (+8.8 to +17.1)" in card
-    assert "| families nobody saw | 4 |" in card
-    tensors = load_file(weights / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    trained = adapter_of(finished, "grpo")
-    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
-    shipped = read_json(weights / "run.json")
-    assert shipped["command"] == summary["command"]
-    assert shipped["greedy_after_rounding"]["families nobody saw"]["total"] == 4
-    assert "Wrong. " in card
-    assert "Right. " not in card  # a random model is never right, and nothing is made up
-    texts = [file for file in weights.iterdir() if file.suffix != ".safetensors"]
-    everything = "".join(file.read_text() for file in texts)
-    assert str(finished.grid) not in everything
-    assert str(tmp_path) not in everything
-    model, _ = load_rlm_model(weights, model=finished.model)
-    assert model.rlm_format.reasoning_tag == "think"
 
 
 @pytest.mark.slow

@@ -1,0 +1,94 @@
+"""A trained adapter is rounded, judged and described; nothing of this machine is in what ships."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+import train_sft
+from benchmarks import ship
+from inference import load_rlm_model
+from rlm.cli import UsageError
+from rlm.training.config import GRPOConfig
+from rlm.training.sft_config import SFTConfig
+from tests.test_scripts import DATA
+
+TEST_SET = '{"question": "What is 1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n'
+
+
+@pytest.fixture(scope="module")
+def run(model_dir, tmp_path_factory):
+    """A directory with the adapters of both stages, trained with the calculator."""
+    folder, dataset = tmp_path_factory.mktemp("run"), DATA[1]
+    same = {"model": str(model_dir), "dataset": dataset, "tool": "calculator"}
+    train_sft.main(
+        SFTConfig(
+            **same, max_samples=8, batch_size=4, micro_batch=4, eval_samples=0, lora_r=2,
+            reasoning_format="deepseek", output=folder / "sft", run_dir=folder / "run_sft",
+        )
+    )  # fmt: skip
+    train_grpo.main(
+        GRPOConfig(
+            **same, sft_adapter=folder / "sft", output=folder / "grpo", run_dir=folder / "run",
+            steps=1, batch_size=2, group_size=2, max_new_tokens=8, eval_samples=2,
+        )
+    )  # fmt: skip
+    (folder / "mine.jsonl").write_text(TEST_SET)
+    return folder
+
+
+def config_of(run, folder, **options):
+    sets = ("elementary", str(run / "mine.jsonl"))
+    places = {"weights": folder / "weights" / "final", "results": folder / "results" / "e.json"}
+    more = {"sets": sets, "max_samples": 3, "max_new_tokens": 8, **places, **options}
+    return ship.ShipConfig(adapter=run / "grpo", **more)
+
+
+def test_an_adapter_is_shipped_with_its_figures(run, tmp_path):
+    config = config_of(run, tmp_path)
+    assert ship.main(config) == 0
+    trained = load_file(run / "grpo" / "adapter_model.safetensors")
+    tensors = load_file(config.weights / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensors[name], trained[name].bfloat16()) for name in trained)
+    found = json.loads(config.results.read_text())
+    assert {name: list(tools) for name, tools in found["sets"].items()} == {
+        "elementary": ["none", "calculator"], "mine": ["none", "calculator"],
+    }  # fmt: skip
+    for tools in found["sets"].values():
+        for figures in tools.values():
+            assert figures["shipped"]["strict"]["correct"] == 0  # a random model is never right
+            assert figures["lead"] == {"points": 0, "low": 0, "high": 0}
+    assert set(found["verdicts"]["mine"]["none"].values()) == {"00"}
+    assert [len(found["verdicts"][name]["calculator"]) for name in found["sets"]] == [3, 2]
+    card = (config.weights / "README.md").read_text()
+    assert "| elementary | 3 | none | 0.0 (0.0–56.2) | 0 | +0.0 (+0.0 to +0.0) |" in card
+    assert "Wrong. " in card
+    assert "Right. " not in card
+    shipped = json.loads((config.weights / "run.json").read_text())
+    assert (shipped["stage"], shipped["config"]["tool"]) == ("grpo", "calculator")
+    texts = [file for file in config.weights.iterdir() if file.suffix != ".safetensors"]
+    everything = "".join(file.read_text() for file in [*texts, config.results])
+    assert str(run) not in everything
+    model, _ = load_rlm_model(
+        config.weights, model=json.loads((run / "grpo" / "run.json").read_text())["base_model"]
+    )
+    assert model.rlm_format.reasoning_tag == "think"
+
+
+def test_what_is_too_large_or_no_result_of_grpo_is_refused_and_nothing_replaced(
+    run, tmp_path, monkeypatch
+):
+    config = config_of(run, tmp_path, sets=(str(run / "mine.jsonl"),))
+    shutil.copytree(run / "sft", config.weights)
+    before = (config.weights / "run.json").read_bytes()
+    with pytest.raises(UsageError, match=r"not made by train_grpo\.py"):
+        ship.main(ship.ShipConfig(adapter=run / "sft", weights=config.weights))
+    monkeypatch.setattr(ship, "LARGEST_MB", 1e-6)
+    with pytest.raises(UsageError, match="too many to commit"):
+        ship.main(config)
+    assert (config.weights / "run.json").read_bytes() == before
+    assert [path.name for path in config.weights.parent.iterdir()] == [config.weights.name]
