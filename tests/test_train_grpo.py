@@ -257,6 +257,21 @@ def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
     assert not all(torch.equal(t, last[f"adapter/{name}"]) for name, t in trainer.adapter.items())
 
 
+def test_the_start_is_exported_if_no_step_did_better(model_dir, tmp_path, monkeypatch, capsys):
+    """Of equals the later: a run whose accuracy stays is not thrown away."""
+    for number, (right, step) in enumerate([([3, 2, 1], 0), ([3, 2, 3], 2)]):
+        counts = iter(right)
+        monkeypatch.setattr(GRPOTrainer, "count_correct", lambda *_, counts=counts: next(counts))
+        config = a_config(tmp_path / str(number), steps=2, eval_every=1)
+        trainer = a_trainer(model_dir, config)
+        start = {name: tensor.clone() for name, tensor in trainer.adapter.items()}
+        summary = trainer.train(PROBLEMS, PROBLEMS[:4])
+        assert (summary["step"], summary["accuracy"]) == (step, 0.75)
+        is_start = all(torch.equal(t, start[name]) for name, t in trainer.adapter.items())
+        assert is_start == (step == 0)
+        assert ("the start is exported" in capsys.readouterr().out) == (step == 0)
+
+
 def test_validation_counts_right_answers_whatever_is_rewarded(model_dir, tmp_path):
     config = a_config(tmp_path, steps=1, eval_every=1)
     train(model_dir, config, lambda completions: [1.0] * len(completions), PROBLEMS[:3])
