@@ -153,7 +153,11 @@ def test_one_that_never_answers_is_given_up_and_ended(record, tmp_path, monkeypa
     monkeypatch.setenv("STAND_IN", "mute")
     monkeypatch.setattr(managed_vllm, "START_TIMEOUT", 2.0)
     monkeypatch.setattr(managed_vllm, "PROGRESS_INTERVAL", 0.5)
-    server = ManagedVLLM(PROGRAM, tmp_path / "vllm.log")
+    log = tmp_path / "vllm.log"
+    server = ManagedVLLM(PROGRAM, log)
+    until = time.monotonic() + 60
+    while "loading" not in log.read_text() and time.monotonic() < until:  # a busy machine
+        time.sleep(0.05)
     with pytest.raises(UsageError, match=r"vLLM was not ready after 2 s: see .*vllm.log"):
         server.wait_until_healthy()
     assert "so far: loading MODEL" in capsys.readouterr().out
