@@ -1,5 +1,6 @@
 """The rollout engine: many completions of many prompts, reproducible whatever shares the batch."""
 
+from rlm.sampling.draw import sample_tokens
 from rlm.sampling.engine import Sampler
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.managed_vllm import (
@@ -31,6 +32,7 @@ __all__ = [
     "choose_sampling_dtype",
     "common_prefix_length",
     "prompt_seed",
+    "sample_tokens",
     "sampling_dtype",
     "server_command",
     "server_options",
