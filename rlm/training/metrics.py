@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import terminal
+from rlm.data import FORMATS
+from rlm.grading import grade
 from rlm.model import pick_device
 from rlm.runs import RunDirectory, new_alerts
 from rlm.sampling import tool_spans
@@ -268,6 +270,8 @@ def log_step(
                 "answer": group.problem.answer,
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
+                "truncated": [completion.truncated for completion in group.completions],
+                "verdicts": _verdicts(group, config),
                 **_tool_calls(group, tokenizer),
                 "rewards": group.rewards,
                 "advantages": row,
@@ -280,6 +284,15 @@ def log_step(
         reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
         verdict = f"reward {reward}, gold {first.problem.answer}"
         terminal.sample(first.problem.question, first.texts[0], verdict)
+
+
+def _verdicts(group: Group, config: GRPOConfig) -> list[str]:
+    """Return the reason of the strict grader's verdict on each completion, whatever was rewarded."""
+    problem, tags = group.problem, FORMATS[config.reasoning_format].tags
+    return [
+        grade(text, problem.answer, strict=True, kind=problem.answer_type, **tags).reason
+        for text in group.texts
+    ]
 
 
 def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
