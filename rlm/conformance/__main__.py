@@ -54,13 +54,14 @@ def markdown(result: dict[str, Any]) -> list[str]:
             found = row[name]
             cell = found["status"]
             if cell == "differs":
-                cell = f"**differs by {found['by']:.3g}**"
+                cell = f"**differs by {found['by']:.2g}**"
             if cell == "documented":
-                notes.append(f"{name} {found['why']} (by {found['by']:.3g}): {found['place']}")
-                cell = f"documented as different [{len(notes)}]"
+                note = f"{name}: {found['why']} (`{found['place']}`)"
+                notes += [note] if note not in notes else []
+                cell = f"documented as different, by {found['by']:.2g} ({1 + notes.index(note)})"
             cells.append(cell)
         lines.append(f"| {row['formula']} | {' | '.join(cells)} |")
-    lines += ["", *(f"[{number}] {note}" for number, note in enumerate(notes, start=1))]
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
     return lines + [f"not compared: {n}: {why}" for n, why in result["not installed"].items()]
 
 

@@ -49,7 +49,11 @@ def compare(case: Case, adapter: Adapter, peer: str = "", source: ModuleType | N
     found = {"status": "differs", "by": apart, "answer": answer}
     if peer in case.known and source:
         known = case.known[peer]
-        found |= {"status": "documented", "why": known["why"], "place": place(source, known["line"])}
+        found |= {
+            "status": "documented",
+            "why": known["why"],
+            "place": place(source, known["line"]),
+        }
     return found
 
 

@@ -31,7 +31,10 @@ def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
             return None
         rows, group = rewards.numel(), np.arange(rewards.shape[0]).repeat(rewards.shape[1])
         values, _ = SOURCE.compute_grpo_outcome_advantage(
-            rewards.reshape(rows, 1), torch.ones(rows, 1), group, norm_adv_by_std_in_grpo=given.scale
+            rewards.reshape(rows, 1),
+            torch.ones(rows, 1),
+            group,
+            norm_adv_by_std_in_grpo=given.scale,
         )
         return values.view_as(rewards)
     if formula == "mask" and not given.mask_truncated:

@@ -35,8 +35,7 @@ class ViewConfig:
 def main(config: ViewConfig) -> int:
     runs = [read_run(path) for path in (config.run_dir, config.compare) if path]
     output = config.output or config.run_dir / "rollouts.html"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(output, render_page(runs).encode())
+    replace_file(output, render_page(runs))
     count = sum(len(group["completions"]) for run in runs for group in run["groups"])
     size = output.stat().st_size / 1e6
     terminal.line(f"written: {output} ({count} rollouts, {size:.1f} MB); open it in a browser")
@@ -88,7 +87,6 @@ def render_page(runs: list[dict[str, Any]]) -> str:
         (PAGE / name).read_text(encoding="utf-8") for name in ("view.html", "view.css", "view.js")
     )
     data = json.dumps(runs, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    data = data.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
     for name, text in parts.items():  # the data last: it may hold a mark

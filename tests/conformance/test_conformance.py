@@ -4,6 +4,7 @@ and the page's adapter and table are what the kit makes of them."""
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ MUTATIONS = {
     "a group without a difference by its advantages": lambda patch: patch.setattr(
         advantages, "has_signal", lambda rewards: torch.ones(len(rewards), dtype=torch.bool)
     ),
-    "clip on the wrong side": lambda patch: patch.setattr(torch, "minimum", torch.maximum),
+    "clip on the wrong side": lambda patch: patch.setattr(
+        loss, "torch", SimpleNamespace(minimum=torch.maximum, zeros=torch.zeros)
+    ),
     "a denominator of the rows with a gradient": lambda patch: patch.setattr(
         batches,
         "row_weights",
@@ -46,7 +49,9 @@ MUTATIONS = {
     "a tool's tokens are learned": lambda patch: patch.setattr(
         batches.MicroBatch,
         "completion_mask",
-        property(lambda self: torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]),
+        property(
+            lambda self: torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        ),
     ),
     "no temperature in the score": lambda patch: patch.setattr(
         logprobs, "_score", lambda logits, targets, *_: _score(logits, targets, 1.0, False)
@@ -104,7 +109,9 @@ def run_on(file, tmp_path, monkeypatch):
     monkeypatch.setattr("rlm.conformance.comparison.PEERS", ())
     output = tmp_path / "conformance.json"
     code = kit.main(kit.ConformanceConfig(trainer=f"{file}:adapter", json=output))
-    return code, {row["formula"]: row["yours"] for row in json.loads(output.read_text())["formulas"]}
+    return code, {
+        row["formula"]: row["yours"] for row in json.loads(output.read_text())["formulas"]
+    }
 
 
 def test_the_adapter_of_the_page_passes(example, tmp_path, monkeypatch):
