@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ PEERS = ("trl", "verl")
 
 
 def load_peers() -> tuple[dict[str, tuple[Adapter, ModuleType]], dict[str, str]]:
-    """Return name and version → (adapter, source) of the peers installed, and why others are not."""
+    """Return the peers that are installed, (adapter, source) by name, and why others are not."""
     found, missing = {}, {}
     for name in PEERS:
         try:
@@ -48,12 +49,8 @@ def compare(case: Case, adapter: Adapter, peer: str = "", source: ModuleType | N
         return {"status": "equal", "answer": answer}
     found = {"status": "differs", "by": apart, "answer": answer}
     if peer in case.known and source:
-        known = case.known[peer]
-        found |= {
-            "status": "documented",
-            "why": known["why"],
-            "place": place(source, known["line"]),
-        }
+        why, where = case.known[peer]["why"], place(source, case.known[peer]["line"])
+        found |= {"status": "documented", "why": why, "place": where}
     return found
 
 
@@ -70,7 +67,7 @@ def _distance(answer: Any, expected: Any, exact: bool) -> float:
 def place(source: ModuleType, line: str) -> str:
     """Where a line stands in the source as installed: package/file.py:number."""
     file = inspect.getsourcefile(source)
-    for number, text in enumerate(open(file, encoding="utf-8"), start=1):  # noqa: SIM115
+    for number, text in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
         if line in text:
             return f"{source.__name__.replace('.', '/')}.py:{number}"
     return f"{source.__name__.replace('.', '/')}.py (the line has changed)"
@@ -85,6 +82,10 @@ def table(cases: list[Case], user: Callable[..., Any] | None) -> dict[str, Any]:
         if user:
             trainers["yours"] = compare(case, user)
         for name, (adapter, source) in peers.items():
-            trainers[name] = compare(case, adapter, name.split()[0], source)
+            try:
+                trainers[name] = compare(case, adapter, name.split()[0], source)
+            except Exception as error:  # of another version than the one that was read
+                why = f"{type(error).__name__}: {error}"
+                trainers[name] = {"status": "cannot be called", "why": why}
         rows.append({"formula": case.name, "by hand": case.expected, "how": case.by, **trainers})
     return {"trainers": list(rows[0])[3:], "not installed": missing, "formulas": rows}

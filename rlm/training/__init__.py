@@ -8,8 +8,8 @@ EXPORTS = {
     "advantages": "Group group_advantages has_signal overlong_penalties reward_tensor",
     "algorithms": "PRESETS algorithms_help",
     "batches": (
-        "MicroBatch Rollout draw_problems make_micro_batches make_rollouts problems_for_step rollout_seeds "
-        "shard_rollouts"
+        "MicroBatch Rollout draw_problems make_micro_batches make_rollouts problems_for_step "
+        "rollout_seeds shard_rollouts"
     ),
     "config": "GRPOConfig",
     "distributed": "Distributed",

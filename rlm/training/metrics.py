@@ -287,12 +287,10 @@ def log_step(
 
 
 def _verdicts(group: Group, config: GRPOConfig) -> list[str]:
-    """Return the reason of the strict grader's verdict on each completion, whatever was rewarded."""
-    problem, tags = group.problem, FORMATS[config.reasoning_format].tags
-    return [
-        grade(text, problem.answer, strict=True, kind=problem.answer_type, **tags).reason
-        for text in group.texts
-    ]
+    """Return the reasons of the strict grader's verdicts, whatever the reward was."""
+    gold, kind = group.problem.answer, group.problem.answer_type
+    how = {"strict": True, "kind": kind, **FORMATS[config.reasoning_format].tags}
+    return [grade(text, gold, **how).reason for text in group.texts]
 
 
 def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:

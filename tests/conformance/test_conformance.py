@@ -49,9 +49,7 @@ MUTATIONS = {
     "a tool's tokens are learned": lambda patch: patch.setattr(
         batches.MicroBatch,
         "completion_mask",
-        property(
-            lambda self: torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        ),
+        property(lambda own: torch.arange(max(own.lengths)) < torch.tensor(own.lengths)[:, None]),
     ),
     "no temperature in the score": lambda patch: patch.setattr(
         logprobs, "_score", lambda logits, targets, *_: _score(logits, targets, 1.0, False)
@@ -90,6 +88,13 @@ def test_trl_differs_where_it_is_known_to(case, trl):
         assert found["status"] in ("equal", "not offered")
 
 
+def test_a_peer_of_another_version_is_a_row_and_no_crash(trl, monkeypatch, capsys):
+    monkeypatch.setattr("rlm.conformance.comparison.PEERS", ("trl",))
+    monkeypatch.delattr(trl.SOURCE.GRPOTrainer, "_compute_loss")
+    assert kit.main(kit.ConformanceConfig()) == 0
+    assert "| clip: four sides | equal | cannot be called |" in capsys.readouterr().out
+
+
 def test_a_line_that_is_gone_is_said():
     assert place(kit, "no such line").endswith("(the line has changed)")
 
@@ -109,9 +114,8 @@ def run_on(file, tmp_path, monkeypatch):
     monkeypatch.setattr("rlm.conformance.comparison.PEERS", ())
     output = tmp_path / "conformance.json"
     code = kit.main(kit.ConformanceConfig(trainer=f"{file}:adapter", json=output))
-    return code, {
-        row["formula"]: row["yours"] for row in json.loads(output.read_text())["formulas"]
-    }
+    rows = json.loads(output.read_text())["formulas"]
+    return code, {row["formula"]: row["yours"] for row in rows}
 
 
 def test_the_adapter_of_the_page_passes(example, tmp_path, monkeypatch):

@@ -121,11 +121,11 @@ def page(browser):
 
 @browser_test
 def test_steps_filters_and_a_tool(page, tmp_path):
-    run = write_run(tmp_path / "run", text=FLAWED, tool_calls=[[[14, 18]], [], [], []])
+    run = write_run(tmp_path / "run", text=FLAWED, tool_calls=[[[15, 19]], [], [], []])
     page.goto(page_of(tmp_path, run).as_uri())
     expect(page.locator("nav button")).to_have_count(3)
     expect(page.locator(".completion")).to_have_count(8)
-    expect(page.locator("ins").first).to_have_text("= 18")
+    expect(page.locator(".completion ins").first).to_have_text("= 18")
     first = page.locator(".completion").first
     expect(first).to_contain_text("correct")
     expect(first.locator("pre")).to_have_text(FLAWED)
