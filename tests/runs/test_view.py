@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -70,6 +72,14 @@ def test_the_page_holds_the_run(tmp_path, capsys):
         "tool_calls": [[0, 3]], "flawed": True,
     }  # fmt: skip
     assert (last["truncated"], last["flawed"]) == (True, False)
+
+
+def test_the_command_takes_the_run_without_a_flag(tmp_path):
+    run = write_run(tmp_path / "run")
+    command = [sys.executable, "-m", "rlm.runs.view", str(run), "--compare", str(run)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"written: {run}/rollouts.html (48 rollouts" in said
+    assert len(data_in((run / "rollouts.html").read_text())) == 2
 
 
 def test_a_run_of_an_earlier_version_is_shown_too(tmp_path):
