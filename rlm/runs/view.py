@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def read_run(path: Path) -> dict[str, Any]:
     if not groups:
         raise UsageError(f"{path}/samples.jsonl holds no rollouts; name the directory of a run")
     steps = {
-        row["step"]: {name: row[name] for name in SHOWN if row.get(name) is not None}
+        row["step"]: {name: row[name] for name in SHOWN if _finite(row.get(name)) is not None}
         for row in read_log(path / "metrics.jsonl")
     }
     shown = [_group(group) for group in groups]
@@ -63,8 +64,8 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
     texts = group["completions"]
     nothing = [None] * len(texts)  # a run of an earlier version says less
     columns = (
-        group["rewards"],
-        group["advantages"],
+        map(_finite, group["rewards"]),
+        map(_finite, group["advantages"]),
         group.get("verdicts", nothing),
         group.get("truncated", nothing),
         group.get("tool_calls", nothing),
@@ -77,6 +78,11 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
     return kept | {"completions": rows}
 
 
+def _finite(value: float | None) -> float | None:
+    """Return None for what JSON in a browser cannot hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def render_page(runs: list[dict[str, Any]]) -> str:
     """Return the page with style, script and the runs' data in it.
 
@@ -86,7 +92,7 @@ def render_page(runs: list[dict[str, Any]]) -> str:
     html, style, script = (
         (PAGE / name).read_text(encoding="utf-8") for name in ("view.html", "view.css", "view.js")
     )
-    data = json.dumps(runs, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(runs, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
     for name, text in parts.items():  # the data last: it may hold a mark

@@ -92,6 +92,13 @@ def test_a_run_of_an_earlier_version_is_shown_too(tmp_path):
     assert shown["groups"][0]["completions"][0]["verdict"] is None
 
 
+def test_a_reward_that_is_no_number_is_shown_as_none(tmp_path):
+    run = write_run(tmp_path / "run", rewards=[float("nan"), float("inf"), None, 0.5])
+    (shown,) = data_in(page_of(tmp_path, run).read_text())
+    rewards = [row["reward"] for row in shown["groups"][0]["completions"]]
+    assert rewards == [None, None, None, 0.5]
+
+
 def test_what_a_model_wrote_stays_data(tmp_path):
     html = page_of(
         tmp_path, write_run(tmp_path / "run", text=HOSTILE, question=HOSTILE)
