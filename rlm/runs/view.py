@@ -56,7 +56,9 @@ def read_run(path: Path) -> dict[str, Any]:
         row["step"]: {name: row[name] for name in SHOWN if _finite(row.get(name)) is not None}
         for row in read_log(path / "metrics.jsonl")
     }
-    shown = [_group(group) for group in groups]
+    # A run whose completions are no answers (graphs, say) is judged by its reward alone.
+    answered = any({"correct", "wrong"} & set(group.get("verdicts", ())) for group in groups)
+    shown = [_group(group if answered else group | {"verdicts": None}) for group in groups]
     return {"name": str(path), "steps": steps, "groups": shown}
 
 
@@ -66,9 +68,7 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
     columns = (
         map(_finite, group["rewards"]),
         map(_finite, group["advantages"]),
-        group.get("verdicts", nothing),
-        group.get("truncated", nothing),
-        group.get("tool_calls", nothing),
+        *(group.get(name) or nothing for name in ("verdicts", "truncated", "tool_calls")),
     )
     names = ("text", "reward", "advantage", "verdict", "truncated", "tool_calls")
     rows = [dict(zip(names, row, strict=True)) for row in zip(texts, *columns, strict=True)]

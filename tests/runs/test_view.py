@@ -92,6 +92,12 @@ def test_a_run_of_an_earlier_version_is_shown_too(tmp_path):
     assert shown["groups"][0]["completions"][0]["verdict"] is None
 
 
+def test_completions_that_are_no_answers_have_no_verdict(tmp_path):
+    run = write_run(tmp_path / "run", text="agent one", verdicts=["no_reasoning"] * 4)
+    (shown,) = data_in(page_of(tmp_path, run).read_text())
+    assert {c["verdict"] for group in shown["groups"] for c in group["completions"]} == {None}
+
+
 def test_a_reward_that_is_no_number_is_shown_as_none(tmp_path):
     run = write_run(tmp_path / "run", rewards=[float("nan"), float("inf"), None, 0.5])
     (shown,) = data_in(page_of(tmp_path, run).read_text())
