@@ -24,6 +24,7 @@ LAYERS = {
     "evaluation": 4,
     "training": 5,
     "reasoner": 5,
+    "conformance": 6,
     "serving": 6,
 }
 SCRIPTS = {"train_sft", "train_grpo", "evaluate", "inference", "server"}

@@ -1,5 +1,6 @@
 """The rollout engine: many completions of many prompts, reproducible whatever shares the batch."""
 
+from rlm.sampling.draw import sample_tokens
 from rlm.sampling.engine import Sampler
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.linear import fused_linear
@@ -33,6 +34,7 @@ __all__ = [
     "common_prefix_length",
     "fused_linear",
     "prompt_seed",
+    "sample_tokens",
     "sampling_dtype",
     "server_command",
     "server_options",

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import terminal
+from rlm.data import FORMATS
+from rlm.grading import grade
 from rlm.model import pick_device
 from rlm.runs import new_alerts
 from rlm.sampling import tool_spans
@@ -263,6 +265,8 @@ def log_step(
                 "answer": group.problem.answer,
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
+                "truncated": [completion.truncated for completion in group.completions],
+                "verdicts": _verdicts(group, config),
                 **_tool_calls(group, trainer.tokenizer),
                 "rewards": group.rewards,
                 "advantages": row,
@@ -275,6 +279,13 @@ def log_step(
         reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
         verdict = f"reward {reward}, gold {first.problem.answer}"
         terminal.sample(first.problem.question, first.texts[0], verdict)
+
+
+def _verdicts(group: Group, config: GRPOConfig) -> list[str]:
+    """Return the reasons of the strict grader's verdicts, whatever the reward was."""
+    gold, kind = group.problem.answer, group.problem.answer_type
+    how = {"strict": True, "kind": kind, **FORMATS[config.reasoning_format].tags}
+    return [grade(text, gold, **how).reason for text in group.texts]
 
 
 def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:

@@ -1,17 +1,20 @@
 """The metrics of a step, worked out by hand."""
 
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlm.data import Problem
+from rlm.runs import RunDirectory
 from rlm.sampling import Completion
 from rlm.training.advantages import Group
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.metrics import LearnMetrics, announce_run, step_metrics, time_left
+from rlm.training.metrics import LearnMetrics, announce_run, log_step, step_metrics, time_left
 
 
 def completion(length, reason="stop"):
@@ -135,3 +138,21 @@ def test_the_time_that_is_left_by_hand(options, expected):
     rows[0]["time/evaluate"], rows[4]["time/evaluate"] = 99.0, 20.0
     assert time_left(rows[:1], GRPOConfig(steps=1), 0.0) == 0
     assert time_left(rows, GRPOConfig(steps=13, **options), minutes=4.5) == expected
+
+
+def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
+    texts = ["<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>", "<think>\n1 + 1"]
+    group = Group(
+        Problem("p", "1 + 1?", "2"), [], [completion(2), completion(3, "length")], texts, [0.0, 0.0]
+    )
+    rewards, none = torch.zeros(1, 2), torch.zeros(1, 2)
+    seconds = {"sample": 1.0, "score": 1.0, "learn": 1.0}
+    kept = torch.ones(1, dtype=torch.bool)
+    metrics = {"step": 0} | step_metrics([group], rewards, none, kept, seconds)
+    config = GRPOConfig(steps=1, reasoning_format="deepseek", sample_every=0)
+    with RunDirectory(tmp_path / "run", resume=False) as run:
+        log_step(run, config, metrics, [group], none, None)
+    (row,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").open())
+    assert row["truncated"] == [False, True]
+    assert row["verdicts"][0] == "correct"  # though the reward was another
+    assert row["verdicts"][1] not in ("correct", "wrong")

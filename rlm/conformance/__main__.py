@@ -1,0 +1,70 @@
+"""Compare the formulas of GRPO trainers with values computed by hand: ours, TRL's, verl's, yours.
+
+    python -m rlm.conformance                                # a table; 1 if ours fails
+    python -m rlm.conformance --trainer my_trainer.py:adapter --json conformance.json
+
+docs/conformance.md has the formulas, and how an adapter is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlm.cli import check_command_line, flag, load_from_file, run_main, terminal
+
+
+@dataclass
+class ConformanceConfig:
+    trainer: str | None = flag(None, "FILE.py:NAME of an adapter to your trainer, to be tested too")
+    json: Path | None = flag(None, "write the table there, with every value")
+
+
+def main(config: ConformanceConfig) -> int:
+    from rlm.conformance.cases import load_cases
+    from rlm.conformance.comparison import table
+    from rlm.runs import replace_json
+
+    user = load_from_file("--trainer", config.trainer) if config.trainer else None
+    result = table(load_cases(), user)
+    for line in markdown(result):
+        terminal.line(line)
+    if config.json:
+        replace_json(config.json, result)
+    judged = ("rlm", "yours") if user else ("rlm",)
+    failed = [
+        (name, row["formula"])
+        for row in result["formulas"]
+        for name in judged
+        if row[name]["status"] == "differs"
+    ]
+    for name, formula in failed:
+        terminal.line(f"failed: {name}: {formula}")
+    return 1 if failed else 0
+
+
+def markdown(result: dict[str, Any]) -> list[str]:
+    """Return the table in Markdown, the places of known differences below it."""
+    names, notes = result["trainers"], []
+    lines = [f"| formula | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for row in result["formulas"]:
+        cells = []
+        for name in names:
+            found = row[name]
+            cell = found["status"]
+            if cell == "differs":
+                cell = f"**differs by {found['by']:.2g}**"
+            if cell == "documented":
+                note = f"{name}: {found['why']} (`{found['place']}`)"
+                notes += [note] if note not in notes else []
+                cell = f"documented as different, by {found['by']:.2g} ({1 + notes.index(note)})"
+            cells.append(cell)
+        lines.append(f"| {row['formula']} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
+    return lines + [f"not compared: {n}: {why}" for n, why in result["not installed"].items()]
+
+
+if __name__ == "__main__":
+    check_command_line(ConformanceConfig, description=__doc__)
+    run_main(main, ConformanceConfig, description=__doc__)

@@ -1,0 +1,85 @@
+"""verl's formulas as installed: the functions of its `core_algos`, called as its workers call them.
+
+`verl/workers/utils/losses.py` adds policy and KL terms up, and gives every loss the totals of the
+whole batch; so does this. What a case does not say is verl's default.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import verl.trainer.ppo.core_algos as SOURCE
+from torch import Tensor
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils.torch_functional import get_response_mask
+from verl.workers.config import ActorConfig
+
+AGGREGATIONS = {
+    "sequence": "seq-mean-token-mean",
+    "token": "token-mean",
+    "constant": "seq-mean-token-sum-norm",
+}
+
+
+def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
+    """Compute a case by verl's code."""
+    if formula == "advantages":
+        rewards = torch.tensor(given.rewards, dtype=torch.float32)  # (P, G)
+        if rewards.isnan().any():  # a reward there is a number
+            return None
+        rows, group = rewards.numel(), np.arange(rewards.shape[0]).repeat(rewards.shape[1])
+        values, _ = SOURCE.compute_grpo_outcome_advantage(
+            rewards.reshape(rows, 1),
+            torch.ones(rows, 1),
+            group,
+            norm_adv_by_std_in_grpo=given.scale,
+        )
+        return values.view_as(rewards)
+    if formula == "mask" and not given.mask_truncated:
+        width = max(map(len, given.completions))
+        ids = torch.tensor([row + [given.pad] * (width - len(row)) for row in given.completions])
+        return get_response_mask(ids, given.end)
+    return _loss(given) if formula == "loss" else None
+
+
+def _loss(given: SimpleNamespace) -> Tensor:
+    mode = AGGREGATIONS[given.aggregation]
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=given.clip_low,
+        clip_ratio_high=given.clip_high,
+        loss_agg_mode=mode,
+    )
+    totals = {
+        "dp_size": given.processes,
+        "batch_num_tokens": given.step_mask.sum(),
+        "global_batch_size": len(given.step_mask),
+        "loss_scale_factor": given.constant,
+    }
+    config.global_batch_info.update(totals)
+    weights = None
+    if given.importance_cap:
+        weights, _ = compute_rollout_correction_weights(
+            given.old_logprobs - given.sampler_logprobs,
+            given.mask,
+            rollout_is="token",
+            rollout_is_threshold=given.importance_cap,
+        )
+    name = "cispo" if given.objective == "weighted" else "vanilla"
+    policy, _ = SOURCE.get_policy_loss_fn("gspo" if given.ratio == "sequence" else name)(
+        old_log_prob=given.old_logprobs,
+        log_prob=given.logprobs,
+        advantages=given.advantages[:, None] * given.mask,
+        response_mask=given.mask,
+        loss_agg_mode=mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    kl = SOURCE.kl_penalty(given.logprobs, given.ref_logprobs, given.kl_estimator)
+    kl = SOURCE.agg_loss(kl, given.mask, mode, **totals)
+    loss = policy + given.kl_weight * kl
+    return loss / given.processes  # whose gradients FSDP averages
