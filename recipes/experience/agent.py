@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, cycle
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -47,6 +48,9 @@ PLACEHOLDERS = {
     "critic_experience_extraction": "problem gold rollouts library room",
     "judge_logic": "problem scaffold solution",
     "solve": "problem",
+    "question": "problem",
+    "rule": "problem right wrong",
+    "critic_answer": "problem attempts",
 }
 
 
@@ -170,12 +174,25 @@ class Agent:
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
-    def ask(self, stage: str, seed: str, **values: str) -> ChatReply:
+    @property
+    def reply_tokens(self) -> int:
+        """How long a reply may be."""
+        return min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens)
+
+    def ask(
+        self,
+        stage: str,
+        seed: str,
+        *,
+        examples: Sequence[tuple[str, str]] = (),
+        **values: str,
+    ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same was asked before.
 
         Args:
             stage: the prompt's name.
             seed: whatever tells this request from others; a number made of it is sent.
+            examples: earlier turns, (question, answer).
             values: for the prompt's placeholders; a $ inside a value stays what it is.
 
         Raises:
@@ -185,10 +202,10 @@ class Agent:
         seed = seed if self.seed is None else f"{self.seed} {seed}"
         prompt = self.prompts[stage].substitute(values).strip()
         request = {
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": _conversation([*chain(*examples), prompt]),
             "model": self.model,
             "temperature": self.temperature,
-            "max_tokens": min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens),
+            "max_tokens": self.reply_tokens,
             "seed": int(_sha256(f"{self.name} {stage} {seed}")[:7], 16),
         }
         key = _sha256(json.dumps([self.name, request], sort_keys=True))
@@ -203,6 +220,11 @@ class Agent:
         row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
         self.journal.add(key, row)
         return reply
+
+
+def _conversation(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Write texts as turns of the user and the assistant."""
+    return [{"role": r, "content": t} for r, t in zip(cycle(("user", "assistant")), texts)]
 
 
 def _sha256(text: str) -> str:

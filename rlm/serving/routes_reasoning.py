@@ -104,6 +104,7 @@ def _report(
         ),
         seed=request.seed,
         model=_model(service, running),
+        experiences=list(running.experiences),
         warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
     )
 
