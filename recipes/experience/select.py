@@ -18,6 +18,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def make_candidates(
             found.append(Candidate("example", group.problem, shown(reply, group.problem)))
     for kind, make in (("rule", _rule), ("fusion", _fusion)):
         if kind in kinds:
-            found += run_all(critic, [partial(make, critic, group) for group in groups])
+            found += run_all(critic, [(g.problem.id, partial(make, critic, g)) for g in groups])
     return [candidate for candidate in found if candidate and candidate.content]
 
 
@@ -217,7 +218,7 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
     """Estimate (requests, tokens read) of each role, at most; an example is as long as a prompt."""
     read = tokens_of([problem.question for problem in problems]) // len(problems)
-    calls = {name: config.problems * config.samples for name in GENERATORS}
+    calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
     calls[GENERATORS[0]] += config.held_out + len(config.kinds) * config.groups * config.trial_size
     asked = len({"rule", "fusion"} & set(config.kinds)) * config.groups
     attempts = len(GENERATORS) * config.samples
@@ -244,17 +245,15 @@ def main(config: SelectConfig) -> int:
         return 0
     options = {"stage": config.stage}
     drawn = [answer_all(agents[n], practise, (), config.samples, **options) for n in GENERATORS]
-    attempts = [sum(each, []) for each in zip(*drawn, strict=True)]
+    attempts = [[*chain(*each)] for each in zip(*drawn, strict=True)]
     groups = differing_groups(practise, attempts, config.groups)
     terminal.line(f"{len(groups)} problems with right and wrong attempts")
     asker, critic = (replace(agents[name], temperature=0.0) for name in (names[0], "critic"))
     candidates = make_candidates(critic, groups, config.kinds)
     trials = try_all(asker, candidates, held_out, config) if candidates else []
     kept = select(trials, config.alpha)
-    rows = [
-        as_item(*pair) | {"kept": keep}
-        for *pair, keep in zip(candidates, trials, kept, strict=True)
-    ]
+    tried = zip(candidates, trials, kept, strict=True)
+    rows = [as_item(candidate, trial) | {"kept": keep} for candidate, trial, keep in tried]
     items = [row for row in rows if row["kept"]]
     for number, item in enumerate(items, 1):
         item["id"] = f"S-{number:03d}"

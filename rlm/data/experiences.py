@@ -31,7 +31,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class InformedQuestion:
-    """A question with the lessons in front: what is asked now, earlier turns, ids of the lessons."""
+    """A question with lessons in front: what is asked now, earlier turns, ids of the lessons."""
 
     question: str
     examples: tuple[tuple[str, str], ...]

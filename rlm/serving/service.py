@@ -40,7 +40,7 @@ class Service:
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
-        self._experiences, self._nearest = experiences, nearest
+        self.experiences, self._nearest = experiences, nearest
         self.public_url: str | None = None
         self.draining = False  # what was accepted goes on, nothing new is
         self._running: dict[str, RunningRequest] = {}
@@ -176,8 +176,8 @@ class Service:
     ) -> tuple[list[int], tuple[str, ...]]:
         """Render the prompt with as many of the nearest lessons as fit; return it and their ids."""
         system_prompt = f"{format.system_prompt}\n{system}" if system else None
-        for most in range(self._nearest if self._experiences else 0, -1, -1):
-            informed = apply_experiences(question, self._experiences, most)
+        for most in range(self._nearest if self.experiences else 0, -1, -1):
+            informed = apply_experiences(question, self.experiences, most)
             options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
             render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
             prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
