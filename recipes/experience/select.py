@@ -112,7 +112,9 @@ def differing_groups(
         given = [reply for reply in replies if reply]
         right = [is_right(reply, problem) for reply in given]
         if any(right) and not all(right):
-            parts = [[r for r, ok in zip(given, right, strict=True) if ok is w] for w in (1, 0)]
+            parts = [
+                [r for r, ok in zip(given, right, strict=True) if ok is w] for w in (True, False)
+            ]
             left.append(Group(problem, *parts))
     chosen: list[Group] = []
     while left and len(chosen) < most:

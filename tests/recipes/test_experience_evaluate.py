@@ -105,7 +105,8 @@ def evaluation(path) -> dict[str, dict]:
 
 
 def lessons(path) -> dict[str, list[str]]:
-    return json.loads((path / "run" / "evaluation.json").read_text())["lessons"]
+    found = json.loads((path / "run" / "evaluation.json").read_text())["lessons"]
+    return {name: [lesson["content"] for lesson in listed] for name, listed in found.items()}
 
 
 def test_the_loop_finds_and_keeps_the_lesson_that_matters(practised):

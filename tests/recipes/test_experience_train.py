@@ -80,7 +80,8 @@ class Place:
         return read_lines(records_path(self.run_dir, name))
 
     def lessons(self, name="generator_1") -> tuple[str, ...]:
-        return load_experiences(self.libraries / f"{name}_experiences.json")
+        path = self.libraries / f"{name}_experiences.json"
+        return tuple(lesson.content for lesson in load_experiences(path))
 
     def items(self, name="generator_1") -> list[dict]:
         return json.loads((self.libraries / f"{name}_experiences.json").read_text())
