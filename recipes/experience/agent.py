@@ -38,7 +38,7 @@ from rlm.serving import is_loopback
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
 # python server.py; a small model that has not stopped after 256 tokens seldom does.
-OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256}
+OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256, "concurrency": 16}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
     "scaffold": "experiences problem",
