@@ -19,7 +19,7 @@ from string import Template
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from rlm.api_client import (
     FREE,
@@ -91,12 +91,15 @@ class Endpoint(BaseModel):
     attempts: int = Field(5, ge=1)
     backoff: float = Field(0.5, ge=0)
 
+    _key_source: str = PrivateAttr("")  # where the user may change the key
+
     def client(self, budget: Budget) -> APIClient:
         """Make the one client of a role in a process: it keeps the role's limits."""
         options = ("price", "concurrency", "timeout", "attempts", "backoff")
         return APIClient(
             self.base_url,
             api_key=self.api_key.get_secret_value(),
+            key_source=self._key_source,
             budget=budget,
             rate_limit=RateLimit(self.requests_per_minute, self.tokens_per_minute),
             **{name: getattr(self, name) for name in options},
@@ -142,11 +145,13 @@ def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
+    variable = f"{name.upper()}_API_KEY"
+    endpoint._key_source = f"{variable}, or {name} in {path} (copy {path}.example)"
     local = is_loopback(urlsplit(endpoint.base_url).hostname or "")
     if not local and not endpoint.api_key.get_secret_value().strip():
         raise UsageError(
             f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
-            f"environment variable {name.upper()}_API_KEY"
+            f"environment variable {variable}"
         )
     if not endpoint.base_url:
         raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
