@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
+
+from tqdm import tqdm
 
 from recipes.experience.agent import Agent, load_endpoints, load_prompts
 from recipes.experience.rewards import grade_answer
@@ -62,7 +65,9 @@ def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[
 
     with ThreadPoolExecutor(agent.client.concurrency) as pool:
         try:
-            return [future.result() for future in [pool.submit(run, *task) for task in tasks]]
+            futures = [pool.submit(run, *task) for task in tasks]
+            shown = tqdm(futures, agent.name, leave=False, file=sys.stderr)
+            return [future.result() for future in shown]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent, and paid
             raise
@@ -141,6 +146,8 @@ def announce_cost(
             f"{agent.name}: at most {requests:,} requests, about {read:,} tokens read, at most "
             f"{written:,} written, {money}"
         )
+    if not total:
+        return total
     limit = "no limit (--max-cost)" if max_cost is None else f"limit {max_cost:g}"
     terminal.line(f"in all a cost of at most about {total:.4g}; {limit}")
     return total

@@ -770,6 +770,21 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     assert KEY not in str(refused.value)
 
 
+@pytest.mark.parametrize("role", [*GENERATORS, "critic", "judge"])
+def test_a_key_that_is_missing_or_wrong_names_variable_and_file(tmp_path, role):
+    path = tmp_path / "api_config.json"
+    path.write_text(json.dumps({role: {"base_url": "https://api.example.org/v1"}}))
+    with pytest.raises(UsageError, match=f"{path}.*{role.upper()}_API_KEY"):
+        load_endpoints([role], path, {})
+    with ScriptedServer() as server:
+        server.script(refuse(401))
+        path.write_text(json.dumps({role: {"base_url": server.url, "api_key": KEY, "model": "m"}}))
+        client = load_endpoints([role], path, {})[role].client(Budget())
+        with pytest.raises(UsageError, match=f"{role.upper()}_API_KEY, or {role} in {path}") as no:
+            client.chat([], model="m", temperature=0.0, max_tokens=1)
+    assert KEY not in str(no.value)
+
+
 def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):
     edited = tmp_path / "prompts"
     edited.mkdir()
