@@ -19,6 +19,7 @@ from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
 from recipes.experience.trainer import records_path
+from rlm.api_client import Budget
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import load_experiences
