@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
-from rlm.data import load_experiences, with_experiences
+from rlm.data import NEAREST, apply_experiences, load_experiences
 from rlm.model import QUANTIZATIONS
 from rlm.reasoner import ADAPTER, TEMPERATURE_OF_SEVERAL, Reply, ask, load_rlm_model
 
@@ -40,6 +40,7 @@ class InferenceConfig:
     model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
     base: bool = flag(False, "answer without the adapter")
     experiences: Path | None = flag(None, "library of lessons to put in front of the question")
+    nearest: int = flag(NEAREST, "lessons of --experiences nearest to the question", min=1)
     quantize: str = flag(
         "auto",
         "quantize the base (bitsandbytes) (auto: as in training)",
@@ -95,10 +96,11 @@ def main(config: InferenceConfig) -> int:
     for question in _questions(config):
         if not question.strip():
             raise UsageError("the question is empty")
-        asked = with_experiences(question, library)
+        informed = apply_experiences(question, library, config.nearest)
+        asked, options["examples"] = informed.question, informed.examples
         if config.json:
             reply = ask(asked, model, tokenizer, params, **options)
-            result = {"question": question} | _as_json(reply) | {"experiences": len(library)}
+            result = {"question": question} | _as_json(reply) | {"experiences": informed.used}
             _write(json.dumps(result, ensure_ascii=False) + "\n")
         else:
             reply = ask(asked, model, tokenizer, params, **options, on_text=_write)

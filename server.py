@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.data import NEAREST, load_experiences
 from rlm.model import QUANTIZATIONS
 from rlm.reasoner import ADAPTER
 
@@ -51,6 +52,8 @@ class ServerConfig:
         "auto",
         "writes into answers: calculator, FILE.py:NAME, none (auto: of each adapter its own)",
     )
+    experiences: Path | None = flag(None, "library of lessons to put in front of questions")
+    nearest: int = flag(NEAREST, "lessons of --experiences nearest to a question", min=1)
     host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
     port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
@@ -134,7 +137,8 @@ def _service(config: ServerConfig) -> Service:
         request_tokens=_request_tokens(config),
     )
     engine = Engine(partial(load_replicas, models, tokenizer, config.max_num_seqs), limits)
-    return Service(engine, tokenizer, models, limits)
+    library = load_experiences(config.experiences) if config.experiences else ()
+    return Service(engine, tokenizer, models, limits, library, config.nearest)
 
 
 def _request_tokens(config: ServerConfig) -> int | None:

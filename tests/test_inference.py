@@ -102,7 +102,7 @@ def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
         },
         "prompt_tokens": len(render_prompt(tokenizer, "vote", FORMAT)),
         "completion_tokens": 3 * (len(ADD) + 1) + len("no idea") + 1,
-        "experiences": 0,
+        "experiences": [],
     }
     alone = json.loads(ask("two and three", "--json")[0])
     assert (alone["response"], alone["vote"]) == (ADD, None)

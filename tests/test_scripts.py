@@ -385,7 +385,7 @@ def test_inference_with_lessons_in_front(trained, tmp_path, capsys):
         results.append(json.loads(capsys.readouterr().out))
     plain, informed = results
     assert plain["question"] == informed["question"] == "2 + 2?"
-    assert (plain["experiences"], informed["experiences"]) == (0, 1)
+    assert (plain["experiences"], informed["experiences"]) == ([], ["G1-001"])
     lesson = "Lessons from earlier problems:\n1. Add the numbers.\n\nProblem:\n"
     assert informed["prompt_tokens"] - plain["prompt_tokens"] == len(lesson)  # a byte a token
 

@@ -13,12 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, cycle
 from pathlib import Path
 from string import Template
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from rlm.api_client import (
     FREE,
@@ -37,7 +38,7 @@ from rlm.serving import is_loopback
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
 # python server.py; a small model that has not stopped after 256 tokens seldom does.
-OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256}
+OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256, "concurrency": 16}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
     "scaffold": "experiences problem",
@@ -47,6 +48,9 @@ PLACEHOLDERS = {
     "critic_experience_extraction": "problem gold rollouts library room",
     "judge_logic": "problem scaffold solution",
     "solve": "problem",
+    "question": "problem",
+    "rule": "problem right wrong",
+    "critic_answer": "problem attempts",
 }
 
 
@@ -87,12 +91,15 @@ class Endpoint(BaseModel):
     attempts: int = Field(5, ge=1)
     backoff: float = Field(0.5, ge=0)
 
+    _key_source: str = PrivateAttr("")  # where the user may change the key
+
     def client(self, budget: Budget) -> APIClient:
         """Make the one client of a role in a process: it keeps the role's limits."""
         options = ("price", "concurrency", "timeout", "attempts", "backoff")
         return APIClient(
             self.base_url,
             api_key=self.api_key.get_secret_value(),
+            key_source=self._key_source,
             budget=budget,
             rate_limit=RateLimit(self.requests_per_minute, self.tokens_per_minute),
             **{name: getattr(self, name) for name in options},
@@ -138,11 +145,13 @@ def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
+    variable = f"{name.upper()}_API_KEY"
+    endpoint._key_source = f"{variable}, or {name} in {path} (copy {path}.example)"
     local = is_loopback(urlsplit(endpoint.base_url).hostname or "")
     if not local and not endpoint.api_key.get_secret_value().strip():
         raise UsageError(
             f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
-            f"environment variable {name.upper()}_API_KEY"
+            f"environment variable {variable}"
         )
     if not endpoint.base_url:
         raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
@@ -170,12 +179,25 @@ class Agent:
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
-    def ask(self, stage: str, seed: str, **values: str) -> ChatReply:
+    @property
+    def reply_tokens(self) -> int:
+        """How long a reply may be."""
+        return min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens)
+
+    def ask(
+        self,
+        stage: str,
+        seed: str,
+        *,
+        examples: Sequence[tuple[str, str]] = (),
+        **values: str,
+    ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same was asked before.
 
         Args:
             stage: the prompt's name.
             seed: whatever tells this request from others; a number made of it is sent.
+            examples: earlier turns, (question, answer).
             values: for the prompt's placeholders; a $ inside a value stays what it is.
 
         Raises:
@@ -185,10 +207,10 @@ class Agent:
         seed = seed if self.seed is None else f"{self.seed} {seed}"
         prompt = self.prompts[stage].substitute(values).strip()
         request = {
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": _conversation([*chain(*examples), prompt]),
             "model": self.model,
             "temperature": self.temperature,
-            "max_tokens": min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens),
+            "max_tokens": self.reply_tokens,
             "seed": int(_sha256(f"{self.name} {stage} {seed}")[:7], 16),
         }
         key = _sha256(json.dumps([self.name, request], sort_keys=True))
@@ -203,6 +225,11 @@ class Agent:
         row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
         self.journal.add(key, row)
         return reply
+
+
+def _conversation(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Write texts as turns of the user and the assistant."""
+    return [{"role": r, "content": t} for r, t in zip(cycle(("user", "assistant")), texts)]
 
 
 def _sha256(text: str) -> str:

@@ -1,58 +1,70 @@
 """Measures whether a library helps: the same model with and without it, on unseen problems.
 
-Each problem is answered k times with the question alone and k times with the lessons in front, with
-the same seeds; the difference is paired by problem.
+Each problem is answered k times with the question alone and k times with the nearest lessons in
+front, with the same seeds; the difference is paired by problem. Placebo lessons are those of other
+problems; the critic answers from the attempts of the generators that also vote.
 
     python -m recipes.experience.evaluate
     python -m recipes.experience.evaluate --dataset aime2025 --samples 8
+    python -m recipes.experience.evaluate --placebo --committee \\
+        --library data/grpo_experiences/selected_experiences.json
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from recipes.experience.agent import API_CONFIG, GENERATORS, Agent, load_endpoints, load_prompts
+from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
+from recipes.experience.answers import (
+    AskingConfig,
+    Replies,
+    announce_cost,
+    answer_all,
+    listed,
+    mean_score,
+    open_agents,
+    run_all,
+    tokens_of,
+    vote_score,
+)
 from recipes.experience.library import LIBRARIES
-from recipes.experience.rewards import grade_answer
+from recipes.experience.select import RECORD
 from recipes.experience.train import RUN_DIR, load_problem_set
 from recipes.experience.trainer import Row, records_path
-from rlm.api_client import APIError, Budget, ChatReply
+from rlm.api_client import ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import Problem, load_experiences, with_experiences
-from rlm.evaluation import (
-    paired_bootstrap,
-    percent,
-    points,
-    show_table,
-    summarize_scores,
-)
-from rlm.runs import Journal, read_lines, replace_json
+from rlm.data import NEAREST, Experience, Problem, load_experiences, similarity
+from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
+from rlm.runs import read_lines, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
 BASELINE = "no library"
+VOTE, CRITIC = "vote of the generators", "critic on their attempts"
 
-Replies = list[list[ChatReply | None]]  # k of each problem; None where a call failed for good
+Score = Callable[[Sequence[ChatReply], Problem], float]
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(AskingConfig):
     library: tuple[Path, ...] = flag(
         tuple(LIBRARIES / f"{name}_experiences.json" for name in GENERATORS), "a row for each"
     )
+    nearest: int = flag(NEAREST, "lessons nearest to a question that are put in front", min=1)
+    placebo: bool = flag(False, "a row more for each: its lessons before other kinds of problems")
+    committee: bool = flag(False, "rows more: a vote of the generators, the critic's own answer")
     dataset: str | None = flag(None, "what to ask (none: what the run did not practise on)")
+    split: str = flag("test", "the part of it")
     max_problems: int | None = flag(30, "problems (none: all)", min=1)
     samples: int = flag(4, "answers to each problem, k", min=1)
     temperature: float = flag(0.3, "of these answers", min=0)
     role: str = flag("generator_1", "whose endpoint answers", choices=GENERATORS)
-    max_tokens: int = flag(2048, "longest reply", min=1)
-    max_cost: float | None = flag(None, "stop before this is passed", min=0)
-    seed: int = flag(0, "of requests")
     api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
     run_dir: Path = flag(RUN_DIR, "the run that wrote the libraries; figures go there")
 
@@ -61,48 +73,95 @@ class EvaluateConfig:
 
 
 def load_unseen(config: EvaluateConfig) -> list[Problem]:
-    """Load the problems to ask; refuse those that any generator of the run practised on."""
-    dataset = config.dataset
+    """Load the problems to ask, without those that any generator of the run practised on."""
+    dataset, record = config.dataset, config.run_dir / RECORD
+    selection = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     if dataset is None:
         options = config.run_dir / f"{config.role}_config.json"
-        if not options.exists():
+        if options.exists():
+            selection = selection or {"config": json.loads(options.read_text(encoding="utf-8"))}
+        if not selection:
             raise UsageError(f"{config.run_dir} holds no run of {config.role}; give a --dataset")
-        practised = json.loads(options.read_text(encoding="utf-8"))["dataset"]
+        practised = selection["config"]["dataset"]
         dataset = OTHER_SET.get(practised, practised)
-    problems = load_problem_set(dataset, "test", config.max_problems)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
-    practised = {row["problem_text"] for rows in records for row in rows}
-    if seen := practised & {p.question for p in problems}:
+    seen = {row["problem_text"] for rows in records for row in rows} | {*selection.get("seen", ())}
+    most = config.max_problems and config.max_problems + len(seen)
+    problems = load_problem_set(dataset, config.split, most)
+    unseen = [problem for problem in problems if problem.question not in seen]
+    if not unseen:
         raise UsageError(
-            f"{len(seen)} of {len(problems)} problems of {dataset} were practised on; "
-            "give another --dataset"
+            f"all {len(problems)} problems of {dataset} were practised on; give another --dataset"
         )
-    return problems
+    if len(unseen) < len(problems):
+        left_out = len(problems) - len(unseen)
+        terminal.line(f"{left_out} problems are left out: they were practised on")
+    return unseen[: config.max_problems]
 
 
-def answer_all(
-    agent: Agent, problems: Sequence[Problem], lessons: Sequence[str], samples: int
-) -> Replies:
-    """Sample k replies to each problem with the lessons in front."""
+def placebo(library: Sequence[Experience]) -> list[Experience]:
+    """Give each lesson's place, as often as it is used, to the one for the least similar problems.
 
-    def answer(problem: Problem, sample: int) -> ChatReply | None:
-        question = with_experiences(problem.question, lessons)
-        try:
-            return agent.ask("solve", f"{problem.id} {sample}", problem=question)
-        except APIError as error:
-            terminal.line(f"{problem.id}: no reply: {error}")
-            return None
-
-    with ThreadPoolExecutor(agent.client.concurrency) as pool:
-        try:
-            tasks = [[pool.submit(answer, p, i) for i in range(samples)] for p in problems]
-            return [[task.result() for task in group] for group in tasks]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent, and paid
-            raise
+    Prompts are as long and as often changed as with the library, but by lessons of other problems.
+    """
+    others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
+    return [
+        replace(other, id=f"placebo {other.id}", about=place.about, reach=place.reach)
+        for place, other in zip(library, others, strict=True)
+    ]
 
 
-def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict[str, Row]:
+def answer_as_committee(
+    agents: Mapping[str, Agent], problems: Sequence[Problem], config: EvaluateConfig
+) -> dict[str, tuple[Replies, Score]]:
+    """Sample k attempts of each generator; k votes of three, and k answers of the critic to them.
+
+    The replies of a problem are the attempts, sample by sample, then the critic's.
+    """
+    options = {"samples": config.samples, "stage": config.stage}
+    drawn = [answer_all(agents[name], problems, (), **options) for name in GENERATORS]
+    attempts = [
+        [reply for each in zip(*of_problem, strict=True) for reply in each]
+        for of_problem in zip(*drawn, strict=True)
+    ]
+    answers = run_all(
+        agents["critic"],
+        [
+            (problem.id, partial(_ask_critic, agents["critic"], problem, group, sample))
+            for problem, group in zip(problems, attempts, strict=True)
+            for sample in range(config.samples)
+        ],
+    )
+    k = config.samples
+    fused = [group + answers[i * k : i * k + k] for i, group in enumerate(attempts)]
+    return {VOTE: (attempts, mean_vote), CRITIC: (fused, partial(last_score, k))}
+
+
+def mean_vote(replies: Sequence[ChatReply], problem: Problem) -> float:
+    """Average the votes of three of which the replies consist."""
+    size = len(GENERATORS)
+    votes = [replies[i : i + size] for i in range(0, len(replies), size)]
+    return fmean(vote_score(vote, problem) for vote in votes)
+
+
+def last_score(k: int, replies: Sequence[ChatReply], problem: Problem) -> float:
+    return mean_score(replies[-k:], problem)
+
+
+def _ask_critic(
+    critic: Agent, problem: Problem, group: Sequence[ChatReply | None], sample: int
+) -> ChatReply | None:
+    size = len(GENERATORS)
+    attempts = group[sample * size : sample * size + size]
+    if None in attempts:
+        return None
+    values = {"problem": problem.question, "attempts": listed(attempts, problem)}
+    return critic.ask("critic_answer", f"{problem.id} {sample}", **values)
+
+
+def compare(
+    problems: Sequence[Problem], replies: Mapping[str, Replies], score: Mapping[str, Score] = {}
+) -> dict[str, Row]:
     """Compare with the first row; a problem with a failed call in any row is left out of all."""
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
@@ -110,14 +169,12 @@ def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict
     rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
-        right = [[grade_answer(reply.text, problems[i])[0] for reply in row[i]] for i in whole]
-        scores = {problems[i].id: fmean(each) for i, each in zip(whole, right, strict=True)}
-        without = rows.get(BASELINE, {"scores": scores})["scores"]
-        gain = paired_bootstrap([*without.values()], [*scores.values()])
+        rate = score.get(name, mean_score)
+        scores = {problems[i].id: rate(row[i], problems[i]) for i in whole}
         rows[name] = {
             "problems": len(whole),
             "accuracy": summarize_scores([*scores.values()]),
-            "difference": asdict(gain) if rows else None,
+            "difference": gain(rows[BASELINE]["scores"], scores) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),
             "cost": sum(reply.cost for reply in given),
@@ -126,12 +183,17 @@ def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict
     return rows
 
 
-def show(rows: Mapping[str, Row], lessons: Mapping[str, Sequence[str]], samples: int) -> None:
+def gain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return by how many points `after` is better, paired by problem, with its interval."""
+    return asdict(paired_bootstrap([*before.values()], [*after.values()]))
+
+
+def show(rows: Mapping[str, Row], libraries: Mapping[str, Sequence[Experience]], k: int) -> None:
     cells = {
         name: {
-            "lessons": len(lessons[name]),
+            "lessons": len(libraries.get(name, ())),
             "problems": row["problems"],
-            f"mean@{samples}, %": percent(row["accuracy"]),
+            f"mean@{k}, %": percent(row["accuracy"]),
             "difference, paired": points(row["difference"]) if row["difference"] else "–",
             "tokens read": row["tokens_read"],
             "written": row["tokens_written"],
@@ -142,30 +204,65 @@ def show(rows: Mapping[str, Row], lessons: Mapping[str, Sequence[str]], samples:
     show_table("", cells, "library")
 
 
-def main(config: EvaluateConfig) -> int:
-    lessons: dict[str, Sequence[str]] = {BASELINE: ()}
+def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
+    """Load the library of each row, none first."""
+    libraries: dict[str, Sequence[Experience]] = {BASELINE: ()}
     for path in config.library:
-        if path.stem in lessons:
+        if path.stem in libraries:
             raise UsageError(f"two of {config.library} would be one row: rename one of them")
-        lessons[path.stem] = load_experiences(path)
+        libraries[path.stem] = lessons = load_experiences(path)
+        if config.placebo and len(lessons) > 1:
+            libraries[f"placebo of {path.stem}"] = placebo(lessons)
+    return libraries
+
+
+def estimate(
+    config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
+) -> dict[str, tuple[int, int]]:
+    """Estimate (requests, tokens read) of each role, at most."""
+    one = tokens_of([problem.question for problem in problems])
+    asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
+    read = config.samples * one * len(asked)
+    for lessons in libraries.values():
+        sizes = sorted((tokens_of([e.question + e.content]) for e in lessons), reverse=True)
+        read += config.samples * len(problems) * sum(sizes[: config.nearest])
+    requests = len(problems) * config.samples
+    calls = {config.role: (requests * len(asked), read)}
+    if config.committee:
+        others = {n: (requests, config.samples * one) for n in GENERATORS if n != config.role}
+        calls |= others | {"critic": (requests, 4 * config.samples * one)}
+    return calls
+
+
+def main(config: EvaluateConfig) -> int:
+    libraries = load_libraries(config)
     problems = load_unseen(config)
-    journal = Journal(config.run_dir / "evaluate_calls.jsonl")
-    budget = Budget(config.max_cost)
-    budget.cost = sum(row["cost"] for row in journal.rows.values())
-    own = load_endpoints([config.role], config.api_config, max_cost=config.max_cost)[config.role]
-    options = (config.temperature, config.max_tokens, config.seed)
-    agent = Agent(config.role, own, own.client(budget), journal, load_prompts(), *options)
-    replies: dict[str, Replies] = {}
-    for name, texts in lessons.items():
-        terminal.line(f"{name}: {len(texts)} lessons, {agent.model}")
-        if texts or name == BASELINE:
-            replies[name] = answer_all(agent, problems, texts, config.samples)
+    names = (*GENERATORS, "critic") if config.committee else (config.role,)
+    file = config.run_dir / "evaluate_calls.jsonl"
+    agents = open_agents(names, config, config.temperature, config.api_config, file)
+    calls = estimate(config, problems, libraries)
+    announce_cost(calls, agents.values(), config.max_cost)
+    if config.plan:
+        return 0
+    agent, replies, score = agents[config.role], {}, {}
+    for name, lessons in libraries.items():
+        terminal.line(f"{name}: {len(lessons)} lessons, {agent.model}")
+        if lessons or name == BASELINE:
+            options = {"stage": config.stage, "nearest": config.nearest}
+            replies[name] = answer_all(agent, problems, lessons, config.samples, **options)
         else:  # an empty library asks the same as none
             replies[name] = replies[BASELINE]
-    rows = compare(problems, replies)
-    show(rows, lessons, config.samples)
-    made_with = {"config": to_dict(config), "model": agent.model, "lessons": lessons}
-    replace_json(config.run_dir / "evaluation.json", {"rows": rows} | made_with)
+    if config.committee:
+        for name, (found, rate) in answer_as_committee(agents, problems, config).items():
+            replies[name], score[name] = found, rate
+    rows = compare(problems, replies, score)
+    show(rows, libraries, config.samples)
+    record: dict[str, Any] = {"rows": rows, "config": to_dict(config), "model": agent.model}
+    record["lessons"] = {n: [asdict(each) for each in lib] for n, lib in libraries.items()}
+    if config.committee:
+        record["critic_against_vote"] = gain(rows[VOTE]["scores"], rows[CRITIC]["scores"])
+        terminal.line(f"critic − vote: {points(record['critic_against_vote'])} points")
+    replace_json(config.run_dir / "evaluation.json", record)
     return 0
 
 

@@ -30,10 +30,11 @@ from recipes.experience.agent import (
     load_endpoints,
     load_prompts,
 )
+from recipes.experience.answers import announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, Library
 from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
 from recipes.experience.summary import summarize
-from recipes.experience.trainer import Task, Trainer, records_path
+from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import Problem, dataset_name, is_file, load_jsonl, load_problems, only_numbers
@@ -58,6 +59,7 @@ class TrainConfig:
     )
     max_tokens: int = flag(2048, "longest reply", min=1)
     max_cost: float | None = flag(None, "stop before this is passed, as the prices", min=0)
+    plan: bool = flag(False, "ask nothing: say how many requests, tokens and what they may cost")
     library_items: int = flag(20, "lessons that a library holds at most", min=1)
     library_tokens: int = flag(1200, "tokens that its lessons take at most, about", min=1)
     seed: int = flag(0, "of problems and requests")
@@ -160,6 +162,10 @@ def main(config: TrainConfig) -> int:
         else:
             problems = load_problem_set(config.dataset, "train", config.max_problems, config.seed)
             tasks = [(p, [(n,) for n in range(1, config.rollouts + 1)]) for p in problems]
+        agents = {agent.name: agent for t in trainers for agent in (t.agent, t.judge) if agent}
+        announce_cost(estimate(config, [p for p, _ in tasks]), agents.values(), config.max_cost)
+        if config.plan:
+            return 0
         budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
         for trainer in trainers:
             own = () if trainer.is_critic else ("dataset", "rollouts")
@@ -174,6 +180,21 @@ def main(config: TrainConfig) -> int:
                 replace_json(config.run_dir / f"{trainer.name}_summary.json", shown)
                 terminal.facts(trainer.name, shown)
     return 0
+
+
+def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
+    """Estimate (requests, tokens read) of each role, at most; plans as long as a reply may be."""
+    count, rollouts = len(problems), config.rollouts
+    prompts = [prompt.template for prompt in load_prompts().values()]
+    one = max(tokens_of([text]) for text in prompts) + config.library_tokens
+    one += tokens_of([p.question for p in problems]) // max(count, 1)
+    compared = one + rollouts * (MAX_SHOWN // 4 + config.max_tokens)
+    generator = count * (2 * rollouts * one + rollouts * config.max_tokens + compared)
+    critic = count * (6 * one + 3 * (rollouts + 1) * config.max_tokens + compared)
+    calls = dict.fromkeys(GENERATORS, (count * (2 * rollouts + 1), generator))
+    judged = count * (rollouts * len(GENERATORS) + 3 if config.target == "all" else rollouts)
+    judge = (judged, judged * (one + 2 * config.max_tokens))
+    return calls | {"critic": (7 * count, critic), "judge": judge}
 
 
 def train_at_once(trainers: Sequence[Trainer], tasks: Sequence[Task]) -> None:

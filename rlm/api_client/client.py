@@ -55,6 +55,7 @@ class APIClient:
         *,
         api_key_env: str | None = None,
         api_key: str = "",
+        key_source: str = "",
         price: Price = FREE,
         budget: Budget | None = None,
         rate_limit: RateLimit | None = None,
@@ -68,6 +69,7 @@ class APIClient:
             url: as in http://127.0.0.1:8000/v1; /v1 is added where there is no path.
             api_key_env: the environment variable that holds the key. With neither it nor
                 `api_key`, no key is sent.
+            key_source: where the user may change `api_key`, for messages.
             budget, rate_limit: clients may share them; every try counts.
             concurrency: requests in flight at the same time; more wait for their turn.
             timeout: seconds without a byte from the server.
@@ -77,7 +79,8 @@ class APIClient:
         Raises:
             UsageError: that is no URL, or the variable is not set.
         """
-        self._key = _checked_key(api_key_env, api_key)
+        self._key_source = f"the environment variable {api_key_env}" if api_key_env else key_source
+        self._key = _checked_key(api_key_env, api_key, self._key_source)
         self.url = _checked_url(url)
         self.price, self.budget = price, budget or Budget()
         self.concurrency, self._rate_limit = concurrency, rate_limit or RateLimit()
@@ -206,20 +209,20 @@ class APIClient:
         status = error.status_code
         text = f"{response.url}: {status} {response.reason_phrase}: {message[:300]}"
         if status in (401, 403):
-            return UsageError(f"{text} (wrong or missing API key)")
+            where = f"; it is read from {self._key_source}" if self._key_source else ""
+            return UsageError(f"{text} (wrong or missing API key{where})")
         if status == 404:  # a model that is not there is named; a path that is not there is not
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
         return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
 
 
-def _checked_key(variable: str | None, given: str) -> str:
+def _checked_key(variable: str | None, given: str, source: str) -> str:
     key = (os.environ.get(variable, "") if variable else given).strip()
     if variable and not key:
         raise UsageError(f"API key not found: set the environment variable {variable}")
     if not (key.isascii() and key.isprintable()):  # the HTTP library's own error would quote it
-        where = f"the environment variable {variable}" if variable else "what is given"
-        raise UsageError(f"{where} holds no API key")
+        raise UsageError(f"{source or 'what is given'} holds no API key")
     return key
 
 

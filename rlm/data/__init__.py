@@ -4,7 +4,10 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "experiences": "experience_block load_experiences with_experiences",
+    "experiences": (
+        "Experience NEAREST WORKED_EXAMPLE apply_experiences experience_block load_experiences "
+        "similarity with_experiences"
+    ),
     "loaders": (
         "HELD_OUT dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers own_files"
     ),

@@ -1,4 +1,4 @@
-"""Reads experience libraries and puts their lessons in front of a question.
+"""Reads experience libraries and puts the lessons nearest to a question in front of it.
 
 recipes/experience writes them: a JSON list of objects with a `content`. Any model can use one.
 """
@@ -6,13 +6,39 @@ recipes/experience writes them: a JSON list of objects with a `content`. Any mod
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlm.cli import UsageError
 
+NEAREST = 3  # lessons that are put in front of a question
+WORKED_EXAMPLE = "worked_example"  # the category of a question with its answer
 
-def load_experiences(path: str | Path) -> tuple[str, ...]:
+
+@dataclass(frozen=True)
+class Experience:
+    """A lesson in words; with a `question` an example of how that one was answered."""
+
+    content: str
+    id: str = ""
+    question: str = ""
+    about: str = ""  # the text that questions are compared with
+    reach: float = 0.0  # it is for questions at least this similar: those it was tried on
+
+
+@dataclass(frozen=True)
+class InformedQuestion:
+    """A question with lessons in front: what is asked now, earlier turns, ids of the lessons."""
+
+    question: str
+    examples: tuple[tuple[str, str], ...]
+    used: tuple[str, ...]
+
+
+def load_experiences(path: str | Path) -> tuple[Experience, ...]:
     """The lessons of a library file, in its order.
 
     Raises:
@@ -22,16 +48,43 @@ def load_experiences(path: str | Path) -> tuple[str, ...]:
         items = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(items, list):
             raise TypeError
-        lessons = tuple(item["content"].strip() for item in items)
+        lessons = tuple(map(_experience, items, range(1, len(items) + 1)))
     except OSError as error:
         raise UsageError(f"cannot read the library {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} is no experience library: a JSON list of objects with a content is needed"
         ) from error
-    if not all(lessons):
+    if not all(lesson.content for lesson in lessons):
         raise UsageError(f"{path} holds a lesson without words")
     return lessons
+
+
+def _experience(item: dict, number: int) -> Experience:
+    content, source = item["content"].strip(), item.get("source_question", "").strip()
+    question = source if item.get("category") == WORKED_EXAMPLE else ""
+    reach = float(item.get("reach", 0.0))
+    return Experience(content, str(item.get("id", number)), question, source or content, reach)
+
+
+def similarity(a: str, b: str) -> float:
+    """Share of common words, |A ∩ B| / √(|A| |B|): a cosine of word counts cut at 1, numbers left
+    out.
+
+    >>> round(similarity("Ann has 3 pens.", "Bo has 4 red pens"), 3)  # 2 of 3 and of 4
+    0.577
+    """
+    one, other = (set(re.findall(r"[^\W\d_]+", text.lower())) for text in (a, b))
+    return len(one & other) / math.sqrt(len(one) * len(other)) if one and other else 0.0
+
+
+def nearest_experiences(
+    question: str, library: Sequence[Experience], most: int | None = NEAREST
+) -> list[Experience]:
+    """The lessons that are for such a question, nearest first, at most so many (None: all)."""
+    found = [(similarity(question, lesson.about), lesson) for lesson in library]
+    found = [pair for pair in found if pair[0] >= pair[1].reach]
+    return [lesson for _, lesson in sorted(found, key=lambda pair: -pair[0])[:most]]
 
 
 def experience_block(lessons: Sequence[str]) -> str:
@@ -44,7 +97,18 @@ def experience_block(lessons: Sequence[str]) -> str:
     return "\n".join(["Lessons from earlier problems:", *lines]) if lines else ""
 
 
-def with_experiences(question: str, library: Sequence[str]) -> str:
-    """The question after the lessons, as a prompt for any model; without lessons, as it is."""
-    block = experience_block(library)
+def with_experiences(question: str, lessons: Sequence[str]) -> str:
+    """The question after lessons in words, as a prompt for any model; without any, as it is."""
+    block = experience_block(lessons)
     return f"{block}\n\nProblem:\n{question.strip()}" if block else question
+
+
+def apply_experiences(
+    question: str, library: Sequence[Experience], most: int | None = NEAREST
+) -> InformedQuestion:
+    """Put the nearest lessons before a question: examples as earlier turns, the nearest last."""
+    nearest = nearest_experiences(question, library, most)
+    examples = [(each.question, each.content) for each in reversed(nearest) if each.question]
+    words = [each.content for each in nearest if not each.question]
+    used = tuple(each.id for each in nearest)
+    return InformedQuestion(with_experiences(question, words), tuple(examples), used)

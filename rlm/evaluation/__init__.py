@@ -8,7 +8,10 @@ EXPORTS = {
     "evaluator": "Evaluation Graded evaluate",
     "records": "RowRecord open_journal",
     "report": "GRADINGS percent points show_table write_report",
-    "statistics": "bootstrap_interval paired_bootstrap pass_at_k summarize_scores wilson_interval",
+    "statistics": (
+        "bootstrap_interval holm mcnemar paired_bootstrap pass_at_k summarize_scores "
+        "wilson_interval"
+    ),
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

@@ -108,3 +108,20 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
     n = only_a + only_b
     tail = sum(math.comb(n, i) for i in range(min(only_a, only_b) + 1))
     return min(1.0, 2 * tail / 2**n)
+
+
+def holm(p_values: Sequence[float], alpha: float = 0.05) -> list[bool]:
+    """Which tests are significant together: the chance of even one false one is at most alpha.
+
+    The smallest p of m must be at most alpha / m, the next alpha / (m - 1), …; all after the first
+    that is not fail too (Holm 1979).
+
+    >>> holm([0.03, 0.01, 0.04])  # 0.01 ≤ 0.05 / 3, but 0.03 > 0.05 / 2
+    [False, True, False]
+    """
+    significant = [False] * len(p_values)
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        if p_values[i] > alpha / (len(p_values) - rank):
+            break
+        significant[i] = True
+    return significant

@@ -88,16 +88,20 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
         UsageError: it was.
     """
     info = AdapterInfo.load(adapter)
+    base = info.base_model or "a base that its run.json does not name"
+    todo = f"type --model {base}, or train one: python train_sft.py --model {model}"
     if info.base_hash not in (None, model_hash):
-        todo = "train it again" if info.base_model == model else f"type --model {info.base_model}"
+        if info.base_model in (None, model):
+            todo = f"train it again: python train_sft.py --model {model}"
         raise UsageError(
-            f"adapter {adapter} was trained on {info.base_model} with other weights than "
-            f"those of --model {model}: {todo}"
+            f"adapter {adapter} was trained on {base} with other weights than those of "
+            f"--model {model}: {todo}"
         )
     templates = {_chat_template(adapter), _chat_template(Path(model_directory(model)))} - {None}
     if len(templates) > 1:
         raise UsageError(
-            f"adapter {adapter} was trained with another chat template than that of --model {model}"
+            f"adapter {adapter} was trained on {base} with another chat template than that of "
+            f"--model {model}: {todo}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,6 +94,7 @@ def ask(
     seed: int = 0,
     n: int = 1,
     budget: int | None = None,
+    examples: Sequence[tuple[str, str]] = (),
     on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
     """Draw n answers to a question, which vote.
@@ -101,13 +102,14 @@ def ask(
     Args:
         model: what `load_rlm_model` has loaded.
         budget: most tokens of reasoning; None: as many as leave room for an answer.
+        examples: earlier turns, (question, completion).
         on_text: called with each new piece of the first answer, and whether a tool wrote it.
     """
     from rlm.sampling import Request, prompt_seed
 
     started, shown = time.monotonic(), 0
     format, sampler = model.rlm_format, model.rlm_sampler
-    prompt = render_prompt(tokenizer, question, format)
+    prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
     limits = {"n": n, "max_new_tokens": length, "budget": budget}
     stream = ReasoningStream(

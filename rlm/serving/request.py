@@ -42,6 +42,7 @@ class RunningRequest:
     seed: int
     stream: ReasoningStream
     timeout: float  # seconds until its deadline
+    experiences: Sequence[str] = ()  # ids of the lessons in its prompt
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None

@@ -183,7 +183,9 @@ def _completion(running: RunningRequest) -> dict[str, Any]:
         }
         for i, sample in enumerate(answer.samples)
     ]
-    return _head(running, "chat.completion") | {"choices": choices, "usage": _usage(running)}
+    lessons = {"experiences": running.experiences} if running.experiences else {}
+    head = _head(running, "chat.completion") | lessons
+    return head | {"choices": choices, "usage": _usage(running)}
 
 
 async def _chunks(

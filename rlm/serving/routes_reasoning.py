@@ -104,6 +104,7 @@ def _report(
         ),
         seed=request.seed,
         model=_model(service, running),
+        experiences=list(running.experiences),
         warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
     )
 
@@ -216,6 +217,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
             "tokens_in_queue": limits.tokens,
             "deadline_s": limits.seconds,
         },
+        "experiences": len(service.experiences),
         "defaults": {
             "max_new_tokens": limits.new_tokens,
             "temperature_one": 0.0,

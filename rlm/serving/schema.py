@@ -110,4 +110,5 @@ class ReasoningResponse(Strict):
     timings: Timings
     seed: int
     model: ModelReport
+    experiences: list[str] = Field(description="ids of the lessons in the prompt (--experiences)")
     warnings: list[str]

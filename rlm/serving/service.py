@@ -11,7 +11,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlm.data import Format, render_prompt
+from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
 from rlm.serving.engine import Engine
@@ -31,9 +31,16 @@ class Service:
         tokenizer: PreTrainedTokenizerBase,
         models: ServedModels,
         limits: Limits,
+        experiences: Sequence[Experience] = (),
+        nearest: int = NEAREST,
     ) -> None:
+        """
+        Args:
+            experiences: lessons, of which the `nearest` few are put in front of each question.
+        """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
+        self.experiences, self._nearest = experiences, nearest
         self.public_url: str | None = None
         self.draining = False  # what was accepted goes on, nothing new is
         self._running: dict[str, RunningRequest] = {}
@@ -69,7 +76,7 @@ class Service:
         self._admit(0)
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
-        prompt = await self._render(asked.prompt, adapter.format, examples, system)
+        prompt, used = await self._render(asked.prompt, adapter.format, examples, system)
         self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
@@ -89,6 +96,7 @@ class Service:
                 tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
             ),
             timeout=self.limits.seconds,
+            experiences=used,
         )
         self.engine.add_request(running)
         self._running[running.id] = running
@@ -165,14 +173,17 @@ class Service:
 
     async def _render(
         self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str
-    ) -> list[int]:
+    ) -> tuple[list[int], tuple[str, ...]]:
+        """Render the prompt with as many of the nearest lessons as fit; return it and their ids."""
         system_prompt = f"{format.system_prompt}\n{system}" if system else None
-        options = {"examples": examples, "system_prompt": system_prompt}
-        render = partial(render_prompt, self.tokenizer, question, format, **options)
-        prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
-        if len(prompt) > self.limits.prompt_tokens:
-            raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
-        return prompt
+        for most in range(self._nearest if self.experiences else 0, -1, -1):
+            informed = apply_experiences(question, self.experiences, most)
+            options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
+            render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+            if len(prompt) <= self.limits.prompt_tokens:
+                return prompt, informed.used
+        raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
 
 
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> Problem:

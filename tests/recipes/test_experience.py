@@ -331,7 +331,7 @@ def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
     expected = {"id": "G1-001", "content": LESSONS[0], "category": "validation"}
     expected |= {"source_problem": "pens", "created_at": NOW}
     assert item | expected == item
-    assert load_experiences(path) == (LESSONS[0],)
+    assert [lesson.content for lesson in load_experiences(path)] == [LESSONS[0]]
     for role, first in (("generator_2", "G2-001"), ("generator_3", "G3-001"), ("critic", "C-001")):
         assert learn(library_in(tmp_path, role), add(LESSONS[0]))[0]["id"] == first
     assert not learn(library_in(tmp_path, "critic"), add(LESSONS[1], "causal_graph"))[0]["kept"]
@@ -443,7 +443,8 @@ def test_a_kill_between_record_and_library_loses_and_repeats_nothing(tmp_path):
     for _ in range(2):
         fresh = library_in(tmp_path)  # at first nothing was written
         fresh.resume([record])
-        assert load_experiences(fresh.path) == tuple(fresh.lessons) == (LESSONS[0],)
+        assert [each.content for each in load_experiences(fresh.path)] == [LESSONS[0]]
+        assert fresh.lessons == [LESSONS[0]]
     fresh.items = [{"id": "G1-005", "content": "Mine.", "category": "validation"}]
     fresh.resume([record])  # the user's own change is not undone
     assert fresh.lessons == ["Mine."]

@@ -105,7 +105,8 @@ def evaluation(path) -> dict[str, dict]:
 
 
 def lessons(path) -> dict[str, list[str]]:
-    return json.loads((path / "run" / "evaluation.json").read_text())["lessons"]
+    found = json.loads((path / "run" / "evaluation.json").read_text())["lessons"]
+    return {name: [lesson["content"] for lesson in listed] for name, listed in found.items()}
 
 
 def test_the_loop_finds_and_keeps_the_lesson_that_matters(practised):
@@ -162,15 +163,18 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     path, _ = practised
     data = ("--dataset", path / "practice.jsonl", "--library", library(path))
     assert run(path, evaluate, *data) == 2
-    assert "8 of 8 problems" in capsys.readouterr().err
+    assert "all 8 problems" in capsys.readouterr().err
     assert run(path, evaluate, "--library", library(path)) == 2  # the run's own data set
     assert "were practised on" in capsys.readouterr().err
     # The libraries of all three are evaluated, whoever answers.
     row = {"problem_text": gross_problems(1, start=51)[0]["question"]}
     (tmp_path / "generator_2_rollouts.jsonl").write_text(json.dumps(row) + "\n")
     config = evaluate.EvaluateConfig(dataset=str(path / "unseen.jsonl"), run_dir=tmp_path)
-    with pytest.raises(UsageError, match="1 of 24 problems"):
-        evaluate.load_unseen(config)
+    left = [problem.id for problem in evaluate.load_unseen(config)]
+    assert left == [row["id"] for row in gross_problems(24, start=50) if row["id"] != "gross_51"]
+    assert "1 problems are left out: they were practised on" in capsys.readouterr().out
+    config.max_problems = 2  # of those that are left
+    assert len(evaluate.load_unseen(config)) == 2
 
 
 def test_ctrl_c_sends_no_queued_request():

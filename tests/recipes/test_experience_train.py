@@ -19,6 +19,7 @@ from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
 from recipes.experience.trainer import records_path
+from rlm.api_client import Budget
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import load_experiences
@@ -80,7 +81,8 @@ class Place:
         return read_lines(records_path(self.run_dir, name))
 
     def lessons(self, name="generator_1") -> tuple[str, ...]:
-        return load_experiences(self.libraries / f"{name}_experiences.json")
+        path = self.libraries / f"{name}_experiences.json"
+        return tuple(lesson.content for lesson in load_experiences(path))
 
     def items(self, name="generator_1") -> list[dict]:
         return json.loads((self.libraries / f"{name}_experiences.json").read_text())
@@ -767,6 +769,21 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     with pytest.raises(UsageError, match=says) as refused:
         load_endpoints(["critic"], path, {})
     assert KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize("role", [*GENERATORS, "critic", "judge"])
+def test_a_key_that_is_missing_or_wrong_names_variable_and_file(tmp_path, role):
+    path = tmp_path / "api_config.json"
+    path.write_text(json.dumps({role: {"base_url": "https://api.example.org/v1"}}))
+    with pytest.raises(UsageError, match=f"{path}.*{role.upper()}_API_KEY"):
+        load_endpoints([role], path, {})
+    with ScriptedServer() as server:
+        server.script(refuse(401))
+        path.write_text(json.dumps({role: {"base_url": server.url, "api_key": KEY, "model": "m"}}))
+        client = load_endpoints([role], path, {})[role].client(Budget())
+        with pytest.raises(UsageError, match=f"{role.upper()}_API_KEY, or {role} in {path}") as no:
+            client.chat([], model="m", temperature=0.0, max_tokens=1)
+    assert KEY not in str(no.value)
 
 
 def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):

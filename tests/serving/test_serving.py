@@ -19,6 +19,7 @@ import pytest
 from conftest import tiny_model
 from live_server import ADD, FORMAT, LIMITS, events, live, make_service, wait_until
 
+from rlm.data.experiences import Experience
 from rlm.data.prompts import render_prompt
 from rlm.reasoner.stream import ReasoningStream
 from rlm.sampling.engine import Sampler
@@ -653,3 +654,35 @@ def test_a_hundred_disconnects_leak_nothing(tokenizer):
         wait_until(lambda: service.requests == 0 and not sampler.has_unfinished_requests())
         assert len(sampler._scheduler.free_slots) == sampler._cache.config.prompt_slots
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
+
+
+# --- lessons in front of questions ----------------------------------------------------------------
+
+
+def test_the_lessons_that_were_used_are_named(tokenizer):
+    lessons = [
+        Experience("Add.", "W", about="two and three"),
+        Experience(ADD, "E", "one and one", "two and three"),
+        Experience("Never.", "F", about="two and three", reach=1.1),
+    ]
+    service, _ = make_service(tokenizer, SCRIPT)
+    service.experiences = lessons
+    bare = len(render_prompt(tokenizer, "two and three", FORMAT))
+    with live(service) as server:
+        body = server.post({"prompt": "two and three"}).json()
+        assert body["experiences"] == ["W", "E"]
+        informed = body["usage"]["prompt_tokens"]
+        shot = render_prompt(
+            tokenizer,
+            "Lessons from earlier problems:\n1. Add.\n\nProblem:\ntwo and three",
+            FORMAT,
+            examples=[("one and one", ADD)],
+        )
+        assert informed == len(shot) > bare
+        assert server.get("/phase1/info").json()["experiences"] == 3
+        # Where the prompt would be too long, the farthest lesson goes.
+        service.limits = replace(service.limits, prompt_tokens=informed - 1)
+        assert server.post({"prompt": "two and three"}).json()["experiences"] == ["W"]
+        service.limits = replace(service.limits, prompt_tokens=bare)
+        body = server.post({"prompt": "two and three"}).json()
+        assert (body["experiences"], body["usage"]["prompt_tokens"]) == ([], bare)

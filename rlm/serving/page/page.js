@@ -231,6 +231,7 @@ function factsOf({ verifier, details, confidence, usage, timings, ...result }) {
     ["Confidence", confidence && `${confidence.value.toFixed(2)}, not calibrated`],
     ["Tokens", `${usage.completion_tokens}, ${timings.tokens_per_second.toFixed(0)} a second`],
     ["Time", `${seconds(timings.total_ms)}, to the first token ${seconds(timings.first_token_ms)}`],
+    ["Lessons", result.experiences.join(", ")],
     ["Model", modelName(result.model)],
   ].filter(([, value]) => value);
 }

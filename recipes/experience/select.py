@@ -1,0 +1,285 @@
+"""Selects lessons by trial: candidates from a model's own attempts, kept only if they help.
+
+The generators answer problems a few times. Where attempts differ, candidates are made: a right
+attempt as a worked example, the critic's rule from a right and a wrong one, the critic's own answer
+from all of them where it is right. Each is tried alone on the held-out problems most like its own,
+and kept if it makes more of them right, by McNemar's exact test with Holm's correction.
+
+    python -m recipes.experience.select --dataset gsm8k
+    python -m recipes.experience.select --dataset word-problems --split test_families \\
+        --no-instructions --max-tokens 128    # our own model, on stories that it was not trained on
+
+Run it again to go on after an interruption: what was paid for is not asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
+from recipes.experience.answers import (
+    AskingConfig,
+    Replies,
+    announce_cost,
+    answer_all,
+    is_right,
+    listed,
+    open_agents,
+    run_all,
+    shown,
+    tokens_of,
+)
+from recipes.experience.library import LIBRARIES, reveals_gold, shorten
+from recipes.experience.train import RUN_DIR, load_problem_set
+from rlm.api_client import ChatReply
+from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
+from rlm.data import WORKED_EXAMPLE, Experience, Problem, similarity
+from rlm.evaluation import holm, mcnemar, show_table
+from rlm.grading import split_completion
+from rlm.runs import replace_json
+
+KINDS = ("example", "rule", "fusion")
+LIBRARY = "selected_experiences.json"
+RECORD = "selection.json"
+
+
+@dataclass
+class SelectConfig(AskingConfig):
+    dataset: str = flag("word-problems", "as of recipes.experience.train")
+    split: str = flag("train", "the part to draw the problems from")
+    problems: int = flag(48, "problems to practise on", min=1)
+    samples: int = flag(2, "attempts of each generator at each of them", min=1)
+    temperature: float = flag(0.7, "of these attempts", min=0)
+    groups: int = flag(8, "problems with right and wrong attempts that candidates are made of")
+    kinds: tuple[str, ...] = flag(KINDS, "of candidates", choices=KINDS)
+    held_out: int = flag(160, "further problems to try candidates on", min=1)
+    trial_size: int = flag(64, "of these the most similar, for one candidate", min=6)
+    alpha: float = flag(0.05, "chance that any useless candidate is kept", above=0, max=0.5)
+    api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
+    library_dir: Path = flag(LIBRARIES, f"where {LIBRARY} is written")
+    run_dir: Path = flag(RUN_DIR, "where the replies and the record of all trials are")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.trial_size > self.held_out:
+            raise ValueError("--trial-size is more than --held-out")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A problem and the attempts at it, right and wrong."""
+
+    problem: Problem
+    right: list[ChatReply]
+    wrong: list[ChatReply]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    kind: str
+    problem: Problem
+    content: str
+
+    @property
+    def lesson(self) -> Experience:
+        question = "" if self.kind == "rule" else self.problem.question
+        return Experience(self.content, self.problem.id, question, self.problem.question)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a candidate: of problems without and with it, how many were right."""
+
+    problems: int
+    without: int
+    with_it: int
+    p: float  # McNemar's, uncorrected
+    reach: float  # similarity of the least similar problem
+
+
+def differing_groups(
+    problems: Sequence[Problem], attempts: Sequence[Sequence[ChatReply | None]], most: int
+) -> list[Group]:
+    """Return groups with right and wrong attempts, each as unlike those before it as can be."""
+    left = []
+    for problem, replies in zip(problems, attempts, strict=True):
+        given = [reply for reply in replies if reply]
+        right = [is_right(reply, problem) for reply in given]
+        if any(right) and not all(right):
+            parts = [
+                [r for r, ok in zip(given, right, strict=True) if ok is w] for w in (True, False)
+            ]
+            left.append(Group(problem, *parts))
+    chosen: list[Group] = []
+    while left and len(chosen) < most:
+        best = min(left, key=lambda group: _closeness(group, chosen))
+        left.remove(best)
+        chosen.append(best)
+    return chosen
+
+
+def _closeness(group: Group, others: Sequence[Group]) -> float:
+    texts = [other.problem.question for other in others]
+    return max((similarity(group.problem.question, text) for text in texts), default=0.0)
+
+
+def make_candidates(
+    critic: Agent, groups: Sequence[Group], kinds: Sequence[str]
+) -> list[Candidate]:
+    """Make the candidates of these groups; the critic is asked for rules and fusions."""
+    found: list[Candidate | None] = []
+    if "example" in kinds:
+        best = [min(group.right, key=lambda r: len(r.reasoning + r.text)) for group in groups]
+        for group, reply in zip(groups, best, strict=True):
+            found.append(Candidate("example", group.problem, shown(reply, group.problem)))
+    for kind, make in (("rule", _rule), ("fusion", _fusion)):
+        if kind in kinds:
+            found += run_all(critic, [(g.problem.id, partial(make, critic, g)) for g in groups])
+    return [candidate for candidate in found if candidate and candidate.content]
+
+
+def _rule(critic: Agent, group: Group) -> Candidate | None:
+    problem, pair = group.problem, (group.right[0], group.wrong[0])
+    right, wrong = (shown(reply, problem) for reply in pair)
+    values = {"problem": problem.question, "right": right, "wrong": wrong}
+    text = shorten(split_completion(critic.ask("rule", problem.id, **values).text)[1])
+    is_lesson = text and not reveals_gold(text, problem)
+    return Candidate("rule", problem, text) if is_lesson else None
+
+
+def _fusion(critic: Agent, group: Group) -> Candidate | None:
+    problem = group.problem
+    attempts = listed([*group.wrong, *group.right], problem)
+    values = {"problem": problem.question, "attempts": attempts}
+    reply = critic.ask("critic_answer", problem.id, **values)
+    return Candidate("fusion", problem, shown(reply, problem)) if is_right(reply, problem) else None
+
+
+def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -> list[int]:
+    """Return which problems are most like the candidate's own, most similar first."""
+    about = candidate.problem.question
+    scores = [similarity(about, problem.question) for problem in held_out]
+    return sorted(range(len(held_out)), key=lambda i: -scores[i])[:size]
+
+
+def judge_trial(
+    candidate: Candidate, problems: Sequence[Problem], without: Replies, with_it: Replies
+) -> Trial:
+    """Compare one answer to each problem; where a call failed, the problem is left out."""
+    pairs = [
+        (is_right(a, problem), is_right(b, problem))
+        for problem, (a,), (b,) in zip(problems, without, with_it, strict=True)
+        if a and b
+    ]
+    before, after = ([pair[i] for pair in pairs] for i in (0, 1))
+    reach = min(similarity(candidate.problem.question, problem.question) for problem in problems)
+    return Trial(len(pairs), sum(before), sum(after), mcnemar(before, after), reach)
+
+
+def select(trials: Sequence[Trial], alpha: float) -> list[bool]:
+    """Tell which helped: more right with it, and p significant among all that were tried."""
+    significant = holm([trial.p for trial in trials], alpha)
+    return [s and t.with_it > t.without for s, t in zip(significant, trials, strict=True)]
+
+
+def try_all(
+    agent: Agent, candidates: Sequence[Candidate], held_out: Sequence[Problem], config: SelectConfig
+) -> list[Trial]:
+    """Try each candidate alone; the answers without any are shared."""
+    near = [most_similar(candidate, held_out, config.trial_size) for candidate in candidates]
+    union = sorted(set().union(*near))
+    replies = answer_all(agent, [held_out[i] for i in union], (), 1, stage=config.stage)
+    baseline = dict(zip(union, replies, strict=True))
+    trials = []
+    for number, (candidate, chosen) in enumerate(zip(candidates, near, strict=True), 1):
+        asked = [held_out[i] for i in chosen]
+        with_it = answer_all(agent, asked, [candidate.lesson], 1, stage=config.stage)
+        trial = judge_trial(candidate, asked, [baseline[i] for i in chosen], with_it)
+        trials.append(trial)
+        terminal.line(
+            f"{number} of {len(candidates)}, {candidate.kind}: {trial.without} → {trial.with_it} "
+            f"of {trial.problems}, p {trial.p:.2g}"
+        )
+    return trials
+
+
+def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
+    """Write a candidate as a library holds it."""
+    category = "problem_solving" if candidate.kind == "rule" else WORKED_EXAMPLE
+    about = {"source_problem": candidate.problem.id, "source_question": candidate.problem.question}
+    head = {"id": "", "content": candidate.content, "category": category}
+    return head | about | {"kind": candidate.kind, "reach": trial.reach, "trial": vars(trial)}
+
+
+def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
+    """Estimate (requests, tokens read) of each role, at most; an example is as long as a prompt."""
+    read = tokens_of([problem.question for problem in problems]) // len(problems)
+    calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
+    calls[GENERATORS[0]] += config.held_out + len(config.kinds) * config.groups * config.trial_size
+    asked = len({"rule", "fusion"} & set(config.kinds)) * config.groups
+    attempts = len(GENERATORS) * config.samples
+    sizes = {name: (n, n * 2 * read) for name, n in calls.items()}
+    return sizes | {"critic": (asked, asked * (attempts + 1) * 2 * read)}
+
+
+def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
+    """Load the problems to practise on, and those to try candidates on."""
+    count = config.problems + config.held_out
+    problems = load_problem_set(config.dataset, config.split, count, config.seed)
+    if len(problems) < count:
+        raise UsageError(f"{config.dataset} has {len(problems)} problems; {count} are needed")
+    return problems[: config.problems], problems[config.problems :]
+
+
+def main(config: SelectConfig) -> int:
+    file = config.run_dir / "select_calls.jsonl"
+    names = (*GENERATORS, "critic")
+    agents = open_agents(names, config, config.temperature, config.api_config, file)
+    practise, held_out = load_parts(config)
+    announce_cost(estimate(config, [*practise, *held_out]), agents.values(), config.max_cost)
+    if config.plan:
+        return 0
+    options = {"stage": config.stage}
+    drawn = [answer_all(agents[n], practise, (), config.samples, **options) for n in GENERATORS]
+    attempts = [[*chain(*each)] for each in zip(*drawn, strict=True)]
+    groups = differing_groups(practise, attempts, config.groups)
+    terminal.line(f"{len(groups)} problems with right and wrong attempts")
+    asker, critic = (replace(agents[name], temperature=0.0) for name in (names[0], "critic"))
+    candidates = make_candidates(critic, groups, config.kinds)
+    trials = try_all(asker, candidates, held_out, config) if candidates else []
+    kept = select(trials, config.alpha)
+    tried = zip(candidates, trials, kept, strict=True)
+    rows = [as_item(candidate, trial) | {"kept": keep} for candidate, trial, keep in tried]
+    items = [row for row in rows if row["kept"]]
+    for number, item in enumerate(items, 1):
+        item["id"] = f"S-{number:03d}"
+    library = config.library_dir / LIBRARY
+    replace_json(library, items)
+    seen = [problem.question for problem in (*practise, *held_out)]
+    record = {"config": to_dict(config), "model": asker.model, "seen": seen, "tried": rows}
+    replace_json(config.run_dir / RECORD, record)
+    show(config.kinds, rows)
+    terminal.line(f"{len(items)} lessons in {library}")
+    return 0
+
+
+def show(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each kind of candidate."""
+    cells = {}
+    for kind in kinds:
+        mine = [row for row in rows if row["kind"] == kind]
+        kept = sum(row["kept"] for row in mine)
+        better = sum(row["trial"]["with_it"] > row["trial"]["without"] for row in mine)
+        cells[kind] = {"tried": len(mine), "more right with it": better, "kept": kept}
+    show_table("", cells, "candidates")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    run_main(main, SelectConfig, description=__doc__)

@@ -1,0 +1,256 @@
+"""Lessons kept only if they help: candidates, trials by hand, a whole selection, its evaluation."""
+
+import json
+import re
+
+import pytest
+from scripted_model import Model, write_problems
+from scripted_server import ScriptedServer
+
+from recipes.experience import evaluate, select
+from recipes.experience.agent import GENERATORS
+from recipes.experience.answers import shown, tokens_of, vote_score
+from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
+from rlm.api_client import ChatReply
+from rlm.cli.main import run_main
+from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
+from rlm.data.problem import Problem
+from rlm.evaluation import holm
+
+GOOD = "A gross is 144 pieces: multiply the number of gross by 144."
+KINDS = {"gross": 144, "score": 20}
+
+
+def reply(text: str, reasoning: str = "") -> ChatReply:
+    return ChatReply(text, "stop", 10, 5, 0.0, reasoning)
+
+
+def problem(kind: str, n: int) -> Problem:
+    text = {"gross": "A crate holds {} gross of pens. How many pens is that?"}
+    text["score"] = "Ann lives for {} score years. What age does she reach?"
+    return Problem(f"{kind}_{n}", text[kind].format(n), str(n * KINDS[kind]))
+
+
+# --- by hand ----------------------------------------------------------------------------------
+
+
+def test_similarity_and_the_nearest_lessons():
+    assert similarity("Ann has 3 pens.", "ann HAS 4 pens") == 1.0
+    assert similarity("a b", "a b c d e f g h") == pytest.approx(2 / (2 * 8) ** 0.5)
+    assert similarity("12", "12") == similarity("", "a") == 0.0  # no words
+    words = Experience("Use a graph.", "W", about="apples in a box")
+    shot = Experience("It is 4.", "E", question="How many apples?", about="How many apples?")
+    far = Experience("Never.", "F", about="apples", reach=0.9)
+    asked = apply_experiences("How many apples?", [words, far, shot], 2)
+    assert asked.used == ("E", "W")
+    assert asked.examples == (("How many apples?", "It is 4."),)
+    assert asked.question.endswith("1. Use a graph.\n\nProblem:\nHow many apples?")
+    assert apply_experiences("How many apples?", [words, far, shot], 1).question == (
+        "How many apples?"
+    )
+    assert apply_experiences("How many pears?", [far]).used == ()
+
+
+def test_holm_by_hand():
+    assert holm([0.03, 0.01, 0.04]) == [False, True, False]
+    assert holm([0.01, 0.02, 0.03], 0.06) == [True, True, True]  # 0.06/3, 0.06/2, 0.06/1
+    assert holm([0.021, 0.001, 0.001], 0.02) == [False, True, True]
+    assert holm([]) == []
+
+
+def test_which_groups_teach_and_in_which_order():
+    problems = [problem("gross", 2), problem("gross", 3), problem("score", 4), problem("score", 5)]
+    right, wrong = ([reply(f"Final answer: {int(p.answer) + i}") for p in problems] for i in (0, 1))
+    attempts = [[right[0], wrong[0], None], [right[1], wrong[1]], [wrong[2], right[2]], [right[3]]]
+    groups = differing_groups(problems, attempts, 3)
+    assert [group.problem.id for group in groups] == ["gross_2", "score_4", "gross_3"]
+    assert (groups[0].right, groups[0].wrong) == ([right[0]], [wrong[0]])
+    assert len(differing_groups(problems, attempts, 1)) == 1
+
+
+def test_a_trial_counts_pairs_and_reach():
+    asked = [problem("gross", n) for n in range(2, 10)]
+    right, wrong = ([[reply(f"{int(p.answer) + i}")] for p in asked] for i in (0, 1))
+    candidate = Candidate("rule", problem("gross", 1), GOOD)
+    trial = select.judge_trial(candidate, asked, [right[0], *wrong[1:]], [wrong[0], *right[1:]])
+    # 7 only with, 1 only without: 2 (C(8,0) + C(8,1)) / 2^8
+    assert trial == Trial(8, 1, 7, pytest.approx(18 / 256), 1.0)
+    trial = select.judge_trial(candidate, asked, [[None], *wrong[1:]], [right[0], *right[1:]])
+    assert trial == Trial(7, 0, 7, pytest.approx(2 / 128), 1.0)
+    others = [problem("score", 7), problem("gross", 8), problem("gross", 9)]
+    assert most_similar(candidate, others, 2) == [1, 2]
+    # What harms is not kept, however significant; nor what may be chance among all that were tried.
+    helped, harmed = Trial(20, 1, 12, 0.001, 0), Trial(20, 12, 1, 0.001, 0)
+    by_chance, none = Trial(20, 1, 7, 0.04, 0), Trial(20, 5, 5, 1.0, 0)
+    assert select.select([harmed, helped, none], 0.05) == [False, True, False]
+    assert select.select([by_chance, helped, none], 0.05) == [False, True, False]
+
+
+def test_a_rule_is_no_example_and_a_gold_is_no_rule():
+    own = problem("gross", 2)
+    assert Candidate("rule", own, GOOD).lesson.question == ""
+    assert Candidate("fusion", own, "288").lesson.question == own.question
+    group = Group(own, [reply("288", "2 * 144 = 288")], [reply("24")])
+    replies = iter(["The answer is 288.", f"<think>x</think>{GOOD}"])
+    critic = type("Critic", (), {"ask": lambda *_, **__: reply(next(replies))})()
+    assert select._rule(critic, group) is None
+    assert select._rule(critic, group).content == GOOD
+    tagged = "<think>\n2 * 144 = 288\n</think>\n<answer>288</answer>"
+    assert shown(group.right[0], own) == tagged
+
+
+def test_a_vote_of_three_by_hand():
+    own = problem("gross", 2)
+    votes = {("288", "288", "24"): 1.0, ("24", "24", "288"): 0.0, ("288", "24", "7"): 1 / 3}
+    votes[("nothing", "none", "no")] = 0.0
+    for texts, score in votes.items():
+        assert vote_score([reply(text) for text in texts], own) == pytest.approx(score)
+    groups = [reply(text) for text in ("288", "288", "24", "24", "24", "1")]
+    assert evaluate.mean_vote(groups, own) == 0.5
+    assert evaluate.last_score(2, [*groups, reply("288"), reply("288")], own) == 1.0
+
+
+def test_placebo_lessons_stand_where_the_others_did():
+    lessons = [
+        Experience(k, k, f"{k}?", about=problem(k, 1).question, reach=r)
+        for k, r in (("gross", 0.5), ("score", 0.6))
+    ]
+    first, second = evaluate.placebo(lessons)
+    assert (first.content, first.question) == ("score", "score?")
+    assert (first.about, first.reach) == (lessons[0].about, 0.5)
+    assert (second.content, second.reach) == ("gross", 0.6)
+
+
+def test_a_price_is_named_before_it_is_paid(capsys):
+    from types import SimpleNamespace
+
+    from recipes.experience.agent import Endpoint
+    from recipes.experience.answers import announce_cost
+
+    paid = Endpoint(price={"prompt": 1.0, "completion": 2.0})
+    agents = [SimpleNamespace(name="generator_1", reply_tokens=100, endpoint=paid)]
+    agents += [SimpleNamespace(name="critic", reply_tokens=50, endpoint=Endpoint())]
+    calls = {"generator_1": (1000, 500_000), "critic": (10, 9000), "judge": (1, 1)}
+    # 0.5 million read at 1, 0.1 million written at 2
+    assert announce_cost(calls, agents, 3.0) == pytest.approx(0.7)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "generator_1: at most 1,000 requests, about 500,000 tokens read" in said
+    assert "100,000 written, cost 0.7" in said
+    assert "at most 500 written, no price given" in said
+    assert "limit 3" in said
+    assert tokens_of(["12345678", ""]) == 2 + 64 + 64
+
+
+# --- a whole selection ------------------------------------------------------------------------
+
+
+class Pupil(Model):
+    """Knows what a gross is two times out of three when it practises, seldom when asked greedily;
+    always with a lesson or an example in the prompt. The placebo's example of a score misleads it.
+    """
+
+    def __call__(self, body):
+        texts = [message["content"] for message in body["messages"]]
+        if "Below is a problem with a right and a wrong attempt" in texts[-1]:
+            return GOOD
+        if "Several attempts at a problem follow" in texts[-1]:
+            return "Final answer: 0"
+        kind = "gross" if "gross" in texts[-1] else "score"
+        n = int(re.search(r"(?:holds|for) (\d+) (?:gross|score)", texts[-1])[1])
+        knows = body["seed"] % 3 > 0 if body["temperature"] else n % 8 == 0
+        if kind == "gross":
+            knows = knows or GOOD in texts[-1] or any("* 144" in text for text in texts[:-1])
+        else:
+            knows = True
+        return f"{n} * {KINDS[kind]}\nFinal answer: {n * KINDS[kind] if knows else n * 12}"
+
+
+@pytest.fixture(scope="module")
+def selected(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pupil")
+    with ScriptedServer(Pupil()) as server:
+        price = {"prompt": 1.0, "completion": 1.0}
+        entry = {"base_url": server.url, "model": "m", "price": price, "backoff": 0.001}
+        roles = (*GENERATORS, "critic")
+        (path / "api.json").write_text(json.dumps(dict.fromkeys(roles, entry)))
+        rows = [problem(("gross", "score")[n % 2], n) for n in range(2, 90)]
+        rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
+        path = path, write_problems(path / "all.jsonl", rows), server
+        assert run(path, select, *SELECT) == 0
+        yield path
+
+
+SELECT = ("--problems", 8, "--held-out", 44, "--trial-size", 20, "--groups", 2)
+
+
+def run(place, module, *arguments) -> int:
+    path, data, _ = place
+    config = select.SelectConfig if module is select else evaluate.EvaluateConfig
+    where = ["--api-config", path / "api.json", "--run-dir", path / "run", "--dataset", data]
+    where += ["--library-dir", path / "lib"] if module is select else []
+    with pytest.raises(SystemExit) as exit:
+        run_main(module.main, config, argv=[str(word) for word in (*arguments, *where)])
+    return exit.value.code or 0
+
+
+def test_only_what_helped_is_kept(selected):
+    path, _, server = selected
+    record = json.loads((path / "run" / "selection.json").read_text())
+    items = json.loads((path / "lib" / "selected_experiences.json").read_text())
+    assert len(record["seen"]) == 52
+    # The critic's fusions are wrong, so none was tried; all groups that differ are of one kind.
+    assert {row["kind"] for row in record["tried"]} == {"example", "rule"}
+    assert [row["kept"] for row in record["tried"]] == [True] * 4
+    assert [item["id"] for item in items] == ["S-001", "S-002", "S-003", "S-004"]
+    rule = next(item for item in items if item["kind"] == "rule")
+    assert (rule["content"], rule["category"]) == (GOOD, "problem_solving")
+    assert rule["trial"]["with_it"] == rule["trial"]["problems"] == 20
+    assert rule["trial"]["p"] < 0.05 / 4
+    assert rule["reach"] == 1.0
+    lessons = load_experiences(path / "lib" / "selected_experiences.json")
+    assert {bool(lesson.question) for lesson in lessons} == {True, False}
+    before = len(server.requests)
+    assert run(selected, select, *SELECT) == 0  # goes on where it was: nothing is asked again
+    assert len(server.requests) == before
+
+
+def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys):
+    _, _, server = selected
+    before = len(server.requests)
+    assert run(selected, select, *SELECT, "--plan", "--seed", 3) == 0
+    assert "generator_1: at most 180 requests" in capsys.readouterr().out  # 16 + 44 + 120
+    assert run(selected, evaluate, "--plan", "--committee", "--seed", 3, "--library", "/") == 2
+    library = selected[0] / "lib" / "selected_experiences.json"
+    assert run(selected, evaluate, "--plan", "--committee", "--library", library) == 0
+    assert "critic: at most 120 requests" in capsys.readouterr().out
+    assert len(server.requests) == before
+    assert run(selected, select, "--held-out", 900) == 2
+    assert "has 88 problems; 948 are needed" in capsys.readouterr().err
+
+
+def test_library_placebo_vote_and_critic_in_one_table(selected, capsys):
+    path, _, server = selected
+    library = path / "lib" / "selected_experiences.json"
+    extra = json.loads(library.read_text())
+    score = extra[0] | {"source_question": problem("score", 1).question, "id": "X"}
+    score |= {"content": "1 * 20", "category": "worked_example"}
+    (path / "two.json").write_text(json.dumps([extra[0], score]))
+    options = ("--placebo", "--committee", "--samples", 2, "--temperature", 0)
+    assert run(selected, evaluate, "--library", path / "two.json", *options) == 0
+    found = json.loads((path / "run" / "evaluation.json").read_text())
+    rows = found["rows"]
+    assert {row["problems"] for row in rows.values()} == {30}
+    assert rows["two"]["accuracy"]["mean"] == 1.0
+    assert rows["two"]["difference"]["low"] > 0
+    assert rows["placebo of two"]["difference"]["points"] <= 0
+    # All three are the same model, asked greedily: their vote is one of them.
+    none = rows["no library"]["accuracy"]["mean"]
+    assert rows[evaluate.VOTE]["accuracy"]["mean"] == pytest.approx(none)
+    assert rows[evaluate.CRITIC]["accuracy"]["mean"] == 0.0
+    assert found["critic_against_vote"]["points"] == pytest.approx(-100 * none)
+    assert "critic − vote: -" in capsys.readouterr().out
+    # generator_1's attempts are those of the first row: 2 answers each, asked once.
+    bodies = server.asked("chat/completions")
+    seeds = [b["seed"] for b in bodies if len(b["messages"]) == 1 and b["temperature"] == 0]
+    assert len(seeds) > len(set(seeds))  # rule and critic prompts share none with these
+    assert run(selected, evaluate, "--library", path / "two.json", *options) == 0
