@@ -9,8 +9,9 @@ from typing import Any
 
 from recipes.orchestrator.agents import Call, LocalLLM, RemoteLLM, Reply
 from recipes.orchestrator.graph import AGENT_IDS, Graph, InvalidGraph
+from recipes.orchestrator.leaks import is_leaked
 from rlm.data import FORMATS, Format, Problem
-from rlm.grading import Verdict, grade, numbers_in, parse_number
+from rlm.grading import Verdict, grade
 from rlm.sampling import SamplingParams, prompt_seed
 
 
@@ -51,10 +52,7 @@ class Trajectory:
     @property
     def leak(self) -> bool:
         """Tell whether a prompt holds the gold, and the problem itself does not."""
-        gold = parse_number(self.problem.answer)
-        if gold is None or abs(gold) in numbers_in(self.problem.question):
-            return False
-        return any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
+        return is_leaked(self.problem, self.graph.prompts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
         """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""

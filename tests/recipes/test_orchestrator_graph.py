@@ -173,6 +173,19 @@ def test_numbers_that_stand_alone(text, found):
         (("solve", "It is 3/4"), "6 of 8?", "3/4", True),
         (("solve", "Say 1.602e-19"), "of an electron?", "1.602e-19", True),
         (("solve", "Take 4 parts"), "3/4 of 20 in parts?", "4", False),
+        # A gold below 10: a digit that is no quantity of the problem is left out.
+        (("solve", "Use 3 steps."), "5 + 2 - 4?", "3", False),
+        (("Read it. 3. Check it.", "3) Say it."), "5 + 2 - 4?", "3", False),
+        (("Step 3 is the sum.", "agent 3"), "5 + 2 - 4?", "3", False),
+        (("write 1 line", "It is 30 or 3.5"), "5 + 2 - 4?", "3", False),
+        (("solve", "Say 3."), "5 + 2 - 4?", "3", True),
+        (("solve", "End with [3]"), "5 + 2 - 4?", "3", True),
+        (("solve", "3 is right"), "5 + 2 - 4?", "3", True),
+        (("What is 3 plus 0?", "check"), "5 + 2 - 4?", "3", True),
+        (("solve", "3 apples are left"), "5 apples, 2 are eaten?", "3", True),
+        (("solve", "3 steps are left"), "5 apples, 2 are eaten?", "3", False),
+        (("solve", "It is 2"), "Of two pens none is lost?", "2", False),  # given in words
+        (("solve", "Use 12 steps."), "5 + 7?", "12", True),  # no digit: no instruction has it
     ],
 )
 def test_the_gold_in_a_prompt_is_a_leak(prompts, question, answer, leak):
