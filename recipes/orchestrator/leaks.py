@@ -16,7 +16,7 @@ from rlm.data import Problem
 from rlm.grading import numbers_in, parse_number
 
 SMALL = 10  # a gold below it is a digit that instructions hold, too
-_IN_WORDS = "zero one two three four five six seven eight nine".split()
+_IN_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 # A word that goes on about the number, in place of a noun that it counts: "7 plus 5", "7 is right".
 _NO_NOUN = "is|as|was|plus|minus|times|divided|equals"
 _ITEM = re.compile(

@@ -23,7 +23,7 @@ from recipes.orchestrator import train as recipe
 from recipes.orchestrator.agents import AgentModel, LocalLLM, Reply, choose_agents
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph, parse_graph
-from recipes.orchestrator.orchestrator import SYSTEM_PROMPT, Orchestrator
+from recipes.orchestrator.orchestrator import SYSTEM_PROMPTS, Orchestrator
 from recipes.orchestrator.runner import Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
@@ -68,7 +68,7 @@ def base(tmp_path_factory):
     """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
     path = tmp_path_factory.mktemp("orchestrator_base")
     tokenizer = byte_tokenizer()
-    instruction = SYSTEM_PROMPT.partition("{")[0].strip()
+    instruction = SYSTEM_PROMPTS["prompts"].partition("{")[0].strip()
     tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -129,7 +129,7 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     graphs = [parse_graph(text) for text in texts]
     valid = [graph for graph in graphs if isinstance(graph, Graph)]
     assert len(valid) > 0.9 * len(graphs)
-    words = [graph.prompts[1] for graph in valid]
+    words = [graph.texts[1] for graph in valid]
     assert set(words) >= set(WORDS)
     # At temperature 1 a token that nobody taught may be drawn, too.
     assert sum(word in WORDS for word in words) > 0.9 * len(words)
