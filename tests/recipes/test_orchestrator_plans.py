@@ -153,4 +153,4 @@ def test_trained_is_paired_with_the_cold_start_and_the_best_rival(capsys):
     assert sum("before" in line for line in shown) == 3
     del rows[evaluate.UNTRAINED]
     rows[evaluate.BARE] = start
-    assert list(evaluate.compare_trained(rows))[0].endswith(evaluate.BARE)
+    assert next(iter(evaluate.compare_trained(rows))).endswith(evaluate.BARE)

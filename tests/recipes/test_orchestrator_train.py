@@ -453,9 +453,15 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*orchestrator*.yaml")))
+def test_a_config_that_comes_with_the_project_is_one(file):
+    assert parse(OrchestratorConfig, ["--config", str(file)]).model == "smollm2-135m"
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
+        ("--graph-form plans", "questions"),
         ("--max-agents 1", "at least 2"),
         ("--max-agents 3", "at most 2"),
         ("--agent-url http://x", "--agent-model"),
@@ -534,11 +540,13 @@ def test_the_table_has_every_row(finished, capsys):
     ) == 0  # fmt: skip
     result = json.loads((finished / "evaluation" / "evaluation.json").read_text())
     rows = result["rows"]
-    assert list(rows)[:6] == [
-        "single agent", "asked twice", "two agents, by hand",
+    assert list(rows)[:7] == [
+        "single agent", "asked twice", "two agents, by hand", "two agents, fixed plan",
         "orchestrator, bare model", "orchestrator, untrained", "orchestrator, trained",
     ]  # fmt: skip
-    assert re.fullmatch(r"single agent, vote of \d+", list(rows)[6])
+    assert re.fullmatch(r"single agent, vote of \d+", list(rows)[7])
+    pairs = list(result["compared"])
+    assert pairs[0] == "orchestrator, trained − orchestrator, untrained"
     assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
     assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
     assert rows["orchestrator, trained"]["orchestrator"] == 6
