@@ -27,6 +27,7 @@ from rlm.model import (
     using_adapter,
 )
 from rlm.sampling import Sampler, SamplingParams, VLLMSampler
+from rlm.tools import load_tool
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -159,23 +160,28 @@ def load_agents(
 ) -> LocalLLM | RemoteLLM:
     """Load the agents' model, if it is ours; where it is the orchestrator's, they share weights.
 
+    They have the tool that their adapter was trained with.
+
     Raises:
         UsageError: the adapter belongs to another base, or cannot share the orchestrator's.
     """
     if not isinstance(agents, AgentModel):
         return agents
+    tool = None
     if agents.adapter:
         check_base(agents.adapter, agents.name, base_model_hash(agents.name))
+        tool = load_tool(AdapterInfo.load(agents.adapter).resolve_tool())
     if (agents.name, agents.quantize) != (config.model, config.quantize):
         model = load_base(agents.name, pick_device(), quantize=agents.quantize)
         if agents.adapter:
             model = load_adapter(model, agents.adapter, trainable=False)
         tokenizer = agents.tokenizer or load_tokenizer(agents.name)
-        return LocalLLM(Sampler(model, tokenizer), tokenizer)
+        return LocalLLM(Sampler(model, tokenizer, tool=tool), tokenizer)
     name = "agent" if agents.adapter else None
     if name:
         load_adapter(policy, agents.adapter, trainable=False, name=name)
     sampler, tokenizer = writer.sampler, writer.tokenizer
-    if not isinstance(sampler, Sampler):  # a vLLM server has the orchestrator's adapter only
-        sampler = Sampler(policy, tokenizer)
+    # A vLLM server has the orchestrator's adapter only; the orchestrator has no tool.
+    if tool or not isinstance(sampler, Sampler):
+        sampler = Sampler(policy, tokenizer, dtype=getattr(sampler, "dtype", None), tool=tool)
     return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))

@@ -23,9 +23,17 @@ from transformers import PreTrainedTokenizerBase
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
+from recipes.orchestrator.plans import random_plan
 from rlm.cli import terminal, to_dict
 from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
-from rlm.model import base_model_hash, load_tokenizer, save_adapter, set_gradient_checkpointing
+from rlm.model import (
+    base_model_hash,
+    check_adapter,
+    check_base,
+    load_tokenizer,
+    save_adapter,
+    set_gradient_checkpointing,
+)
 from rlm.training import (
     MixedPrecisionAdapter,
     Rollout,
@@ -57,15 +65,21 @@ def random_graph(rng: random.Random, format: Format) -> Graph:
 
 
 def make_examples(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], seed: int, format: Format
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    config: OrchestratorConfig,
+    format: Format,
 ) -> list[Rollout]:
     """Write random graphs as completions to learn, GRAPHS_PER_PROBLEM for each problem's prompt."""
-    rng, end = random.Random(f"cold start {seed}"), end_of_turn_id(tokenizer)
+    rng, end = random.Random(f"cold start {config.seed}"), end_of_turn_id(tokenizer)
+    form = config.graph_form
     examples = []
     for number, problem in enumerate(problems):
-        prompt = render(tokenizer, problem.question)
+        prompt = render(tokenizer, problem.question, form)
         for _ in range(GRAPHS_PER_PROBLEM):
-            completion = [*encode_text(tokenizer, random_graph(rng, format).to_json()), end]
+            by_form = {"prompts": (random_graph, format), "questions": (random_plan, problem)}
+            compose, of = by_form[form]
+            completion = [*encode_text(tokenizer, compose(rng, of).to_json()), end]
             examples.append(Rollout(number, prompt, completion, advantage=1.0, weight=1.0))
     return examples
 
@@ -80,13 +94,16 @@ def train_start_adapter(
     """
     started = time.monotonic()
     tokenizer = load_tokenizer(config.model)
-    policy = load_policy(replace(config, sft_adapter=None), config.model, None)
+    if config.start_from:
+        check_adapter(config.start_from, "--start-from none begins with a new one")
+        check_base(config.start_from, config.model, base_model_hash(config.model))
+    policy = load_policy(replace(config, sft_adapter=config.start_from), config.model, None)
     use_fused_layers(policy)
     set_gradient_checkpointing(policy, bool(config.checkpointing))
     trained = MixedPrecisionAdapter(policy)
     weights = list(trained.master_weights.values())
     optimizer = torch.optim.AdamW(weights, weight_decay=0.0)
-    examples = make_examples(tokenizer, problems, config.seed, format)
+    examples = make_examples(tokenizer, problems, config, format)
     steps = math.ceil(len(examples) / BATCH_SIZE)
     terminal.line(
         f"cold start: {config.sft_adapter} is not there; learning the format from {len(examples)} "

@@ -37,6 +37,11 @@ class OrchestratorConfig(GRPOConfig):
     run_dir: Path = flag(Path("runs/orchestrator"), "logs, rollouts, checkpoints and the adapter")
     output: Path | None = flag(None, "for the best adapter (none: adapters_lora in --run-dir)")
 
+    graph_form: str = flag(
+        "prompts",
+        "what a graph gives each agent: a system prompt, or a question of its own",
+        choices=("prompts", "questions"),
+    )
     agent_model: str | None = flag(None, "of the agents (none: the orchestrator's, shared)")
     agent_adapter: Path | None = flag(DEFAULT_AGENT_ADAPTER, "of the agents; none: the bare model")
     agent_url: str | None = flag(None, "of an OpenAI-compatible API that serves --agent-model")
@@ -47,6 +52,7 @@ class OrchestratorConfig(GRPOConfig):
     zero_leaks: bool = flag(True, "a graph whose prompts hold the answer earns nothing")
     format_reward: float = flag(0.0, "for a valid graph, besides the 0/1 for the answer", min=0)
     start_questions: int = flag(96, "cold start: problems, with several graphs for each", min=1)
+    start_from: Path | None = flag(None, "cold start: the adapter it goes on from; none: a new one")
     debug: bool = flag(False, "5 steps of 2 × 2 at most, everything measured at each")
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
+from recipes.orchestrator.plans import WHOLE, oracle_plan
 from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
@@ -29,11 +30,9 @@ from rlm.model import prepare_process, using_adapter
 from rlm.runs import check_writable, replace_file, replace_json
 from rlm.training import fit_prompts
 
-ADAPTERS = {
-    "orchestrator, bare model": None,
-    "orchestrator, untrained": "start",
-    "orchestrator, trained": "default",
-}
+BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
+ADAPTERS = {BARE: None, UNTRAINED: "start", TRAINED: "default"}
+ORACLE = "two agents, oracle's plan"  # from the worked solution: what a plan can do, no rival
 # Head of a column of the second table → metric of a row, and its format.
 COLUMNS = {
     "agents": ("written", ".0f"),
@@ -65,10 +64,11 @@ class EvaluateConfig:
 
 def fixed_graphs(solver: str) -> dict[str, Graph]:
     """Return what the orchestrator is compared with; `solver` is the agents' own system prompt."""
+    plans = {name: Graph.plan(*questions) for name, questions in PROMPTS["fixed_plans"].items()}
     return {
         name: Graph.chain(*(text.format(solver=solver) for text in prompts))
         for name, prompts in PROMPTS["fixed_graphs"].items()
-    }
+    } | plans
 
 
 def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int) -> dict[str, Row]:
@@ -77,10 +77,13 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
     rows: dict[str, Row] = {}
     format = orchestrator.format
     fixed = fixed_graphs(format.system_prompt)
-    for name, graph in fixed.items():
-        limit = 2 * config.agent_max_tokens // len(graph.agents)
+    graphs = {name: [graph] * len(problems) for name, graph in fixed.items()}
+    if any(plans := [oracle_plan(problem) for problem in problems]):
+        graphs[ORACLE] = [plan or WHOLE for plan in plans]
+    for name, arm in graphs.items():
+        limit = 2 * config.agent_max_tokens // len(arm[0].agents)
         runner = Runner(agents, limit, config.agent_temperature, format)
-        rows[name] = [[run] for run in runner.run(problems, [graph] * len(problems))]
+        rows[name] = [[run] for run in runner.run(problems, arm)]
     for name, adapter in ADAPTERS.items():
         if adapter == "start" and config.sft_adapter is None:
             continue  # training began with the bare model
@@ -88,7 +91,7 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
             rows[name] = [[run] for run in orchestrator.solve(problems)]
         terminal.line(f"{name}: done")
     judged = without_failures(rows)
-    single, trained = (tokens(judged[name]) for name in ("single agent", "orchestrator, trained"))
+    single, trained = (tokens(judged[name]) for name in ("single agent", TRAINED))
     k = round((trained["written"] + trained["orchestrator"]) / max(1.0, single["written"])) or 1
     voters = [problem for problem in problems for _ in range(k)]
     runner = Runner(agents, 2 * config.agent_max_tokens, temperature=1.0, format=format)
@@ -143,6 +146,35 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
     }
 
 
+def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
+    """Pair the trained orchestrator with what training began with, and with its best rival.
+
+    The best one is chosen on these very problems, which favours the rival.
+    """
+    solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
+    trained = solved.pop(TRAINED)
+    start, best = began_with(rows), max(solved, key=lambda name: sum(solved[name]))
+    return {
+        f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
+        for name in dict.fromkeys((start, best))
+    }
+
+
+def began_with(rows: Mapping[str, Row]) -> str:
+    return UNTRAINED if UNTRAINED in rows else BARE
+
+
+def show_learned(rows: Mapping[str, Row], count: int = 3) -> None:
+    """Print the first problems whose graph training has changed, with both graphs."""
+    pairs = zip(rows[began_with(rows)], rows[TRAINED], strict=True)
+    changed = [(before, after) for (before,), (after,) in pairs if before.graph != after.graph]
+    for pair in changed[:count]:
+        terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
+        for when, run in zip(("before", "after"), pair, strict=True):
+            told = " | ".join(run.graph.texts) or run.graph.reason
+            terminal.line(f"  {when}, {'right' if run.verdict.correct else 'wrong'}: {told}")
+
+
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
     """Print two tables, each as wide as a plain terminal: who is right, and what it takes."""
     accuracy, cost = {}, {}
@@ -172,6 +204,10 @@ def main(config: EvaluateConfig) -> int:
     metrics = {name: row_metrics(row, single, price) for name, row in judged.items()}
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
     show(metrics, title)
+    compared = compare_trained(judged)
+    for pair, difference in compared.items():
+        terminal.line(f"  {pair}: {points(difference)} points, paired by problem")
+    show_learned(judged)
     left_out = len(problems) - len(single)
     if left_out:
         terminal.line(
@@ -179,7 +215,7 @@ def main(config: EvaluateConfig) -> int:
             "failed on them (agent_failed in traces.jsonl)"
         )
     about = {"title": title, "config": to_dict(config), "run": to_dict(orchestrator.config)}
-    about |= {"left_out": left_out, "rows": metrics}
+    about |= {"left_out": left_out, "rows": metrics, "compared": compared}
     replace_json(config.output / "evaluation.json", about)
     traces = [
         json.dumps({"row": name} | run.to_dict(), ensure_ascii=False) + "\n"

@@ -4,18 +4,29 @@
                 {"id": "agentB", "type": "llm", "system_prompt": "…"}]}
 
 The first agent writes a draft; the second reads problem and draft, and its text is the final one.
+An agent with a "question" is asked that alone, in place of problem and draft, and needs no system
+prompt: it has the one that it was trained on. In a question, {problem} stands for the problem, and
+{agentA} for the first agent's answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, StringConstraints, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 AGENT_IDS = ["agentA", "agentB"]
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 REASONS = (
     "no_json",  # no { anywhere
     "bad_json",  # it begins and is no JSON: cut off, a raw line break, a key given twice
@@ -31,15 +42,26 @@ class InvalidGraph:
     reason: str  # one of REASONS
     detail: str
     agents: tuple[()] = ()
-    prompts: tuple[()] = ()
+    texts: tuple[()] = ()
 
 
 class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Describes a node of a graph: an LLM with a system prompt."""
+    """Describes a node of a graph: an LLM with a system prompt, a question of its own, or both."""
 
     id: str
     type: Literal["llm"]
-    system_prompt: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    system_prompt: Text | None = None
+    question: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Agent:
+        if not self.texts:
+            raise ValueError(f"{self.id} has neither a system_prompt nor a question")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for text in (self.system_prompt, self.question) if text]
 
 
 class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
@@ -58,16 +80,29 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
     @classmethod
     def chain(cls, *prompts: str) -> Graph:
         """Make a graph whose agents have these prompts; the single agent is a graph of one."""
-        pairs = zip(AGENT_IDS, prompts, strict=False)
-        return cls(agents=[Agent(id=name, type="llm", system_prompt=text) for name, text in pairs])
+        return cls._of("system_prompt", prompts)
+
+    @classmethod
+    def plan(cls, *questions: str) -> Graph:
+        """Make a graph whose agents are asked these questions."""
+        return cls._of("question", questions)
+
+    @classmethod
+    def _of(cls, field: str, texts: Sequence[str]) -> Graph:
+        pairs = zip(AGENT_IDS, texts, strict=False)
+        return cls(agents=[Agent(id=name, type="llm", **{field: text}) for name, text in pairs])
 
     @property
-    def prompts(self) -> list[str]:
-        return [agent.system_prompt for agent in self.agents]
+    def texts(self) -> list[str]:
+        """All that the orchestrator wrote to the agents, in its order."""
+        return [text for agent in self.agents for text in agent.texts]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
 
     def to_json(self) -> str:
         """Serialize as the orchestrator is asked to write it; equal graphs give equal texts."""
-        return json.dumps(self.model_dump(), ensure_ascii=False)
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
 def parse_graph(text: str) -> Graph | InvalidGraph:

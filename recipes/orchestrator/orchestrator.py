@@ -39,12 +39,16 @@ if TYPE_CHECKING:
 
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
-SYSTEM_PROMPT = f"{PROMPTS['orchestrator']} {Graph.chain('...', '...').to_json()}"
+_SHAPES = {"prompts": Graph.chain("...", "..."), "questions": Graph.plan("...", "...")}
+SYSTEM_PROMPTS = {  # by --graph-form
+    form: f"{PROMPTS['orchestrator'][form]} {shape.to_json()}" for form, shape in _SHAPES.items()
+}
 
 
-def render(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """Render the orchestrator's prompt for a problem to token ids."""
-    return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=SYSTEM_PROMPT)
+def render(tokenizer: PreTrainedTokenizerBase, question: str, form: str = "prompts") -> list[int]:
+    """Render the orchestrator's prompt for a problem to token ids; `form` is its --graph-form."""
+    system_prompt = SYSTEM_PROMPTS[form]
+    return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=system_prompt)
 
 
 class Orchestrator:
@@ -91,7 +95,7 @@ class Orchestrator:
 
     def render(self, problem: Problem) -> list[int]:
         """Render the orchestrator's prompt for a problem as token ids."""
-        return render(self.writer.tokenizer, problem.question)
+        return render(self.writer.tokenizer, problem.question, self.config.graph_form)
 
     def solve(
         self,
@@ -102,8 +106,8 @@ class Orchestrator:
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
         """Write a graph for each problem, with the adapter that is active, and run it."""
-        questions = [problem.question for problem in problems]
-        calls = [Call(SYSTEM_PROMPT, text, prompt_seed(seed, text)) for text in questions]
+        questions, told = [p.question for p in problems], SYSTEM_PROMPTS[self.config.graph_form]
+        calls = [Call(told, text, prompt_seed(seed, text)) for text in questions]
         params = SamplingParams(self.config.max_new_tokens, temperature)
         replies = self.writer.chat(calls, params, on_finish)
         self.writer.release()

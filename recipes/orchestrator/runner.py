@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,9 +10,12 @@ from typing import Any
 
 from recipes.orchestrator.agents import Call, LocalLLM, RemoteLLM, Reply
 from recipes.orchestrator.graph import AGENT_IDS, Graph, InvalidGraph
+from recipes.orchestrator.leaks import is_leaked
 from rlm.data import FORMATS, Format, Problem
-from rlm.grading import Verdict, grade, numbers_in, parse_number
+from rlm.grading import Verdict, grade
 from rlm.sampling import SamplingParams, prompt_seed
+
+_PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
 
 @dataclass
@@ -45,16 +49,16 @@ class Trajectory:
             return Verdict(False, self.graph.reason, None)
         if self.error:
             return Verdict(False, "agent_failed", None)
-        text, tags = self.replies[-1].text, self.format.tags
-        return grade(text, self.problem.answer, strict=False, **tags)
+        return self._grade_last()
+
+    def _grade_last(self) -> Verdict:
+        tags = self.format.tags
+        return grade(self.replies[-1].text, self.problem.answer, strict=False, **tags)
 
     @property
     def leak(self) -> bool:
         """Tell whether a prompt holds the gold, and the problem itself does not."""
-        gold = parse_number(self.problem.answer)
-        if gold is None or abs(gold) in numbers_in(self.problem.question):
-            return False
-        return any(abs(gold) in numbers_in(prompt) for prompt in self.graph.prompts)
+        return is_leaked(self.problem, self.graph.texts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
         """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""
@@ -70,9 +74,17 @@ class Trajectory:
         if self.error or asked == len(self.graph.agents):
             return None
         agent = self.graph.agents[asked]
-        if asked:
+        if agent.question:
+            draft = self._grade_last() if asked else None
+            known = {
+                "{problem}": text,
+                "{agentA}": draft.answer if draft and draft.is_answer else "?",
+            }
+            text = _PLACEHOLDER.sub(lambda match: known[match[0]], agent.question)
+        elif asked:
             text = f"PROBLEM: {text}\n\nDRAFT of {AGENT_IDS[asked - 1]}: {self.replies[-1].text}"
-        return Call(agent.system_prompt, text, 0 if seed is None else prompt_seed(seed, agent.id))
+        prompt = agent.system_prompt or self.format.system_prompt
+        return Call(prompt, text, 0 if seed is None else prompt_seed(seed, agent.id))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record that rollouts.jsonl holds."""
@@ -88,7 +100,7 @@ class Trajectory:
             for name, call, reply in zip(AGENT_IDS, self.calls, self.replies, strict=False)
         }
         return row | {
-            "graph": self.graph.model_dump(),
+            "graph": self.graph.to_dict(),
             "trace": {"agents": agents, "final_text": self.replies[-1].text},
             "tokens_read": self.prompt_tokens,
             "tokens_written": self.completion_tokens,

@@ -85,7 +85,7 @@ class OrchestratorTrainer(GRPOTrainer):
         return self._loaded or super().load_model(device)
 
     def render(self, problem: Problem) -> list[int]:
-        return render(self.tokenizer, problem.question)
+        return render(self.tokenizer, problem.question, self.config.graph_form)
 
     def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
         """Count the problems that the greedy graphs solve."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recipes.orchestrator.cold_start import random_graph
 from recipes.orchestrator.evaluate import fixed_graphs
 from recipes.orchestrator.graph import REASONS, Graph, InvalidGraph, parse_graph
-from recipes.orchestrator.orchestrator import SYSTEM_PROMPT
+from recipes.orchestrator.orchestrator import SYSTEM_PROMPTS
 from recipes.orchestrator.runner import Trajectory
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
@@ -40,12 +40,13 @@ GOOD = written(A, B)
         f"I use {{A}} and {{}} first. ```json\n{GOOD}\n```",
         f"An open {{ brace, then ```json {GOOD} ```",
         json.dumps(json.loads(GOOD), indent=2),
+        GOOD.replace("system_prompt", "question"),
     ],
 )
 def test_a_graph_is_found_wherever_it_stands(text):
     graph = parse_graph(text)
     assert isinstance(graph, Graph), graph
-    assert graph.prompts == ["solve", "check"]
+    assert graph.texts == ["solve", "check"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
     for text in [*texts, *(f"```json\n{text}\n```" for text in texts)]:
         graph = parse_graph(text)
         assert isinstance(graph, Graph), graph
-        assert graph.prompts == [prompt, "check"]
+        assert graph.texts == [prompt, "check"]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
         (written(A, B | {"system_prompt": "\ud800"}), "schema"),
         (written(A, B | {"\ud800": 1}), "schema"),
         (written(A, B | {"temperature": 1}), "schema"),
+        (written(A, B | {"question": ""}), "schema"),
         (written(A, B, final="agentB"), "schema"),
         (written(A, {"id": "agentB", "type": "llm"}), "schema"),
         (written(A, B, edges=[["agentA", "agentC"]]), "schema"),  # an unknown node
@@ -133,7 +135,8 @@ def test_text_and_reading_are_inverse():
     by_hand = fixed_graphs("Solve it.")["two agents, by hand"]
     assert parse_graph(by_hand.to_json()) == by_hand
     # What the orchestrator is shown is what is read.
-    assert isinstance(parse_graph(SYSTEM_PROMPT[SYSTEM_PROMPT.index('{"agents') :]), Graph)
+    for prompt in SYSTEM_PROMPTS.values():
+        assert isinstance(parse_graph(prompt[prompt.index('{"agents') :]), Graph)
 
 
 # --- leaks and diversity ------------------------------------------------------------------------
@@ -173,6 +176,19 @@ def test_numbers_that_stand_alone(text, found):
         (("solve", "It is 3/4"), "6 of 8?", "3/4", True),
         (("solve", "Say 1.602e-19"), "of an electron?", "1.602e-19", True),
         (("solve", "Take 4 parts"), "3/4 of 20 in parts?", "4", False),
+        # A gold below 10: a digit that is no quantity of the problem is left out.
+        (("solve", "Use 3 steps."), "5 + 2 - 4?", "3", False),
+        (("Read it. 3. Check it.", "3) Say it."), "5 + 2 - 4?", "3", False),
+        (("Step 3 is the sum.", "agent 3"), "5 + 2 - 4?", "3", False),
+        (("write 1 line", "It is 30 or 3.5"), "5 + 2 - 4?", "3", False),
+        (("solve", "Say 3."), "5 + 2 - 4?", "3", True),
+        (("solve", "End with [3]"), "5 + 2 - 4?", "3", True),
+        (("solve", "3 is right"), "5 + 2 - 4?", "3", True),
+        (("What is 3 plus 0?", "check"), "5 + 2 - 4?", "3", True),
+        (("solve", "3 apples are left"), "5 apples, 2 are eaten?", "3", True),
+        (("solve", "3 steps are left"), "5 apples, 2 are eaten?", "3", False),
+        (("solve", "It is 2"), "Of two pens none is lost?", "2", False),  # given in words
+        (("solve", "Use 12 steps."), "5 + 7?", "12", True),  # no digit: no instruction has it
     ],
 )
 def test_the_gold_in_a_prompt_is_a_leak(prompts, question, answer, leak):

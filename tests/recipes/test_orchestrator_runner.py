@@ -32,7 +32,7 @@ def test_the_second_agent_sees_the_draft_and_has_the_last_word():
         "agentB": {"system_prompt": "check", "input_payload": read, "output_text": final},
     }
     assert run.to_dict() == {
-        "verdict": "not_a_number", "correct": False, "leak": False, "graph": CHAIN.model_dump(),
+        "verdict": "not_a_number", "correct": False, "leak": False, "graph": CHAIN.to_dict(),
         "trace": {"agents": told, "final_text": final},
         "tokens_read": 20, "tokens_written": len(draft) + len(final),
     }  # fmt: skip

@@ -23,7 +23,7 @@ from recipes.orchestrator import train as recipe
 from recipes.orchestrator.agents import AgentModel, LocalLLM, Reply, choose_agents
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph, parse_graph
-from recipes.orchestrator.orchestrator import SYSTEM_PROMPT, Orchestrator
+from recipes.orchestrator.orchestrator import SYSTEM_PROMPTS, Orchestrator
 from recipes.orchestrator.runner import Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
@@ -68,7 +68,7 @@ def base(tmp_path_factory):
     """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
     path = tmp_path_factory.mktemp("orchestrator_base")
     tokenizer = byte_tokenizer()
-    instruction = SYSTEM_PROMPT.partition("{")[0].strip()
+    instruction = SYSTEM_PROMPTS["prompts"].partition("{")[0].strip()
     tokenizer.add_tokens([instruction, *SKELETON, "solve", *WORDS])
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -129,7 +129,7 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     graphs = [parse_graph(text) for text in texts]
     valid = [graph for graph in graphs if isinstance(graph, Graph)]
     assert len(valid) > 0.9 * len(graphs)
-    words = [graph.prompts[1] for graph in valid]
+    words = [graph.texts[1] for graph in valid]
     assert set(words) >= set(WORDS)
     # At temperature 1 a token that nobody taught may be drawn, too.
     assert sum(word in WORDS for word in words) > 0.9 * len(words)
@@ -453,9 +453,15 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*orchestrator*.yaml")))
+def test_a_config_that_comes_with_the_project_is_one(file):
+    assert parse(OrchestratorConfig, ["--config", str(file)]).model == "smollm2-135m"
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
+        ("--graph-form plans", "questions"),
         ("--max-agents 1", "at least 2"),
         ("--max-agents 3", "at most 2"),
         ("--agent-url http://x", "--agent-model"),
@@ -534,11 +540,13 @@ def test_the_table_has_every_row(finished, capsys):
     ) == 0  # fmt: skip
     result = json.loads((finished / "evaluation" / "evaluation.json").read_text())
     rows = result["rows"]
-    assert list(rows)[:6] == [
-        "single agent", "asked twice", "two agents, by hand",
+    assert list(rows)[:7] == [
+        "single agent", "asked twice", "two agents, by hand", "two agents, fixed plan",
         "orchestrator, bare model", "orchestrator, untrained", "orchestrator, trained",
     ]  # fmt: skip
-    assert re.fullmatch(r"single agent, vote of \d+", list(rows)[6])
+    assert re.fullmatch(r"single agent, vote of \d+", list(rows)[7])
+    pairs = list(result["compared"])
+    assert pairs[0] == "orchestrator, trained − orchestrator, untrained"
     assert rows["orchestrator, bare model"]["graph/valid_rate"] == 0
     assert rows["orchestrator, untrained"]["graph/valid_rate"] == 1
     assert rows["orchestrator, trained"]["orchestrator"] == 6

@@ -1,0 +1,120 @@
+"""Tells at which accuracy two agents can win: a simulated solver in place of the model.
+
+The solver gets each arithmetic step right with chance p. Asked a whole story, it also has to choose
+every step but the first by itself, and takes the right one with chance r: of a model, p is its
+accuracy on one step, and r that on two steps divided by p². Steps that a sub-question writes out
+need no choice. Problems, plans, agents' drafts, grading and votes are the real ones.
+
+    python -m recipes.orchestrator.simulate --dataset elementary:2-3
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes.orchestrator.agents import Call, Reply
+from recipes.orchestrator.graph import Graph
+from recipes.orchestrator.plans import oracle_plan, steps_of
+from recipes.orchestrator.runner import Runner
+from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
+from rlm.data import Problem, load_problems
+from rlm.evaluation import paired_bootstrap, points, show_table
+from rlm.grading import majority_score, parse_number
+from rlm.runs import check_writable, replace_json
+from rlm.sampling import SamplingParams
+from rlm.tools import evaluate_expression
+
+
+@dataclass
+class SimulateConfig:
+    dataset: str = flag("elementary:2-3", "problems with worked solutions")
+    max_samples: int = flag(480, "problems", min=1)
+    step_accuracy: tuple[float, ...] = flag((0.6, 0.7, 0.8, 0.9, 0.95, 1.0), "p", min=0, max=1)
+    choice_accuracy: tuple[float, ...] = flag((0.6, 0.8, 0.9, 1.0), "r", min=0, max=1)
+    votes: int = flag(3, "attempts of the single agent that vote", min=1)
+    seed: int = flag(0, "of the solver's errors")
+    output: Path = flag(Path("runs/orchestrator_simulation"), "where simulation.json goes")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+@dataclass
+class SimulatedSolver:
+    """Answers stories that it knows, and sums, in place of a model."""
+
+    problems: dict[str, Problem]  # by question
+    step_accuracy: float
+    choice_accuracy: float
+
+    def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
+        return [self._answer(call) for call in calls]
+
+    def _answer(self, call: Call) -> Reply:
+        rng = random.Random(f"{call.seed} {call.text}")
+        if problem := self.problems.get(call.text):
+            steps = len(steps_of(problem))
+            value, right = parse_number(problem.answer), self.choice_accuracy ** (steps - 1)
+        else:
+            expression = call.text.removeprefix("What is ").removesuffix("?")
+            value, right = evaluate_expression(expression), 1.0
+            steps = len(re.findall(r"[\d)%] ?[-+*/]", expression))
+        if value is None:  # the first agent's answer was none
+            return Reply("no idea")
+        if rng.random() >= right * self.step_accuracy**steps:
+            value += rng.choice((-1, 1)) * rng.randint(1, 20)
+        return Reply(f"[{float(value):.10g}]")
+
+    def release(self) -> None:
+        """Do nothing: no memory is held."""
+
+
+def simulate(
+    problems: Sequence[Problem], solver: SimulatedSolver, votes: int, seed: int
+) -> dict[str, list[float]]:
+    """Return the scores of one agent, of its vote, and of two agents by the oracle's plan."""
+    runner, single = Runner(solver, max_new_tokens=1, temperature=1.0), Graph.chain("solve")
+    voters = [problem for problem in problems for _ in range(votes)]
+    runs = runner.run(voters, [single] * len(voters), seed)
+    groups = [runs[i : i + votes] for i in range(0, len(runs), votes)]
+    plans = [oracle_plan(problem) for problem in problems]
+    return {
+        "one agent": [float(group[0].solved()) for group in groups],
+        f"vote of {votes}": [majority_score([run.verdict for run in group]) for group in groups],
+        "oracle's plan": [float(run.solved()) for run in runner.run(problems, plans, seed)],
+    }
+
+
+def main(config: SimulateConfig) -> int:
+    check_writable("--output", config.output)
+    problems = load_problems(config.dataset, "test", max_samples=config.max_samples)
+    problems = [problem for problem in problems if oracle_plan(problem)]
+    if not problems:
+        raise UsageError(f"--dataset {config.dataset}: no solution has a step that uses another")
+    by_question = {problem.question: problem for problem in problems}
+    rows, table = [], {}
+    for r in config.choice_accuracy:
+        for p in config.step_accuracy:
+            scores = simulate(
+                problems, SimulatedSolver(by_question, p, r), config.votes, config.seed
+            )
+            *rivals, two = scores
+            accuracy = {name: sum(row) / len(row) for name, row in scores.items()}
+            gains = {n: asdict(paired_bootstrap(scores[n], scores[two])) for n in rivals}
+            rows.append({"p": p, "r": r, "accuracy": accuracy, "oracle's plan minus": gains})
+            table[f"r {r:g}, p {p:g}"] = {
+                name: f"{100 * mean:.1f}" for name, mean in accuracy.items()
+            } | {f"− {name}": points(gain) for name, gain in gains.items()}
+    show_table(f"Simulated solver: {config.dataset}, test, n = {len(problems)}", table, "% right")
+    record = {"config": to_dict(config), "problems": len(problems), "rows": rows}
+    replace_json(config.output / "simulation.json", record)
+    terminal.line(f"written: {config.output}/simulation.json")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, SimulateConfig, description=__doc__)
