@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlm.data import Problem
     from rlm.evaluation import Evaluation
     from rlm.grading import Verdict
-    from rlm.scripts.evaluate import EvaluateConfig
+    from rlm.scripts import evaluate
     from rlm.training import GRPOConfig, SFTConfig
 
     Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy", "sampled"
@@ -175,7 +175,9 @@ def _expected_seconds(
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -> EvaluateConfig:
+def _evaluation_settings(
+    config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
+) -> evaluate.EvaluateConfig:
     from rlm.model import AdapterInfo
     from rlm.scripts import evaluate
 
@@ -192,7 +194,7 @@ def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -
 
 
 def _evaluate(
-    settings: EvaluateConfig,
+    settings: evaluate.EvaluateConfig,
     problems: list[Problem],
     adapters: Mapping[str, Path | None],
     clock: Clock,
