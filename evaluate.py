@@ -13,6 +13,11 @@ taken from the run.json of the last adapter.
 
 from __future__ import annotations
 
+if __name__ == "evaluate":  # a library means Hugging Face's package; ours is rlm.scripts.evaluate
+    from rlm.scripts import give_way
+
+    give_way(__name__)
+
 import signal
 import sys
 import time

@@ -6,6 +6,8 @@
     python inference.py --n 8 "…"      # eight answers, which vote
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
     python inference.py --json "…"     # one JSON object, for programs
+    python inference.py --merge merged     # base and adapter as one model, for other programs
+    python inference.py --gguf rlm.gguf    # the same as a file for llama.cpp and ollama
     python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
@@ -31,6 +33,8 @@ from rlm.reasoner import ADAPTER, TEMPERATURE_OF_SEVERAL, Reply, ask, load_rlm_m
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+GGUF_TYPES = ("f16", "q8_0")
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,18 @@ class InferenceConfig:
     )
     top_p: float = flag(1.0, "smallest set of tokens whose mass reaches this", above=0, max=1)
     seed: int = flag(0, "of sampling, where temperature is above 0")
+    merge: Path | None = flag(None, "write base and adapter as one fp32 model there, ask nothing")
+    gguf: Path | None = flag(None, "write them as a GGUF file for llama.cpp, ask nothing")
+    gguf_type: str = flag("f16", "number type of the GGUF file's matrices", choices=GGUF_TYPES)
 
     def __post_init__(self) -> None:
         check_values(self)
         if self.n > 1 and self.temperature == 0:
             raise ValueError("--n above 1 needs a temperature above 0: all answers would be one")
-        if self.json and self.question is None:
+        if self.merge or self.gguf:
+            if self.question is not None or self.base:
+                raise ValueError("--merge and --gguf write a trained model: no question, no --base")
+        elif self.json and self.question is None:
             raise ValueError("--json answers one question: give it on the command line")
 
 
@@ -86,6 +96,8 @@ def generate_reasoning(
 def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
+    if config.merge or config.gguf:
+        return export(config)
     library = load_experiences(config.experiences) if config.experiences else ()
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
@@ -105,6 +117,25 @@ def main(config: InferenceConfig) -> int:
         else:
             reply = ask(asked, model, tokenizer, params, **options, on_text=_write)
             _print_summary(reply, config)
+    return 0
+
+
+def export(config: InferenceConfig) -> int:
+    """Write base and adapter as one model, which loads without any code of ours."""
+    from rlm.model import check_convertible, check_new, merge_adapter, save_merged, write_gguf
+
+    for option, path in (("--merge", config.merge), ("--gguf", config.gguf)):
+        if path:
+            check_new(option, path)
+    merged, tokenizer = merge_adapter(config.adapter, config.model)
+    if config.gguf:
+        check_convertible(merged, tokenizer)
+    if config.merge:
+        save_merged(merged, tokenizer, config.adapter, config.merge)
+        terminal.line(f"merged model (fp32): {config.merge}")
+    if config.gguf:
+        write_gguf(merged, tokenizer, config.gguf, config.gguf_type)
+        terminal.line(f"GGUF file ({config.gguf_type}): {config.gguf}")
     return 0
 
 

@@ -140,7 +140,7 @@ class ScriptedReward:
 
 def run_ours(**work: Any) -> dict[str, Any]:
     """Train as `work` says; seconds of every step, of which the first is the warm-up."""
-    from train_grpo import GRPOTrainer
+    from rlm import GRPOTrainer
 
     prepare_process()
     work = Work(**work)

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 from rlm.cli import check_values, flag, parse, resolve_config, run_main, terminal
 
 if TYPE_CHECKING:
-    from evaluate import EvaluateConfig
     from rlm.data import Problem
     from rlm.evaluation import Evaluation
     from rlm.grading import Verdict
+    from rlm.scripts import evaluate
     from rlm.training import GRPOConfig, SFTConfig
 
     Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy", "sampled"
@@ -61,11 +61,10 @@ class DemoConfig:
 
 
 def main(config: DemoConfig) -> int:
-    import train_grpo
-    import train_sft
     from rlm.data import load_problems
     from rlm.evaluation import write_report
     from rlm.model import peak_memory_gb, pick_device, prepare_process
+    from rlm.scripts import train_grpo, train_sft
 
     prepare_process()
     adapters = {"sft": config.output / "sft_lora", "grpo": config.output / "final_rlm_lora"}
@@ -176,9 +175,11 @@ def _expected_seconds(
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -> EvaluateConfig:
-    import evaluate
+def _evaluation_settings(
+    config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
+) -> evaluate.EvaluateConfig:
     from rlm.model import AdapterInfo
+    from rlm.scripts import evaluate
 
     start = AdapterInfo.load(sft.adapter) if sft.adapter else AdapterInfo(Path())
     return evaluate.EvaluateConfig(
@@ -193,7 +194,7 @@ def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -
 
 
 def _evaluate(
-    settings: EvaluateConfig,
+    settings: evaluate.EvaluateConfig,
     problems: list[Problem],
     adapters: Mapping[str, Path | None],
     clock: Clock,
@@ -202,8 +203,8 @@ def _evaluate(
 
     The base is not sampled, which would say little; "halfway" is a point of the curve alone.
     """
-    import evaluate
     from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
+    from rlm.scripts import evaluate
 
     tokenizer, results = load_tokenizer(settings.model), {}
     base = load_base(settings.model, pick_device())

@@ -9,13 +9,14 @@ from typing import Any
 from rlm.data import load_gsm8k
 from rlm.training import GRPOConfig
 
+__version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "load_gsm8k"]
 
 
 def __getattr__(name: str) -> Any:
     """Load GRPOTrainer from its script, and torch with it, at first use."""
     if name == "GRPOTrainer":
-        from train_grpo import GRPOTrainer
+        from rlm.scripts import load_script
 
-        return GRPOTrainer
+        return load_script("train_grpo").GRPOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

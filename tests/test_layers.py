@@ -26,6 +26,7 @@ LAYERS = {
     "reasoner": 5,
     "conformance": 6,
     "serving": 6,
+    "scripts": 7,
 }
 SCRIPTS = {"train_sft", "train_grpo", "evaluate", "inference", "server"}
 
@@ -67,8 +68,10 @@ RLM = modules("rlm")
 
 def test_rlm_itself_offers_one_name_of_a_script():
     """The exception: `from rlm import GRPOTrainer`, which loads the script at first use."""
-    roots = {name.split(".")[0] for name in imported(RLM["rlm"])}
-    assert roots & (SCRIPTS | {"recipes", "benchmarks"}) == {"train_grpo"}
+    names = imported(RLM["rlm"])
+    assert not {name.split(".")[0] for name in names} & (SCRIPTS | {"recipes", "benchmarks"})
+    assert packages(RLM["rlm"]) == {"data", "training", "scripts"}
+    assert 'load_script("train_grpo").GRPOTrainer' in RLM["rlm"]
 
 
 @pytest.mark.parametrize("module", [name for name in RLM if name.count(".")])

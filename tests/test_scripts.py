@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from scripted_sampler import END, ScriptedSampler
 from transformers import AutoModelForCausalLM
 
-import evaluate
 import inference
 import train_grpo
 import train_sft
@@ -34,6 +33,7 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES
 from rlm.runs.atomic_files import Journal
+from rlm.scripts import evaluate
 from rlm.tools import Calculator
 from tests.evaluation.test_evaluation import graded, problem
 from tests.test_train_grpo import a_start_adapter
@@ -625,7 +625,7 @@ def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
 CONFIGS = [
     "train_sft.SFTConfig",
     "rlm.training.config.GRPOConfig",
-    "evaluate.EvaluateConfig",
+    "rlm.scripts.evaluate.EvaluateConfig",
     "inference.InferenceConfig",
     "server.ServerConfig",
     "examples.demo.DemoConfig",

@@ -173,7 +173,7 @@ def _fine_tune(
 
 def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     """Ours; after a kill it goes on from its newest checkpoint, to the same end."""
-    from train_grpo import GRPOTrainer
+    from rlm import GRPOTrainer
 
     options = config.grpo_config(cell, _adapter(config, cell, START))
     begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))

@@ -26,6 +26,7 @@ from recipes.orchestrator.cold_start import train_start_adapter
 from recipes.orchestrator.config import Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import Orchestrator, render
 from recipes.orchestrator.reward import GraphReward
+from rlm import GRPOTrainer
 from rlm.cli import UsageError, run_main, terminal
 from rlm.data import Problem, is_file, load_problems, only_numbers
 from rlm.model import (
@@ -38,7 +39,6 @@ from rlm.model import (
 )
 from rlm.runs import replace_json
 from rlm.training import Group, fit_prompts, load_data, load_policy
-from train_grpo import GRPOTrainer
 
 if TYPE_CHECKING:
     from peft import PeftModel

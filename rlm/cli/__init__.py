@@ -8,6 +8,7 @@ from rlm.cli.flags import (
     flag,
     merge_switches,
     takes_aliases,
+    tell,
 )
 from rlm.cli.main import check_command_line, run_main
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, to_dict
@@ -27,5 +28,6 @@ __all__ = [
     "resolve_config",
     "run_main",
     "takes_aliases",
+    "tell",
     "to_dict",
 ]

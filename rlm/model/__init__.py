@@ -17,10 +17,12 @@ EXPORTS = {
         "load_tokenizer model_directory num_key_value_heads"
     ),
     "export": "check_output save_adapter write_run",
+    "gguf_export": "check_convertible write_gguf",
     "hardware": (
         "Device EMBEDDED_MODEL available_memory default_setup default_values model_download "
         "peak_memory_gb pick_device pick_quantization prepare_process release_memory"
     ),
+    "merge": "check_new merge_adapter save_merged",
     "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",
 }

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
     from rlm.sampling import SamplingParams
 
-ADAPTER = Path("weights/final_rlm_lora")
+TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
+SHIPPED_ADAPTER = Path(__file__).parents[1] / TRAINED_ADAPTER  # in an installed wheel
+ADAPTER = (
+    SHIPPED_ADAPTER
+    if SHIPPED_ADAPTER.exists() and not TRAINED_ADAPTER.exists()
+    else TRAINED_ADAPTER
+)
 HOW_TO_TRAIN = (
     "run: python train_sft.py && python train_grpo.py; or add --base: the base model, untrained"
 )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from evaluate import EvaluateConfig
 from inference import InferenceConfig
 from rlm.cli import foreign_names
 from rlm.cli.flags import flags_of
@@ -15,6 +14,7 @@ from rlm.data import FORMATS
 from rlm.grading import grade
 from rlm.reasoner.parser import ReasoningParser
 from rlm.rewards import CorrectnessReward, FormatReward, GSM8KReward, ReasoningQualityReward
+from rlm.scripts import evaluate
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 from server import ServerConfig
 
@@ -154,7 +154,7 @@ def test_the_same_name_is_answered_by_what_a_script_has():
     assert "--micro-batch" in refusal(SFTConfig, "--gradient_accumulation_steps", "2")
     assert "--warmup-share" in refusal(SFTConfig, "--warmup_steps", "2")
     assert "--max-minutes" in refusal(SFTConfig, "--max_steps", "2")
-    for cls in (EvaluateConfig, InferenceConfig, ServerConfig):
+    for cls in (evaluate.EvaluateConfig, InferenceConfig, ServerConfig):
         assert refusal(cls, "--use_4bit") == "unknown option --use_4bit: type --quantize 4bit"
     # Nothing is promised that this script has not.
     assert refusal(ServerConfig, "--loss_type") == "unknown option --loss_type"
@@ -183,7 +183,7 @@ def test_a_value_of_a_switch_says_so():
 
 def test_every_sentence_is_of_some_use():
     """Each row is shown for one of the scripts at least, and each name is a word of its own."""
-    classes = (GRPOConfig, SFTConfig, EvaluateConfig, InferenceConfig, ServerConfig)
+    classes = (GRPOConfig, SFTConfig, evaluate.EvaluateConfig, InferenceConfig, ServerConfig)
     keys = [{k: f.name for f in flags_of(cls) for k in f.keys} for cls in classes]
     for names, sentence in foreign_names.FOREIGN_NAMES:
         for name in names.split():

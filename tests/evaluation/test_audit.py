@@ -6,12 +6,12 @@ from contextlib import closing
 
 import pytest
 
-import evaluate
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS
 from rlm.evaluation import audit as module
 from rlm.evaluation.audit import MathVerify, audit_run, audit_samples
+from rlm.scripts import evaluate
 
 TAGS = FORMATS["deepseek"]
 GROUPS = [

@@ -1,0 +1,187 @@
+"""Writes a model as a GGUF file for llama.cpp and ollama, in f16 or q8_0.
+
+Of llama.cpp's own converter this covers Llama models (SmolLM2 is one) with a byte-level BPE
+tokenizer. Anything else is refused, and goes through that converter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import torch
+
+from rlm.cli import UsageError
+from rlm.data import end_of_turn_id
+from rlm.model.base import head_dim, num_key_value_heads
+from rlm.runs import check_space, writing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA}
+GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+# How a tokenizer splits a text before BPE, and llama.cpp's name for it.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    ("GPT-2",): "gpt-2",
+    ("Digits", "GPT-2"): "smollm",
+    (QWEN2_SPLIT, "ByteLevel"): "qwen2",
+    (QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|"), "ByteLevel"): "llama-bpe",
+}
+
+
+def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that llama.cpp would compute what the model does from what is written here.
+
+    Raises:
+        UsageError: another architecture, rotary scaling or tokenizer.
+    """
+    config, reason = model.config, None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type not in ARCHITECTURES:
+        reason = f"the architecture {config.model_type}"
+    elif rope.get("rope_type", "default") != "default":
+        reason = f"rotary scaling of the kind {rope['rope_type']}"
+    elif getattr(config, "use_sliding_window", False):
+        reason = "a sliding window"
+    elif _pre_tokenizer(tokenizer) is None:
+        reason = "this tokenizer"
+    if reason:
+        raise UsageError(
+            f"--gguf does not know {reason}: save it with --merge DIR and run llama.cpp's "
+            "convert_hf_to_gguf.py DIR"
+        )
+
+
+def write_gguf(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, kind: str
+) -> None:
+    """Write the model, its tokenizer and its chat template into one file, complete or not at all.
+
+    Args:
+        kind: one of GGUF_TYPES, for the matrices; vectors stay in fp32.
+
+    Raises:
+        UsageError: it is no model for `check_convertible`, or the file cannot be written.
+    """
+    check_convertible(model, tokenizer)
+    path = path.resolve()
+    check_space("--gguf", path.parent, sum(2 * p.numel() for p in model.parameters()))
+    architecture = ARCHITECTURES[model.config.model_type]
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_hyperparameters(writer, model)
+    writer.add_file_type(FILE_TYPES[kind])
+    _add_tokenizer(writer, tokenizer, model.config.vocab_size)
+    _add_tensors(writer, model, kind)
+    scratch = path.with_name(f".{path.name}.new")
+    with writing(path):
+        try:
+            writer.write_header_to_file(scratch)
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            scratch.rename(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _add_hyperparameters(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    config, width = model.config, head_dim(model.config)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(num_key_value_heads(config))
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(width)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokenizer(
+    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> None:
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    added, types = tokenizer.added_tokens_decoder, []
+    for number in range(vocab_size):
+        kind = gguf.TokenType.NORMAL if number in names else gguf.TokenType.UNUSED
+        if number in added:
+            special = added[number].special
+            kind = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        types.append(kind)
+    merges = _backend(tokenizer)["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer))
+    writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(vocab_size)])
+    writer.add_token_types(types)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_eos_token_id(end_of_turn_id(tokenizer))
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    if tokenizer.pad_token_id is not None:
+        writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_add_bos_token(False)  # where the model wants one, the template writes it
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> None:
+    config = model.config
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": num_key_value_heads(config),
+    }
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        layer = name.split(".")[-2]
+        if config.model_type == "llama" and layer in heads:
+            tensor = _interleave_rotary_halves(tensor, heads[layer])
+        data, dtype = tensor.float().numpy(), gguf.GGMLQuantizationType.F32
+        if data.ndim > 1:  # q8_0 packs 32 numbers at a time
+            dtype = GGUF_TYPES[kind if data.shape[-1] % 32 == 0 else "f16"]
+        packed = gguf.quantize(data, dtype)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), packed, raw_dtype=dtype)
+
+
+def _interleave_rotary_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Reorder rows: llama.cpp rotates neighbours (2i, 2i+1), transformers halves (i, i + d/2)."""
+    halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return json.loads(tokenizer.backend_tokenizer.to_str())
+
+
+def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Name the way a byte-level BPE tokenizer splits texts as llama.cpp does; None: unknown to us.
+
+    A normalizer other than NFC would change texts that llama.cpp leaves as they are.
+    """
+    backend = _backend(tokenizer)
+    if backend["model"]["type"] != "BPE" or not backend["pre_tokenizer"]:
+        return None
+    steps = backend["pre_tokenizer"].get("pretokenizers") or [backend["pre_tokenizer"]]
+    kinds = []
+    for step in steps:
+        if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            kinds.append("GPT-2" if step["use_regex"] else "ByteLevel")
+        elif step["type"] == "Digits" and step["individual_digits"]:
+            kinds.append("Digits")
+        elif step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            kinds.append(step["pattern"].get("Regex"))
+        else:
+            return None
+    normalizer = (backend["normalizer"] or {}).get("type")
+    return PRE_TOKENIZERS.get(tuple(kinds)) if normalizer in (None, "NFC") else None

@@ -1,0 +1,186 @@
+"""A merged model and its GGUF file: other programs read the same model."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_model
+from tokenizers import Regex, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+import inference
+from rlm.cli.main import run_main
+from rlm.cli.options import UsageError
+from rlm.data.prompts import FORMATS, render_prompt
+from rlm.model.adapters import load_adapter, new_adapter
+from rlm.model.base import base_model_hash
+from rlm.model.export import save_adapter
+from rlm.model.gguf_export import QWEN2_SPLIT, check_convertible, write_gguf
+
+LONG = {"max_new_tokens": 24, "do_sample": False}
+
+
+def exported(*arguments):
+    with pytest.raises(SystemExit) as exit:
+        run_main(inference.main, inference.InferenceConfig, argv=[str(a) for a in arguments])
+    return exit.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def adapter(model_dir, tokenizer, tmp_path_factory):
+    """An adapter that changes what the model says."""
+    path = tmp_path_factory.mktemp("adapters") / "lora"
+    policy = new_adapter(AutoModelForCausalLM.from_pretrained(model_dir), r=4, alpha=8)
+    torch.manual_seed(1)
+    for name, tensor in policy.named_parameters():
+        if "lora_B" in name:
+            tensor.data.normal_(std=0.3)
+    run = {"base_model": str(model_dir), "base_hash": base_model_hash(str(model_dir))}
+    save_adapter(policy, tokenizer, path, run | {"quantize": "4bit"})
+    return path
+
+
+def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp_path):
+    """Loaded by transformers alone; the base is in fp32 although 4 bits were trained on."""
+    assert exported("--adapter", adapter, "--merge", tmp_path / "merged") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    ours = load_adapter(base, adapter, trainable=False)
+    changed = 0
+    for i in range(20):
+        prompt = render_prompt(tokenizer, f"What is {i} + 7?", FORMATS["deepseek"])
+        ids = torch.tensor([prompt])
+        found = merged.generate(ids, **LONG)
+        assert torch.equal(found, ours.generate(ids, **LONG))
+        torch.testing.assert_close(merged(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
+        with ours.disable_adapter():
+            changed += not torch.equal(found, ours.generate(ids, **LONG))
+    assert changed > 10
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(model_dir).chat_template
+    assert merged.generation_config.eos_token_id == [257]
+    assert FORMATS["deepseek"].ask_for("number") in (tmp_path / "merged/README.md").read_text()
+    assert not list((tmp_path / "merged").glob("adapter*"))
+    assert [file.name for file in tmp_path.iterdir()] == ["merged"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_gguf_file_holds_the_same_model(tied, kind, tokenizer, tmp_path):
+    """Read back by transformers' own reader, which undoes llama.cpp's order of rows."""
+    model = tiny_model(tie_word_embeddings=tied)
+    write_gguf(model, tokenizer, tmp_path / "m.gguf", kind)
+    options = {"gguf_file": "m.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
+    tensors = found.state_dict()
+    assert tensors.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 1:
+            assert torch.equal(tensors[name], tensor)
+        elif kind == "f16":
+            assert torch.equal(tensors[name], tensor.half().float()), name
+        else:
+            step = tensor.abs().max() / 127
+            assert (tensors[name] - tensor).abs().max() <= step, name
+    for name in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "head_dim"):
+        assert getattr(found.config, name) == pytest.approx(getattr(model.config, name))
+    assert found.config.rope_parameters["rope_theta"] == model.config.rope_parameters["rope_theta"]
+
+
+def test_the_tokenizer_goes_into_the_file(tokenizer, tmp_path):
+    write_gguf(tiny_model(vocab_size=264), tokenizer, tmp_path / "m.gguf", "f16")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    found = {name: field.contents() for name, field in fields.items()}
+    assert found["tokenizer.chat_template"] == tokenizer.chat_template
+    assert found["tokenizer.ggml.pre"] == "gpt-2"
+    assert found["tokenizer.ggml.eos_token_id"] == 257
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert found["tokenizer.ggml.tokens"][257:] == ["<|im_end|>", "<|pad|>"] + [
+        f"[PAD{i}]" for i in range(259, 264)
+    ]
+    assert found["tokenizer.ggml.token_type"][255:] == [1, 3, 3, 3, 5, 5, 5, 5, 5]
+
+
+def splitting(*steps, normalizer=None):
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps])
+    if normalizer:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def by_regex(pattern):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        (splitting(pre_tokenizers.Digits(individual_digits=True), WORDS), "smollm"),
+        (splitting(by_regex(QWEN2_SPLIT), BYTES, normalizer=normalizers.NFC()), "qwen2"),
+        (splitting(by_regex(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), BYTES), "llama-bpe"),
+    ],
+)
+def test_how_llama_cpp_calls_the_way_that_texts_are_split(tokenizer, name, tmp_path):
+    write_gguf(tiny_model(), tokenizer, tmp_path / "m.gguf", "f16")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "said"),
+    [
+        (tiny_model("mistral"), byte_tokenizer(), "the architecture mistral"),
+        (tiny_model("qwen2"), byte_tokenizer(), "the architecture qwen2"),
+        (tiny_model(), splitting(by_regex(r"\d"), BYTES), "this tokenizer"),
+        (tiny_model(), splitting(WORDS, normalizer=normalizers.Lowercase()), "this tokenizer"),
+        (tiny_model(), splitting(pre_tokenizers.Digits(), WORDS), "this tokenizer"),
+        (
+            tiny_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            byte_tokenizer(),
+            "rotary scaling of the kind linear",
+        ),
+    ],
+)
+def test_what_would_be_converted_wrongly_is_refused(model, tokenizer, said):
+    with pytest.raises(UsageError, match=f"does not know {said}.*convert_hf_to_gguf"):
+        check_convertible(model, tokenizer)
+
+
+def test_q8_0_packs_rows_of_32(tokenizer, tmp_path):
+    write_gguf(tiny_model(intermediate_size=48), tokenizer, tmp_path / "m.gguf", "q8_0")
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert types["blk.0.ffn_down.weight"] == "F16"  # 48 wide
+    assert types["blk.0.ffn_up.weight"] == "Q8_0"
+    assert types["output_norm.weight"] == "F32"
+
+
+def test_mistakes_are_said_in_one_line_and_nothing_is_replaced(adapter, tmp_path, capsys):
+    thesis = tmp_path / "thesis"
+    thesis.write_text("years of work")
+    for option in ("--merge", "--gguf"):
+        assert exported("--adapter", adapter, option, thesis) == 2
+        assert f"error: {option} {thesis} exists: name a new one\n" in capsys.readouterr().err
+        assert exported("--adapter", tmp_path / "nowhere", option, tmp_path / "new") == 2
+        assert exported("What?", "--adapter", adapter, option, tmp_path / "new") == 2
+        assert "no question, no --base" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis"]
+    assert thesis.read_text() == "years of work"
+
+
+def test_half_a_file_is_not_left(adapter, tmp_path, monkeypatch, capsys):
+    def full(*_, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    monkeypatch.setattr("gguf.GGUFWriter.write_tensors_to_file", full)
+    for option in ("--merge", "--gguf"):
+        assert exported("--adapter", adapter, option, tmp_path / "new") == 2
+        assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,124 @@
+"""The console command `rlm`, the wheel that brings it, and whose module `evaluate` is."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlm.cli import main as command_lines
+from rlm.scripts import COMMANDS, SCRIPTS, load_script, main
+from rlm.training import GRPOConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def console(monkeypatch, *arguments):
+    """What `rlm arguments` does, in this process; the exit code."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/rlm", *arguments])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    return exit.value.code or 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs_its_script(monkeypatch, capsys, command):
+    assert console(monkeypatch, command, "--hlep") == 2
+    assert "unknown option --hlep" in capsys.readouterr().err
+    assert console(monkeypatch, command, "--help") == 0
+    described, said = load_script(COMMANDS[command][0]).__doc__, capsys.readouterr().out
+    assert said.startswith(f"usage: rlm {command} [")
+    assert described.splitlines()[0] in said
+
+
+def test_doctor_is_a_flag_of_stage_2(monkeypatch, capsys):
+    assert console(monkeypatch, "doctor", "--plan") == 2
+    assert "--doctor and --plan are two commands" in capsys.readouterr().err
+
+
+def test_the_command_itself_answers(monkeypatch, capsys):
+    assert console(monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert all(f"  rlm {command} " in said for command in COMMANDS)
+    assert console(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("rlm 0.")
+    assert console(monkeypatch, "fly") == 2
+    assert capsys.readouterr().err == (
+        "error: unknown command 'fly': one of sft, grpo, evaluate, ask, serve, doctor\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("called", "command"),
+    [("rlm grpo", "rlm grpo --steps 3 --resume"), ("a b.py", "python 'a b.py' --steps 3 --resume")],
+)
+def test_a_run_goes_on_by_the_command_that_started_it(monkeypatch, called, command):
+    monkeypatch.setattr(sys, "argv", [called, "--steps", "3"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
+    assert command_lines._how_to_resume(GRPOConfig, None) == f"; go on with: {command}"
+
+
+@pytest.fixture
+def as_a_script(monkeypatch):
+    """sys.path as `python train_grpo.py` has it: our folder is first."""
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    yield
+    sys.modules.pop("evaluate", None)
+
+
+def test_a_library_that_imports_evaluate_gets_the_package(as_a_script, tmp_path, monkeypatch):
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "__init__.py").write_text("from evaluate.inner import load")
+    (tmp_path / "evaluate" / "inner.py").write_text("def load(): return 'theirs'")
+    sys.path.append(str(tmp_path))
+    import evaluate
+
+    assert evaluate.load() == "theirs"
+    assert not hasattr(evaluate, "EvaluateConfig")
+    monkeypatch.delitem(sys.modules, "evaluate.inner")
+
+
+def test_where_there_is_no_such_package_ours_is_not_taken_for_it(as_a_script):
+    with pytest.raises(ModuleNotFoundError, match="No module named 'evaluate'") as error:
+        importlib.import_module("evaluate")
+    assert error.value.name == "evaluate"
+    assert "evaluate" not in sys.modules
+    assert load_script("evaluate").EvaluateConfig.__module__ == "rlm.scripts.evaluate"
+
+
+def test_of_a_checkout_a_script_is_one_module():
+    import train_grpo
+    from rlm import GRPOTrainer
+
+    assert load_script("train_grpo") is train_grpo
+    assert GRPOTrainer is train_grpo.GRPOTrainer
+    with pytest.raises(ImportError):
+        from rlm.scripts import train_dpo  # noqa: F401
+
+
+def test_what_is_installed_hides_no_module_of_others(tmp_path):
+    build = ["setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib"]
+    subprocess.run([sys.executable, *build, tmp_path / "lib"], cwd=ROOT, check=True)
+    assert sorted(path.name for path in (tmp_path / "lib").iterdir()) == ["recipes", "rlm"]
+    for script in SCRIPTS:
+        ours, theirs = ROOT / f"{script}.py", tmp_path / "lib/rlm/scripts" / f"{script}.py"
+        assert theirs.read_text() == ours.read_text()
+    code = (
+        "import sys; sys.path.insert(0, 'lib')\n"
+        "from rlm.scripts import inference, main\n"
+        "print(inference.ADAPTER, inference.__name__, inference.ADAPTER.is_dir())\n"
+        "sys.argv = ['rlm', 'ask', '--json']\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    adapter = tmp_path / "lib/rlm/weights/final_rlm_lora"
+    assert done.stdout == f"{adapter} rlm.scripts.inference True\n"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--json answers one question" in done.stderr
