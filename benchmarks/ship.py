@@ -88,9 +88,11 @@ def main(config: ShipConfig) -> int:
         card = model_card(info.run, AdapterInfo.load(start).run, figures, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
     config.results.parent.mkdir(parents=True, exist_ok=True)
-    replace_json(
-        config.results, harness.provenance("ship") | {"sets": figures, "verdicts": verdicts(judged)}
-    )
+    origin = harness.provenance("ship")
+    for name in config.sets:
+        origin["command"] = origin["command"].replace(name, without_place(name))
+    figures_of_all = {"sets": figures, "verdicts": verdicts(judged)}
+    replace_json(config.results, origin | figures_of_all)
     terminal.line(f"{config.weights}: {config.adapter} in bf16")
     return 0
 
@@ -99,6 +101,12 @@ def title(dataset: str) -> str:
     """The name of a data set, or of its file, without this machine's directories."""
     name, colon, _ = dataset.partition(":")
     return name if colon else Path(dataset).stem
+
+
+def without_place(dataset: str) -> str:
+    """How a data set is named in a record: as on the command line, without directories."""
+    name, colon, _ = dataset.partition(":")
+    return f"{name}:DIRECTORY" if colon else Path(dataset).name
 
 
 @contextmanager
