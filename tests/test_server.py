@@ -129,9 +129,12 @@ def test_a_refused_adapter_says_what_to_type(weights, model_dir, tokenizer, tmp_
             load()
         return str(refused.value)
 
-    assert refusal("of_other", model_dir).endswith(f"those of --model {model_dir}: type --model b")
+    said = refusal("of_other", model_dir)
+    assert f"those of --model {model_dir}: type --model b, or train one: " in said
     away = f"move it out of {tmp_path} to serve the others"
-    assert refusal("good", folder=tmp_path).endswith(f": type --model b; or {away}")
+    said = refusal("good", folder=tmp_path)
+    assert ": type --model b, or train one: " in said
+    assert said.endswith(f"; or {away}")
     shutil.rmtree(tmp_path / "of_other")
     assert refusal("good", folder=tmp_path).endswith(away)
     assert refusal("cut").endswith("or add --base: the base model, untrained")

@@ -44,7 +44,7 @@ TOY = {
 
 
 def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
-    paths = {"grid": folder / "grid", "docs": folder / "docs", "weights": folder / "weights"}
+    paths = {"grid": folder / "grid", "docs": folder / "docs"}
     return EvidenceConfig(model=str(model_dir), **{**paths, **TOY, **options})
 
 

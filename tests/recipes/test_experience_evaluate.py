@@ -186,7 +186,7 @@ def test_ctrl_c_sends_no_queued_request():
             raise KeyboardInterrupt
         time.sleep(0.05)
 
-    agent = SimpleNamespace(client=SimpleNamespace(concurrency=1), ask=ask)
+    agent = SimpleNamespace(name="g", client=SimpleNamespace(concurrency=1), ask=ask)
     with pytest.raises(KeyboardInterrupt):
         evaluate.answer_all(agent, [Problem("p", "?", "1")], [], samples=20)
     assert len(asked) < 5  # those that were begun meanwhile

@@ -151,7 +151,9 @@ def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     metrics = {"step": 0} | step_metrics([group], rewards, none, kept, seconds)
     config = GRPOConfig(steps=1, reasoning_format="deepseek", sample_every=0)
     with RunDirectory(tmp_path / "run", resume=False) as run:
-        log_step(run, config, metrics, [group], none, None)
+        state = SimpleNamespace(minutes=0.0)
+        trainer = SimpleNamespace(run=run, config=config, state=state, tokenizer=None)
+        log_step(trainer, metrics, [group], none)
     (row,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").open())
     assert row["truncated"] == [False, True]
     assert row["verdicts"][0] == "correct"  # though the reward was another
