@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
@@ -39,6 +40,8 @@ def start(action: Callable[[], int | None], said: Path) -> int:
         # Tests started in the background of a shell ignore Ctrl-C, and so would this process.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it would warn about the fork
+        # A fork has no thread pool of PyTorch's; two threads that both make one meet an assertion.
+        torch.set_num_threads(torch.get_num_threads())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for number, name in ((1, "stdout"), (2, "stderr")):
