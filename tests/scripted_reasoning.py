@@ -141,11 +141,13 @@ def result(
     usage = {"prompt_tokens": 48, "completion_tokens": tokens + 9, "reasoning_tokens": tokens}
     return {
         "id": ID,
+        "created": 1_700_000_000,
         "request_id": "req-1",
         "response": f"<think>\n{reasoning}\n</think>\n<answer>{answer}</answer>",
         "reasoning": reasoning,
         "answer": answer,
         "final_answer": final,
+        "trace": [{"step": 1, "content": reasoning}, {"step": 2, "content": answer}],
         "details": {"stage": "grpo", "format": "strict" if final else "none", "reason": "ok"},
         "finish_reason": "stop",
         "thinking": {"status": status, "tokens": tokens, "budget": budget},
@@ -156,6 +158,7 @@ def result(
             "calibrated": False,
         },
         "verifier": None,
+        "samples": None,
         "usage": usage | {"total_tokens": tokens + 57},
         "timings": {
             "first_token_ms": 190.0,
@@ -165,6 +168,7 @@ def result(
         "seed": 42,
         "model": model(),
         "warnings": [],
+        "experiences": [],
     } | more
 
 
@@ -178,6 +182,7 @@ def described(**more: Any) -> dict[str, Any]:
             "max_new_tokens": 1024,
             "n": 16,
         },
+        "experiences": 0,
         "defaults": {"max_new_tokens": 512, "temperature_one": 0.0, "temperature_many": 0.7},
         "public_url": None,
         "needs_key": False,

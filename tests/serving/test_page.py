@@ -5,6 +5,7 @@ Run with `make test-browser`. Every test also checks what `watched_browser` watc
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ from scripted_reasoning import (
 from watched_browser import expect, watched_page
 
 from rlm.serving.app import PAGE, PAGE_POLICY
+from rlm.serving.schema import ReasoningResponse
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -51,6 +53,13 @@ def test_page_keeps_to_its_policy():
     addresses = set(re.findall(r"https?://[^'\" ]+", html + css + script))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert "unsafe" not in PAGE_POLICY
+
+
+@pytest.mark.parametrize("votes", [(), ("19", "19", "20")])
+def test_scripted_reply_is_one_that_the_server_could_send(votes):
+    """Without it the browser tests, which run apart, would notice a new field only in CI."""
+    reply = ReasoningResponse.model_validate_json(json.dumps(result(votes=votes)))
+    assert reply.final_answer == "19"
 
 
 @pytest.fixture
