@@ -103,7 +103,9 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes three times as long as a tiny model's run. test_scripts draws what it trains
     (in a fixture of its module, which this one does not reach), test_evaluation every case."""
     if "train_grpo" in sys.modules:
-        monkeypatch.setattr("rlm.training.finish.learning_curves", lambda rows, path: path.touch())
+        monkeypatch.setattr(
+            "rlm.training.finish.learning_curves", lambda rows, path, title: path.touch()
+        )
 
 
 @pytest.fixture(params=[1, 2, 5])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,43 +103,57 @@ def accuracy_over_time(
     _save(figure, path)
 
 
-def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Six panels over the steps of a GRPO run, from the rows of its metrics.jsonl."""
-    figure = _figure(11, 5.6)
-    titles = {
-        "reward/mean": f"reward; mean of {RUNNING} steps, 95 % interval",
-        "eval/accuracy": "validation accuracy, %",
+def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
+    """Up to six panels over the steps of a GRPO run, from the rows of its metrics.jsonl.
+
+    Every axis begins at 0, so that noise looks small. A metric that was not measured has no panel.
+    """
+    panels = {
+        "reward/mean": f"reward; mean of {RUNNING} steps with 95 % interval",
+        "eval/accuracy": "validation accuracy, greedy, %",
         "completion/length_mean": "completion length, tokens",
         "policy/entropy": "policy entropy, nats",
-        "reward/zero_signal_share": "groups without a difference, %",
-        "completion/truncated_rate": "truncated completions, %",
+        "reward/zero_signal_share": "groups whose rewards are all equal, %",
+        "completion/truncated_rate": "completions cut off, %",
     }
-    for axes, (key, title) in zip(figure.subplots(2, 3).flat, titles.items(), strict=True):
-        _tidy(axes)
-        axes.set_title(title, fontsize=10, loc="left")
-        scale = 100 if title.endswith("%") else 1
-        steps, values = _series(metrics, key)
-        if not values:
-            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
-            axes.set(xticks=[], yticks=[])
+    measured = {key: _series(metrics, key) for key in panels}
+    shown = [key for key, (_, values) in measured.items() if values]
+    columns = min(3, max(1, len(shown)))
+    rows = max(1, math.ceil(len(shown) / columns))
+    figure = _figure(3.7 * columns, 2.8 * rows)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    for axes, key in zip_longest(figure.subplots(rows, columns, squeeze=False).flat, shown):
+        if key is None:
+            axes.set_axis_off()
             continue
+        steps, values = measured[key]
         if key == "eval/accuracy" and metrics[0].get("eval/start_accuracy") is not None:
             steps, values = [0, *steps], [metrics[0]["eval/start_accuracy"], *values]
-        marker = "o" if len(values) <= 30 else None  # few points must be seen as such
-        axes.plot(steps, [scale * v for v in values], color=BLUE, lw=1.5, marker=marker, ms=3.5)
-        if key == "reward/mean":
-            means, half = _running_mean(values)
-            low, high = (
-                [m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1)
-            )
-            axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
-            axes.plot(steps, means, color=ORANGE, lw=2)
-        if scale == 100:
-            axes.set_ylim(0, max(1, 108 * max(values)))
+        _draw_metric(axes, panels[key], steps, values, running_mean=key == "reward/mean")
         axes.set_xlim(*_step_range(metrics))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_xlabel("step", fontsize=9)
     _save(figure, path)
+
+
+def _draw_metric(
+    axes: Axes, title: str, steps: Sequence[float], values: Sequence[float], running_mean: bool
+) -> None:
+    _tidy(axes)
+    axes.set_title(title, fontsize=10, loc="left")
+    scale = 100 if title.endswith("%") else 1
+    marker = "o" if len(values) <= 30 else None  # few points must be seen as such
+    style = {"lw": 0.8, "alpha": 0.5} if running_mean else {"lw": 1.5}
+    axes.plot(steps, [scale * v for v in values], color=BLUE, marker=marker, ms=3.5, **style)
+    if running_mean:
+        means, half = _running_mean(values)
+        low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
+        axes.plot(steps, means, color=ORANGE, lw=2)
+    floor = 5 if scale == 100 else 0  # a single completion in a hundred is no cliff
+    bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max(values))
+    if top > bottom:
+        axes.set_ylim(bottom, top)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("step", fontsize=9)
 
 
 def _figure(width: float, height: float) -> Figure:

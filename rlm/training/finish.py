@@ -67,7 +67,8 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
     if trainer.distributed.is_main:
         save_adapter(trainer.policy, trainer.tokenizer, config.output, summary)
         trainer.run.write_csv(rows)
-        learning_curves(rows, trainer.run.path / "curves.png")
+        title = f"GRPO of {trainer.model_name} on {config.dataset}, {len(rows)} steps"
+        learning_curves(rows, trainer.run.path / "curves.png", title)
     return summary
 
 

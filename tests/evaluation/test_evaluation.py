@@ -278,5 +278,21 @@ def test_accuracy_over_time_is_drawn_as_it_was_measured(tmp_path, monkeypatch):
     ],
 )
 def test_learning_curves_tolerate_what_was_not_measured(tmp_path, metrics):
-    learning_curves(metrics, tmp_path / "curves.png")
+    learning_curves(metrics, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+
+
+def test_learning_curves_show_what_was_measured_from_zero_on(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("rlm.runs.plots._save", lambda figure, path: figures.append(figure))
+    rows = [
+        {"step": s, "completion/length_mean": 30 + s, "completion/truncated_rate": 0.01 * s}
+        for s in range(3)
+    ]
+    rows[0]["eval/start_accuracy"], rows[2]["eval/accuracy"] = 0.25, 0.5
+    learning_curves(rows, tmp_path / "curves.png", "a run")
+    panels = [axes for axes in figures[0].axes if axes.axison]
+    titles = [axes.get_title(loc="left").split(",")[0] for axes in panels]
+    assert titles == ["validation accuracy", "completion length", "completions cut off"]
+    assert [axes.get_ylim() for axes in panels] == [(0, 54), (0, pytest.approx(34.56)), (0, 5)]
+    assert panels[0].lines[0].get_xydata().tolist() == [[0, 25], [3, 50]]
