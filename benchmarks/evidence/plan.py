@@ -26,12 +26,13 @@ class Arm(NamedTuple):
     """How a cell is trained, and what it stands for in the report."""
 
     title: str
-    kind: str  # "base", "sft", "supervised", "rejection", "grpo" or "trl"
+    kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
     needs: tuple[str, ...] = ()  # arms of the same seed that come first
     # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (GRPO by
     # another formula, as many completions), or none of them
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
+    rounds: int = 1  # of rejection sampling: each draws with what the one before has learned
 
 
 START = "sft"
@@ -46,6 +47,10 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     OURS: Arm("GRPO", "grpo", (START,)),
     "sft_continued": Arm("SFT continued, same seconds", "supervised", (START, OURS), "rival"),
     "rejection": Arm("rejection sampling, same samples", "rejection", (START, OURS), "rival"),
+    "rejection_rounds": Arm(
+        "rejection sampling in 3 rounds", "rejection", (START, OURS), "rival", rounds=3
+    ),
+    "harvest": Arm("SFT on GRPO's right completions", "harvest", (START, OURS), "rival"),
     "random_reward": Arm("control: random reward", "grpo", (START,), "control"),
     "shuffled_golds": Arm("control: shuffled golds", "grpo", (START,), "control"),
     "rate_zero": Arm("control: rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}),
@@ -228,7 +233,9 @@ def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
 def made_once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """What the file holds; if there is none, what `make` returns is written first."""
     if not file.exists():
-        write_atomically(file, make())
+        made = make()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, made)
     return read_json(file)
 
 

@@ -25,6 +25,8 @@ COLOURS = {
     "grpo": BLUE,
     "sft_continued": ORANGE,
     "rejection": "#009E73",
+    "rejection_rounds": "#004D40",
+    "harvest": "#8C564B",
     "drgrpo": "#56B4E9",
     "random_reward": "#CC79A7",
     "shuffled_golds": "#CC79A7",

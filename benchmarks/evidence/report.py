@@ -112,7 +112,12 @@ def contents(results: Results, docs: Path) -> dict[str, Any]:
         "gained": share(OURS, START),
         "ks": sorted({2**i for i in range(most.bit_length())} | {most}),
         "grids": grids,
-        "over_grids": [arm for arm in ARMS if arm == START or ARMS[arm].role == "rival"],
+        "over_grids": [
+            arm
+            for arm in ARMS
+            if (arm == START or ARMS[arm].role == "rival")
+            and any(grid.share_a_seed(OURS, arm) for grid in grids.values())
+        ],
         "grids_drawn": len(alike(grids, results)) > 1,
         "trl_pairs": [(c, theirs[c["seed"]]) for c in ours if c["seed"] in theirs],
         "thirds": thirds([cell["training"]["steps"] for cell in ours]),

@@ -40,6 +40,7 @@ def train(config: EvidenceConfig, cell: Cell) -> Record:
         "sft": _sft,
         "supervised": _supervised,
         "rejection": _rejection,
+        "harvest": _harvest,
         "grpo": _grpo,
         "trl": _trl,
     }
@@ -71,38 +72,68 @@ def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
-    """Draw what GRPO draws, from the start; keep what is right; learn it, in GRPO's seconds.
+    """Draw as many completions as GRPO does, keep what is right, learn it, in GRPO's seconds.
 
-    One pass over the kept ones is the least, whatever it takes.
+    Of several rounds each draws for its part of the problems with the adapter of the round before,
+    and goes on from there with all that was kept so far. One pass over what is new is the least.
     """
-    practice = pools(config, cell.seed).practice
-    file = config.folder(cell) / "drawn.json"
-    drawn = made_once(file, partial(_draw, config, cell, practice))
-    right = [
-        (problem, *found)
-        for problem, texts in zip(practice, drawn["texts"], strict=True)
-        for text in texts
-        if (found := _kept(text, problem.answer))
-    ]
-    if not right:
-        raise RuntimeError("the start never answered right: there is nothing to learn from")
-    kept = {
-        (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
-        for problem, reasoning, answer in right
+    rounds, practice = ARMS[cell.arm].rounds, pools(config, cell.seed).practice
+    adapter, budget = _adapter(config, cell, START), _budget(config, cell) / rounds
+    kept: dict[tuple[str, str], Problem] = {}
+    records = []
+    for number in range(1, rounds + 1):
+        part = practice[len(practice) * (number - 1) // rounds : len(practice) * number // rounds]
+        folder = config.folder(cell) / (f"round_{number}" if number < rounds else "")
+        draw = partial(_draw, config, cell, part, adapter)
+        drawn = made_once(folder / "drawn.json", draw)
+        right = _right(part, drawn["texts"])
+        kept |= (new := _distinct(right))
+        count = max(len(new), _examples_for(config, cell, budget - drawn["seconds"]))
+        learn = partial(_learn_kept, config, cell, list(kept.values()), count, adapter, folder)
+        learned = made_once(folder / "learned.json", learn)
+        records.append({"seconds": drawn["seconds"] + learned["seconds"], "right": len(right)})
+        adapter = folder / "adapter"
+    return {
+        "seconds": sum(record["seconds"] for record in records),
+        "right": sum(record["right"] for record in records),
+        "samples": len(practice) * config.group_size,
+        "kept": len(kept),
+        "examples": learned["examples"],
+        "rounds": records,
     }
-    fits = _examples_for(config, cell, _budget(config, cell) - drawn["seconds"])
-    shown = problems_for_step(list(kept.values()), 0, max(len(kept), fits), cell.seed)
-    start = _adapter(config, cell, START)
-    record = _fine_tune(config, cell, shown, config.more_rate, start)
-    samples = len(practice) * config.group_size
-    record["seconds"] += drawn["seconds"]
-    return record | {"samples": samples, "right": len(right), "kept": len(kept)}
 
 
-def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Record:
+def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
+    """Learn what GRPO of this seed answered rightly, in the seconds that its updates took."""
+    ours = Cell(OURS, cell.seed)
+    steps = read_json(config.folder(ours) / "train.json")["steps"]
+    drawing = sum(step["sample"] + step["score"] for step in steps)
+    answered = {problem.id: problem for problem in pools(config, cell.seed).practice}
+    groups = read_lines(config.folder(ours) / "train" / "samples.jsonl", repair=False)
+    texts = [(answered[group["problem"]], group["completions"]) for group in groups]
+    right = _right(*zip(*texts, strict=True))
+    kept = list(_distinct(right).values())
+    count = max(len(kept), _examples_for(config, cell, _budget(config, cell) - drawing))
+    start, folder = _adapter(config, cell, START), config.folder(cell)
+    record = _learn_kept(config, cell, kept, count, start, folder)
+    samples = sum(step["samples"] for step in steps)
+    found = {"samples": samples, "right": len(right), "kept": len(kept)}
+    return record | found | {"seconds": record["seconds"] + drawing}
+
+
+def _learn_kept(
+    config: EvidenceConfig, cell: Cell, kept: list[Problem], count: int, start: Path, folder: Path
+) -> Record:
+    if not kept:
+        raise RuntimeError("no completion was right: there is nothing to learn from")
+    shown = problems_for_step(kept, 0, count, cell.seed)
+    return _fine_tune(config, cell, shown, config.more_rate, start, folder)
+
+
+def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path) -> Record:
     tokenizer = load_tokenizer(config.model)
     base = load_base(config.model, pick_device())
-    policy = load_adapter(base, _adapter(config, cell, START), trainable=False)
+    policy = load_adapter(base, adapter, trainable=False)
     sampler = Sampler(policy, tokenizer, max_num_seqs=config.batch_size * config.group_size)
     started = time.monotonic()
     drawn = evaluate(
@@ -117,6 +148,26 @@ def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]) -> Re
     )
     texts = [[graded.text for graded in group] for group in drawn.groups]
     return {"seconds": time.monotonic() - started, "texts": texts}
+
+
+def _right(
+    problems: Sequence[Problem], texts: Sequence[Sequence[str]]
+) -> list[tuple[Problem, str, str]]:
+    """(problem, reasoning, answer) of each completion that is right."""
+    return [
+        (problem, *found)
+        for problem, group in zip(problems, texts, strict=True)
+        for text in group
+        if (found := _kept(text, problem.answer))
+    ]
+
+
+def _distinct(right: Sequence[tuple[Problem, str, str]]) -> dict[tuple[str, str], Problem]:
+    """A worked problem for each reasoning that differs, by problem and reasoning."""
+    return {
+        (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
+        for problem, reasoning, answer in right
+    }
 
 
 def _kept(text: str, gold: str) -> tuple[str, str] | None:
@@ -143,11 +194,16 @@ def _fine_tune(
     examples: Sequence[Problem],
     rate: float,
     start: Path | None,
+    folder: Path | None = None,
 ) -> Record:
-    """Stage 1's own trainer on these examples, in one pass; after a kill it goes on, too."""
+    """Stage 1's own trainer on these examples, in one pass; after a kill it goes on, too.
+
+    Args:
+        folder: where adapter/ and train/ go (None: the cell's).
+    """
     import train_sft
 
-    folder = config.folder(cell)
+    folder = folder or config.folder(cell)
     options = train_sft.SFTConfig(
         model=config.model,
         dataset=config.dataset,

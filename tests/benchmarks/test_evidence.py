@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
 
 def test_cells_come_seed_by_seed_after_what_they_need():
     cells = EvidenceConfig().all_cells()
-    assert len(cells) == len(set(cells)) == 2 + 3 * 13
+    assert len(cells) == len(set(cells)) == 2 + 3 * 15
     for place, cell in enumerate(cells):
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
@@ -388,6 +388,19 @@ def test_every_arm_trains_and_is_judged(finished):
         assert not list((finished.folder(cell) / "train").glob("checkpoint*"))
 
 
+def test_rounds_of_rejection_sampling_draw_from_the_round_before(finished):
+    folder = finished.folder(Cell("rejection_rounds", 0))
+    adapters = [
+        load_file(folder / name / "adapter" / "adapter_model.safetensors")
+        for name in ("round_1", "round_2", "")
+    ]
+    start = adapter_of(finished, "sft")
+    for before, after in pairwise([start, *adapters]):
+        assert not same(before, after)
+    found = read_json(folder / "round_2" / "train" / "config.json")
+    assert found["adapter"].endswith("round_1/adapter")
+
+
 def test_rivals_cost_what_grpo_costs(finished):
     ours = result_of(finished, "grpo-s0")["training"]
     assert ours["samples"] == 2 * 2 * 2
@@ -396,6 +409,13 @@ def test_rivals_cost_what_grpo_costs(finished):
     assert rejection["samples"] == ours["samples"]
     assert rejection["kept"] == 4  # one distinct reasoning of each problem
     assert rejection["examples"] >= rejection["kept"]
+    rounds = result_of(finished, "rejection_rounds-s0")["training"]
+    assert (rounds["samples"], rounds["kept"], rounds["right"]) == (8, 4, 8)
+    assert [record["right"] for record in rounds["rounds"]] == [2, 2, 4]  # 1, 1 and 2 problems
+    harvest = result_of(finished, "harvest-s0")["training"]
+    assert (harvest["samples"], harvest["right"], harvest["kept"]) == (8, 8, 4)
+    drawing = sum(step["sample"] + step["score"] for step in ours["steps"])
+    assert harvest["seconds"] > drawing
     start = result_of(finished, "sft-s0")["training"]
     more = result_of(finished, "sft_continued-s0")["training"]["examples"]
     assert more == max(1, round(ours["seconds"] / start["seconds"] * start["examples"]))
@@ -495,7 +515,7 @@ def test_the_list_says_what_is_left_and_how_long_it_takes(finished, capsys):
     grid.show(replace(finished, seeds=(0, 1)))
     shown = capsys.readouterr().out
     assert "grpo-s1" in shown
-    assert "15 of 28 done" in shown
+    assert "17 of 32 done" in shown
     assert "cells of arms" not in shown  # seed 0 has one of each
     empty = replace(finished, grid=finished.grid.with_name("empty"), cells=("sft-*",))
     grid.show(empty)
@@ -744,7 +764,7 @@ def test_grids_in_folders_of_the_docs_stand_beside_this_one(finished, page, tmp_
     assert here[2] == f"{finished.steps} × {size}, rate {finished.learning_rate:g}"
     assert longer[0] == "| [longer](longer/README.md)"
     assert longer[2] == f"60 × {size}, rate {finished.learning_rate:g}"
-    assert longer[5:] == ["+100.0 (+100.0 to +100.0)", "–", "– |"]
+    assert longer[5:] == ["+100.0 (+100.0 to +100.0)", "–", "–", "–", "– |"]
     assert (docs / "longer_runs.png").stat().st_size > 5000
     assert "Longer runs" not in page
 
@@ -862,8 +882,8 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page, tmp_path):
         in beside_ours["CISPO"]
     )
     assert beside_ours["GSPO"].count("tie") == 2
-    assert over_others["GRPO"].count("0.0 (0.0 to 0.0)") == 6  # nobody is ever right
-    assert over_others["CISPO"].count("+100.0 (+100.0 to +100.0)") == 3  # greedy, over three arms
+    assert over_others["GRPO"].count("0.0 (0.0 to 0.0)") == 10  # nobody is ever right
+    assert over_others["CISPO"].count("+100.0 (+100.0 to +100.0)") == 5  # greedy, over five arms
 
 
 def test_numbers_are_written_with_their_intervals():
