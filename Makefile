@@ -7,6 +7,7 @@
 # make test-schema    the API against its OpenAPI schema (a minute)
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
+# make soak    an hour of training and serving while things go wrong
 # make lint    style
 # make clean   remove what was made, but not weights/
 
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers lint clean
+.PHONY: install demo demo-orchestrator test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak lint clean
 
 install: $(STAMP)
 
@@ -69,6 +70,9 @@ test-browser: $(STAMP)
 test-trackers: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
+
+soak: $(STAMP)
+	$(PYTHON) -m benchmarks.soak --run-dir runs/soak --json runs/soak.json
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
