@@ -1,5 +1,6 @@
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (10 minutes)
+# make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
 # make test    everything but the slow tests (3 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak lint clean
+.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak lint clean
 
 install: $(STAMP)
 
@@ -41,6 +42,9 @@ demo-orchestrator: $(STAMP)
 	rm -rf runs/demo_orchestrator
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml
 	$(PYTHON) -m recipes.orchestrator.evaluate --run runs/demo_orchestrator --max-samples 60 --output runs/demo_orchestrator/evaluation
+
+demo-experience: $(STAMP)
+	$(PYTHON) -m recipes.experience.demo
 
 # One torch thread each: on the tiny models of the tests a second gains nothing. Some tests wait, so
 # three processes keep two cores busy. A file stays in one, so what its tests share is made once.
