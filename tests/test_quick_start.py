@@ -182,7 +182,7 @@ def test_the_block_of_the_readme_that_trains(early_model, here):
 
 
 def test_the_block_of_the_page_on_algorithms(early_model, here, capsys):
-    page = Path(__file__).parent.parent / "docs" / "algorithms.md"
+    page = Path(__file__).parent.parent / "docs" / "explanation" / "algorithms.md"
     (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert "Qwen/Qwen2.5-0.5B-Instruct" in block
     exec(block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(early_model)), {})
