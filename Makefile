@@ -7,6 +7,8 @@
 # make test-schema    the API against its OpenAPI schema (a minute)
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
+# make docs    the documentation as web pages, in site/
+# make reference  the reference pages that are made from the code
 # make lint    style
 # make clean   remove what was made, but not weights/
 
@@ -16,7 +18,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers lint clean
+.PHONY: install demo demo-orchestrator test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers docs reference lint clean
 
 install: $(STAMP)
 
@@ -69,6 +71,13 @@ test-browser: $(STAMP)
 test-trackers: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
+
+docs: $(STAMP)
+	$(PYTHON) -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+reference: $(STAMP)
+	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -1,8 +1,6 @@
 """A reward of your own: 1 for the right number, 0.5 if the reasoning is long, 0 if it is wrong.
 
-    python train_grpo.py --dataset examples/my_problems.jsonl --reward examples/my_reward.py:my_reward
-
-docs/tutorials/your-own-task.md trains with it.
+Use it with `--reward examples/my_reward.py:my_reward`, as docs/tutorials/your-own-task.md does.
 """
 
 LONG = 40  # words
