@@ -9,6 +9,8 @@
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make soak    an hour of training and serving while things go wrong
+# make docs    the documentation as web pages, in site/
+# make reference  the reference pages that are made from the code
 # make lint    style
 # make clean   remove what was made, but not weights/
 
@@ -18,7 +20,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak lint clean
+.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lint clean
 
 install: $(STAMP)
 
@@ -77,6 +79,13 @@ test-trackers: $(STAMP)
 
 soak: $(STAMP)
 	$(PYTHON) -m benchmarks.soak --run-dir runs/soak --json runs/soak.json
+
+docs: $(STAMP)
+	$(PYTHON) -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+reference: $(STAMP)
+	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -116,7 +116,7 @@ class GRPOTrainer:
 
         Args:
             reward_fn: a RewardFunction, a function or a list of these; None: CorrectnessReward.
-            tool: what writes into the completions (docs/tools.md). None: what config.tool names.
+            tool: writes into completions (docs/how-to/tools.md). None: what config.tool names.
 
         Raises:
             TypeError, ValueError: an argument is not what it should be; nothing was loaded.

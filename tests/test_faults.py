@@ -1,7 +1,8 @@
 """What happens to runs: kills, signals, full disks, bad gradients, lost readers.
 
 Each accident ends a real process (tests/faults.py); then `--resume` must give, bit for bit, the
-adapter, metrics and samples of a run to which nothing happened. docs/reliability.md has the table.
+adapter, metrics and samples of a run to which nothing happened. The
+table is in docs/explanation/reliability.md.
 """
 
 import errno

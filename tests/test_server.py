@@ -347,7 +347,7 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     service.engine._load()
     assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"))
-    assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # as docs/serving.md has it
+    assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # docs/reference/serving.md
     public = ["--adapter", weights / "sft.v2", "--ngrok", "--public"]
     assert server._service(config_of(*public)).limits.request_tokens == 1024
     larger = server._service(config_of(*public, "--max-new-tokens", 2000)).limits
@@ -384,7 +384,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
     assert not settings.allowed_hosts.numeric
     assert usual.config.http is SlowGuard
-    assert usual._seconds == 25  # of draining, as docs/serving.md has it
+    assert usual._seconds == 25  # of draining, as docs/reference/serving.md has it
     named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
     _, settings = served_by(monkeypatch, tokenizer, *named)
     assert settings.allowed_hosts == here | {"my.machine", "other"}

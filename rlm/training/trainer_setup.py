@@ -48,7 +48,7 @@ ARGUMENTS = {
     "train_dataset": "trainer.train(dataset)",
     "eval_dataset": "trainer.train(dataset, eval_dataset)",
     "processing_class": "tokenizer=",
-    "tools": "tool=: one object, which writes into completions (docs/tools.md)",
+    "tools": "tool=: one object, which writes into completions (docs/how-to/tools.md)",
     "peft_config": "config=GRPOConfig(lora_r=..., lora_alpha=...)",
     "use_accelerate": "nothing: torchrun or accelerate launch starts several processes",
 }

@@ -188,7 +188,8 @@ def test_dashes_underscores_and_the_seeds_flags():
 
 
 def test_the_docs_have_every_formula_and_source():
-    text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2] / "docs/explanation/algorithms.md"
+    text = page.read_text(encoding="utf-8")
     for name, algorithm in ALGORITHMS.items():
         page = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert f"> {algorithm.formula()}\n" in page
