@@ -10,7 +10,7 @@
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make soak    an hour of training and serving while things go wrong
 # make lint    style
-# make clean   remove what was made, but not weights/
+# make clean   remove the environment and caches, but neither runs/ nor weights/
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -83,4 +83,4 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,14 @@ from rlm.model import (
 )
 from rlm.runs import RunDirectory, writing
 from rlm.tools import Calculator, load_tool
-from rlm.training import show_counts, show_example, to_examples, use_fused_layers
+from rlm.training import (
+    is_countable,
+    limit_line,
+    show_counts,
+    show_example,
+    to_examples,
+    use_fused_layers,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -63,7 +71,11 @@ def main(config: SFTConfig) -> int:
     load_tool(config.tool)  # a mistake in its name comes up now
     marks = {"calculator_marks": config.tool == Calculator.name}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
-    problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
+    load_examples = partial(load_problems, config.dataset, "train", **choice)
+    problems = load_examples(max_samples=config.max_samples)
+    if config.max_samples is not None:
+        all_of_it = len(load_examples()) if is_countable(config.dataset) else None
+        terminal.line(limit_line(len(problems), all_of_it))
     validation = []
     if config.eval_samples:
         choice = {"max_samples": config.eval_samples, **marks}
@@ -171,7 +183,7 @@ def announce(
             "data": f"{config.dataset}: {examples} examples{left_out}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
             "steps": f"{config.steps(examples)} of {config.batch_size} examples, "
-            f"rate {config.learning_rate:g}",
+            f"learning rate {config.learning_rate:g}",
             "output": config.output,
         },
     )

@@ -274,7 +274,7 @@ def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
     output = tmp_path / "evaluation"
     output.touch()
     with pytest.raises(UsageError, match="cannot be written"):
-        write_report({"base": {"greedy": one}}, "data", {}, output)
+        write_report({"base": {"greedy": one}}, [], "data", {}, output)
 
 
 @pytest.fixture(scope="module")

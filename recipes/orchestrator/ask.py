@@ -17,9 +17,11 @@ from rlm.model import prepare_process
 
 @dataclass
 class AskConfig:
-    question: str | None = flag(None, "the problem", positional=True)
-    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
-    tries: int = flag(3, "graphs to draw at most: the most likely one, then others", min=1)
+    question: str | None = flag(None, "the problem", positional=True, default_text="must be given")
+    run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
+    tries: int = flag(
+        3, "sample at most this many graphs until one is valid; the first is the likeliest", min=1
+    )
 
     def __post_init__(self) -> None:
         check_values(self)

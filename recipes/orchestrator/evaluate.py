@@ -48,15 +48,17 @@ Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 @dataclass
 class EvaluateConfig:
-    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
+    run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
     split: str | None = flag(
-        None, "which part of its data set (none: test; of a file, all of which that is: validation)"
+        None,
+        "part of the run's data set",
+        default_text="test; validation for a file of yours",
     )
-    max_samples: int = flag(200, "problems", min=1)
-    read_price: float = flag(0.0, "of a million tokens read", min=0)
-    written_price: float = flag(0.0, "of a million tokens written", min=0)
-    seed: int = flag(0, "of the vote's samples")
-    output: Path = flag(Path("runs/orchestrator_evaluation"), "where figures and traces go")
+    max_samples: int = flag(200, "evaluate at most this many problems", min=1)
+    read_price: float = flag(0.0, "price of a million input tokens", min=0)
+    written_price: float = flag(0.0, "price of a million output tokens", min=0)
+    seed: int = flag(0, "random seed of the samples that vote")
+    output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for figures and traces")
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -32,12 +32,16 @@ from rlm.tools import evaluate_expression
 @dataclass
 class SimulateConfig:
     dataset: str = flag("elementary:2-3", "problems with worked solutions")
-    max_samples: int = flag(480, "problems", min=1)
-    step_accuracy: tuple[float, ...] = flag((0.6, 0.7, 0.8, 0.9, 0.95, 1.0), "p", min=0, max=1)
-    choice_accuracy: tuple[float, ...] = flag((0.6, 0.8, 0.9, 1.0), "r", min=0, max=1)
+    max_samples: int = flag(480, "number of problems", min=1)
+    step_accuracy: tuple[float, ...] = flag(
+        (0.6, 0.7, 0.8, 0.9, 0.95, 1.0), "values of p to try", min=0, max=1
+    )
+    choice_accuracy: tuple[float, ...] = flag(
+        (0.6, 0.8, 0.9, 1.0), "values of r to try", min=0, max=1
+    )
     votes: int = flag(3, "attempts of the single agent that vote", min=1)
-    seed: int = flag(0, "of the solver's errors")
-    output: Path = flag(Path("runs/orchestrator_simulation"), "where simulation.json goes")
+    seed: int = flag(0, "random seed of the solver's errors")
+    output: Path = flag(Path("runs/orchestrator_simulation"), "folder for simulation.json")
 
     def __post_init__(self) -> None:
         check_values(self)

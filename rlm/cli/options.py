@@ -27,6 +27,7 @@ from rlm.cli.flags import (
     with_dashes,
 )
 from rlm.cli.foreign_names import hint, with_underscores
+from rlm.cli.option_groups import place_of
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
@@ -79,10 +80,17 @@ def read_options(
 ) -> Values:
     """Read the values that a preset, YAML and `argv` (default: sys.argv[1:]) set, by field."""
     fields = flags_of(cls)
-    text, aliases = "YAML or JSON file of options; the command line beats it", ["config_json"]
+    text, aliases = "YAML or JSON file of options; what is typed wins over it", ["config_json"]
     first = [Flag(text, aliases=aliases, name="config", kind=Path)]
     if presets:
-        first.append(Flag("start from it", name="preset", kind=str, choices=list(presets)))
+        first.append(
+            Flag(
+                "set of options to start from, listed below",
+                name="preset",
+                kind=str,
+                choices=list(presets),
+            )
+        )
         listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
         epilog = f"{epilog}\n\n{listed}" if epilog else listed
     typed = _read_argv([*first, *fields], argv, description=description, epilog=epilog)
@@ -126,8 +134,9 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
     flags, renamed = {"--help": "--help"}, set()  # every spelling, with dashes → the flag
-    for option in options:
+    for option in sorted(options, key=lambda option: place_of(option.group)):
         option.add_to(group(option.group) if option.group else parser)
+    for option in options:
         for key in () if option.positional else option.keys:
             flags[with_dashes(key)] = option.spelling
             if bool in members_of(option.kind):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlm.cli import terminal
 from rlm.data import Problem, as_problems, drop_long_prompts, load_problems
-from rlm.model import check_output, context_window, set_gradient_checkpointing
+from rlm.model import adapter_hash, check_output, context_window, set_gradient_checkpointing
 from rlm.rewards import CorrectnessReward
 from rlm.runs import RunDirectory
 from rlm.training.config import GRPOConfig
@@ -34,6 +34,7 @@ def prepare_run(
         UsageError: no problem is there, or none that fits.
     """
     config = trainer.config
+    trainer.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
     problems = as_problems(dataset)
     is_empty = eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset))
     eval_problems = [] if is_empty else as_problems(eval_dataset, "eval_dataset")

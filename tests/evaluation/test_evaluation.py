@@ -107,7 +107,8 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
         Evaluation([problem()] * 4, [[g] for g in groups])
         for groups in ([right, wrong, wrong, wrong], [right, right, right, wrong])
     )
-    write_report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
+    rows = {"base": {"greedy": worse}, "SFT": {"greedy": better}}
+    write_report(rows, [("base", "SFT")], "toys", {}, tmp_path)
     said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]["compared"]
     assert list(said) == ["SFT − base"]
     for grading in ("strict", "lenient"):
