@@ -1,14 +1,14 @@
-"""Evaluates the base, the SFT and the GRPO adapter on the same problems: how much training helped.
+"""Measures how much training helped: base, SFT and GRPO adapter on the same problems.
 
-Greedy accuracy under both gradings with 95 % intervals, each row compared with the one above it;
-with --samples also mean@k, maj@k and pass@k. What no flag names (model, data set, tags, 4-bit) is
-taken from the run.json of the last adapter.
+Each row has greedy accuracy with a 95 % interval, and is compared with the row above. --samples
+adds mean@k, maj@k and pass@k. Model, data set, tags and 4-bit loading are those of the last adapter's
+training unless you name others.
 
     python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
     python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
     python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
-    python evaluate.py --samples 8 --resume              # of an earlier one, rows still valid
-    python evaluate.py --audit-reward                    # does the verifier miss right answers?
+    python evaluate.py --samples 8 --resume              # keep the rows that are still valid
+    python evaluate.py --audit-reward                    # does the grader miss right answers?
 """
 
 from __future__ import annotations

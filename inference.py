@@ -1,13 +1,13 @@
-"""Ask the trained model: the reasoning streams by, then the answer.
+"""Asks the trained model a question: prints its reasoning as it is written, then the answer.
 
     python inference.py "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
     python inference.py                # a prompt loop
     python inference.py --base "…"     # the same model without the adapter, for comparison
-    python inference.py --n 8 "…"      # eight answers, which vote
+    python inference.py --n 8 "…"      # eight answers; the most frequent one wins
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
     python inference.py --json "…"     # one JSON object, for programs
-    python inference.py --merge merged     # base and adapter as one model, for other programs
-    python inference.py --gguf rlm.gguf    # the same as a file for llama.cpp and ollama
+    python inference.py --merge merged     # write base and adapter as one model
+    python inference.py --gguf rlm.gguf    # write them as a file for llama.cpp and ollama
     python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
@@ -60,12 +60,12 @@ class InferenceConfig:
     nearest: int = flag(NEAREST, "how many lessons of --experiences are used", min=1)
     quantize: str = flag(
         "auto",
-        "load the base with fewer bits, by bitsandbytes (auto: as in training)",
+        "load the base with fewer bits, by bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     tool: str = flag(
         "auto",
-        "tool that writes into answers: calculator, FILE.py:NAME, none (auto: as in training)",
+        "tool that writes into answers: calculator, FILE.py:NAME, none; auto: as in training",
     )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion, in tokens", min=1)

@@ -1,15 +1,15 @@
-"""Serve the trained model: `POST /phase1/reasoning`, OpenAI's protocol on /v1, and a page.
+"""Serves the trained model over HTTP: `POST /phase1/reasoning`, OpenAI's API on /v1, and a page.
 
     python server.py                        # http://127.0.0.1:8000, for this machine only
-    python server.py --ngrok                # and a public URL (NGROK_AUTHTOKEN); a key is made
-    python server.py --ngrok --public       # the same without a key, for a URL to hand in
+    python server.py --ngrok                # with a public URL (needs NGROK_AUTHTOKEN) and a key
+    python server.py --ngrok --public       # with a public URL and no key
     RLM_API_KEY=… python server.py --host 0.0.0.0 --allow-host my.machine
-    python server.py --adapters weights     # every adapter in the folder, chosen per request
+    python server.py --adapters weights     # all adapters in the folder; a request names one
 
     curl -s http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \\
          -d '{"prompt": "Each box holds 6 eggs. How many eggs do 4 boxes hold?"}'
 
-Ctrl-C (or SIGTERM) lets what is running finish; a second one does not wait.
+Ctrl-C (or SIGTERM) lets running requests finish; a second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ServerConfig:
     )
     quantize: str = flag(
         "auto",
-        "load the base with fewer bits, by bitsandbytes (auto: as in training)",
+        "load the base with fewer bits, by bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     tool: str = flag(
         "auto",
-        "tool that writes into answers: calculator, FILE.py:NAME, none (auto: each adapter's own)",
+        "tool that writes into answers: calculator, FILE.py:NAME, none; auto: each adapter's own",
     )
     experiences: Path | None = flag(
         None, "library of lessons; the fitting ones are put before each question"

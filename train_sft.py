@@ -1,13 +1,14 @@
-"""Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
+"""Stage 1: teaches the format. A generic instruct model learns to reason inside <think></think>.
 
-TRL's SFTTrainer does the training; what is ours is the data it sees. Every example is rendered to
-token ids by the same function that GRPO, evaluation and inference use, and the loss is on the
-completion alone, up to and with its first end token. LoRA on all linear layers; 4-bit on request.
+TRL's SFTTrainer does the training. The prompts come from the same function as in GRPO, evaluation
+and inference. The loss is on the completion alone, up to and with its first end token. LoRA is on
+all linear layers; --quantize 4bit loads the base in 4 bits.
 
-    python train_sft.py                                    # picks model and data by what is here
-    python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
-    python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
-    python train_sft.py --resume                           # go on where a run stopped
+    python train_sft.py                                    # picks a model and data that fit here
+    python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --quantize 4bit \\
+        --max-samples 2000 --learning-rate 2e-4 --micro-batch 4
+    python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # train it longer
+    python train_sft.py --resume                           # continue a run that stopped
     python train_sft.py --dry-run 5                        # show five examples, train nothing
 """
 

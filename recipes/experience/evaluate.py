@@ -1,8 +1,8 @@
 """Measures whether a library helps: the same model with and without it, on unseen problems.
 
-Each problem is answered k times with the question alone and k times with the nearest lessons in
-front, with the same seeds; the difference is paired by problem. Placebo lessons are those of other
-problems; the critic answers from the attempts of the generators that also vote.
+Each problem is answered k times with the question alone, and k times with the nearest lessons in
+front, with the same seeds. The difference is paired by problem. A placebo row uses lessons of other
+problems. The critic answers from the attempts of the generators, which also vote.
 
     python -m recipes.experience.evaluate
     python -m recipes.experience.evaluate --dataset aime2025 --samples 8
@@ -74,7 +74,7 @@ class EvaluateConfig(AskingConfig):
         None, "problems to ask", default_text="what the run did not practise on"
     )
     split: str = flag("test", "part of the data set")
-    max_problems: int | None = flag(30, "evaluate at most this many problems (none: all)", min=1)
+    max_problems: int | None = flag(30, "evaluate at most this many problems; none: all", min=1)
     samples: int = flag(4, "answers to each problem, k", min=1)
     temperature: float = flag(0.3, "sampling temperature", min=0)
     role: str = flag("generator_1", "role whose endpoint answers", choices=GENERATORS)

@@ -1,15 +1,15 @@
-"""Selects lessons by trial: candidates from a model's own attempts, kept only if they help.
+"""Selects lessons by trial: makes candidates from a model's own attempts, keeps those that help.
 
-The generators answer problems a few times. Where attempts differ, candidates are made: a right
-attempt as a worked example, the critic's rule from a right and a wrong one, the critic's own answer
-from all of them where it is right. Each is tried alone on the held-out problems most like its own,
-and kept if it makes more of them right, by McNemar's exact test with Holm's correction.
+The generators answer each problem a few times. Where attempts differ, candidates are made: a right
+attempt as a worked example, a rule that the critic writes from a right and a wrong attempt, and the
+critic's own answer where it is right. Each candidate is tried alone on the most similar held-out
+problems. It is kept if more of them become right, by McNemar's exact test with Holm's correction.
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
         --no-instructions --max-tokens 128    # our own model, on stories that it was not trained on
 
-Run it again to go on after an interruption: what was paid for is not asked again.
+To continue after an interruption, run it again: requests that were paid for are not sent again.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Trains generators and a critic by training-free GRPO: lessons in words instead of weights.
+"""Trains generators and a critic with training-free GRPO: it writes lessons, changes no weights.
 
-For each problem a generator writes a plan several times and follows it; code scores the rollouts;
-where they differ (σ > τ) it is asked for one lesson, which the next problem's prompts carry. The
-critic then fuses each generator's plans and learns from its three fusions likewise.
+For each problem a generator writes a plan several times and follows it, and code scores the
+attempts. Where the scores differ (σ > τ), the generator is asked for one lesson, and later prompts
+carry it. The critic then merges the plans of each generator, and learns from its three merged plans
+in the same way.
 
     python -m recipes.experience.train generator 1 --dataset aime2024 --max-problems 10
     python -m recipes.experience.train critic
     python -m recipes.experience.train all --dataset word-problems --max-problems 10
 
-Run it again to go on after an interruption: what was paid for is not asked again.
+To continue after an interruption, run it again: requests that were paid for are not sent again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks a trained orchestrator, and shows its graph, what the agents write, and the answer.
+"""Asks a trained orchestrator; prints its graph, what the agents write, and the answer.
 
 python -m recipes.orchestrator.ask "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
 """

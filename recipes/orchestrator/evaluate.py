@@ -1,9 +1,9 @@
-"""Compares the orchestrator with a single agent: same problems, same agents, same limit of tokens.
+"""Compares the orchestrator with a single agent: same problems, same agents, same token limit.
 
-What may be written for a problem is two replies' length: the single agent has it in one reply, the
-others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
-the single agent write about as many as the trained orchestrator and its agents did together.
-A problem that an agent's API failed on in any row is in none: rows are paired by problem.
+The limit for a problem is the length of two replies: the single agent has it in one reply, the
+other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote the
+single agent may write about as much as the orchestrator and its agents together. Rows are paired by
+problem, so a problem on which an agent's API failed is left out of all rows.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
 """

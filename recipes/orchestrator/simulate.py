@@ -1,9 +1,9 @@
-"""Tells at which accuracy two agents can win: a simulated solver in place of the model.
+"""Shows how accurate a solver must be for two agents to win, with a simulated solver.
 
-The solver gets each arithmetic step right with chance p. Asked a whole story, it also has to choose
-every step but the first by itself, and takes the right one with chance r: of a model, p is its
-accuracy on one step, and r that on two steps divided by p². Steps that a sub-question writes out
-need no choice. Problems, plans, agents' drafts, grading and votes are the real ones.
+The solver gets each arithmetic step right with probability p. If it is asked a whole story, it must
+also choose every step after the first, and is right with probability r. A model's p is its accuracy
+on one step; its r is its accuracy on two steps divided by p². A step that a sub-question writes out
+needs no choice. Problems, plans, drafts, grading and votes are real.
 
     python -m recipes.orchestrator.simulate --dataset elementary:2-3
 """

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -81,7 +82,7 @@ def read_options(
     """Read the values that a preset, YAML and `argv` (default: sys.argv[1:]) set, by field."""
     fields = flags_of(cls)
     text, aliases = "YAML or JSON file of options; what is typed wins over it", ["config_json"]
-    first = [Flag(text, aliases=aliases, name="config", kind=Path)]
+    first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
     if presets:
         first.append(
             Flag(
@@ -89,9 +90,11 @@ def read_options(
                 name="preset",
                 kind=str,
                 choices=list(presets),
+                default_text="no preset",
             )
         )
-        listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
+        lines = (f"{name}: {_as_typed(values)}" for name, values in presets.items())
+        listed = "\n  ".join(["presets:", *lines])
         epilog = f"{epilog}\n\n{listed}" if epilog else listed
     typed = _read_argv([*first, *fields], argv, description=description, epilog=epilog)
     options = [*first[1:], *fields]
@@ -121,6 +124,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
+def _as_typed(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{with_dashes(name)} {value}" for name, value in values.items())
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # options stay whole
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
@@ -129,7 +141,7 @@ class _Parser(argparse.ArgumentParser):
 def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) -> Values:
     """Return what was typed: strings, bools for --x and --no-x, lists for tuple fields."""
     names = "".join(f" [{option.name}]" for option in options if option.positional)
-    style, absent = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    style, absent = _HelpFormatter, argparse.SUPPRESS
     parser = _Parser(formatter_class=style, argument_default=absent, allow_abbrev=False, **texts)
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)

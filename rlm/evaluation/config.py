@@ -37,7 +37,7 @@ class EvaluateConfig:
         "part of the data set",
         default_text="test; validation for a file of yours that was trained on",
     )
-    max_samples: int | None = flag(200, "evaluate at most this many problems (none: all)", min=1)
+    max_samples: int | None = flag(200, "evaluate at most this many problems; none: all", min=1)
     sft_adapter: Path | None = flag(
         Path("weights/sft_lora"), "adapter of the SFT row; none leaves the row out"
     )
@@ -46,7 +46,7 @@ class EvaluateConfig:
     )
     base_only: bool = flag(False, "evaluate the base model alone; needs --model")
     few_shot: int = flag(
-        4, "worked examples in the prompt, for a second row of the base (0: no such row)", min=0
+        4, "worked examples in the prompt, for a second row of the base; 0: no such row", min=0
     )
     samples: int = flag(
         0, "also sample this many completions of each problem: mean@k, maj@k and pass@k", min=0
@@ -71,7 +71,7 @@ class EvaluateConfig:
     )
     quantize: str = flag(
         "auto",
-        "load the base with fewer bits, by bitsandbytes (auto: as in training)",
+        "load the base with fewer bits, by bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     audit_reward: bool = flag(

@@ -83,7 +83,7 @@ class GRPOConfig:
     reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(
         "none",
-        "load the base with fewer bits, by bitsandbytes (auto: 4bit on a CUDA GPU)",
+        "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
     use_4bit: bool = flag(
@@ -93,13 +93,13 @@ class GRPOConfig:
         False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
     )
     attn_implementation: str = flag(
-        "auto", "attention while learning (auto: the fastest)", choices=ATTENTIONS, old=["attn"]
+        "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS, old=["attn"]
     )
     dtype: str = flag(
-        "auto", "number type while learning (auto: the fastest)", choices=("auto", *DTYPES)
+        "auto", "number type while learning; auto: the fastest", choices=("auto", *DTYPES)
     )
     sampler_dtype: str = flag(
-        "auto", "number type while sampling (auto: the fastest)", choices=("auto", *DTYPES)
+        "auto", "number type while sampling; auto: the fastest", choices=("auto", *DTYPES)
     )
     doctor: bool = flag(False, "train nothing; check the set-up and explain a flat reward")
     plan: bool = flag(False, "train nothing; estimate memory and time", aliases=["dry_run"])
@@ -127,7 +127,7 @@ class GRPOConfig:
         default_text=ALGORITHMS_OWN,
     )
     clip_eps_low: float | None = flag(
-        None, "clip range below 1 (1: no bound)", min=0, max=1, default_text=ALGORITHMS_OWN
+        None, "clip range below 1; 1: no bound", min=0, max=1, default_text=ALGORITHMS_OWN
     )
     clip_eps_high: float | None = flag(
         None, "clip range above 1", min=0, default_text=ALGORITHMS_OWN
@@ -140,7 +140,7 @@ class GRPOConfig:
     )
     overlong_buffer: int | None = flag(
         None,
-        "lower the reward over this many last tokens before --max-new-tokens (0: off)",
+        "lower the reward over this many last tokens before --max-new-tokens; 0: off",
         min=0,
         default_text=ALGORITHMS_OWN,
     )
@@ -148,7 +148,7 @@ class GRPOConfig:
         -1.0, "added to the reward of a completion at --max-new-tokens", max=0
     )
     mask_truncated: bool = flag(False, "leave completions that were cut off out of the loss")
-    kl_weight: float = flag(0.0, "weight of the KL term toward the start (0: off)", min=0)
+    kl_weight: float = flag(0.0, "weight of the KL term toward the start; 0: off", min=0)
     kl_estimator: str = flag("k3", "estimator of the KL term", choices=KL_ESTIMATORS)
     kl_target: float | None = flag(
         None, "adapt the KL weight until the KL per token is this", above=0, default_text="off"
@@ -178,8 +178,8 @@ class GRPOConfig:
     max_num_seqs: int = flag(128, "completions generated at the same time", old=["seats"], min=1)
     sampler: str = flag(
         "auto",
-        "sample with merged weights, with the adapter beside the base, or with vLLM (auto: by "
-        "memory)",
+        "sample with merged weights, with the adapter beside the base, or with vLLM; auto: by "
+        "memory",
         choices=SAMPLER_NAMES,
     )
     sampler_url: str | None = flag(
@@ -221,11 +221,11 @@ class GRPOConfig:
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "always 0 in training", hidden=True)
 
-    eval_every: int = flag(10, "steps between validations (0: only first and last)", min=0)
-    eval_samples: int = flag(100, "validation problems, always the same (0: none)", min=0)
-    save_every: int = flag(10, "steps between checkpoints (0: only at the end)", min=0)
+    eval_every: int = flag(10, "steps between validations; 0: only first and last", min=0)
+    eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
+    save_every: int = flag(10, "steps between checkpoints; 0: only at the end", min=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints are kept", min=1)
-    sample_every: int = flag(5, "steps between printed completions (0: none)", min=0)
+    sample_every: int = flag(5, "steps between printed completions; 0: none", min=0)
     max_minutes: float | None = flag(
         None, "stop after this many minutes, and export", above=0, default_text="no limit"
     )

@@ -39,7 +39,7 @@ class SFTConfig:
     )
     max_samples: int | None = flag(
         MAX_SAMPLES,
-        "learn from at most this many examples of each data set (none: all)",
+        "learn from at most this many examples of each data set; none: all",
         min=1,
         default_text=f"{MAX_SAMPLES}, but all of a file of yours",
     )
@@ -80,18 +80,18 @@ class SFTConfig:
     use_4bit: bool = flag(
         False, "the same as --quantize 4bit", same_as=("quantize", "4bit"), hidden=True
     )
-    dtype: str = flag("auto", "number type (auto: the fastest)", choices=("auto", *DTYPES))
+    dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
     use_8bit: bool = flag(
         False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
     )
     attn_implementation: str = flag(
         "auto",
-        "attention (auto: the fastest)",
+        "attention; auto: the fastest",
         choices=(*ATTENTIONS, "flash_attention_2"),
         old=["attn"],
     )
     eval_samples: int = flag(
-        50, "validation problems whose loss is measured at the end (0: none)", min=0
+        50, "validation problems whose loss is measured at the end; 0: none", min=0
     )
     max_minutes: float | None = flag(
         None, "stop after this many minutes, and save", above=0, default_text="no limit"
