@@ -1,8 +1,8 @@
 """Measures how much training helped: base, SFT and GRPO adapter on the same problems.
 
-Each row has greedy accuracy with a 95 % interval, and is compared with the row above. --samples
-adds mean@k, maj@k and pass@k. Model, data set, tags and 4-bit loading are those of the last adapter's
-training unless you name others.
+Each row has greedy accuracy with a 95 % interval, and is compared with the row above it. --samples
+adds mean@k, maj@k and pass@k. Model, data set, tags and 4-bit loading are those of the last
+adapter's training unless you name others.
 
     python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
     python evaluate.py --dataset gsm8k --max-samples 500 --samples 8

@@ -15,11 +15,10 @@ To continue after an interruption, run it again: requests that were paid for are
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 if __name__ == "select":  # a script beside it was run by its path, and Python looks for its own
-    sys.stderr.write(
-        f"error: run it as python -m recipes.experience.{sys.argv[0][:-3].rpartition('/')[2]}\n"
-    )
+    sys.stderr.write(f"error: run it as python -m recipes.experience.{Path(sys.argv[0]).stem}\n")
     sys.exit(2)
 
 import logging
@@ -27,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from recipes.experience.agent import API_CONFIG, GENERATORS, Agent

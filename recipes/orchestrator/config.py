@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,17 @@ class OrchestratorConfig(GRPOConfig):
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),
         *("steps", "batch_size", "group_size", "run_dir"),
+    )
+
+    # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
+    NOT_USED = (
+        "doctor",
+        "plan",
+        "reward",
+        "reward_timeout",
+        "num_epochs",
+        "reasoning_format",
+        "tool",
     )
 
     model: str | None = flag(
@@ -97,13 +108,11 @@ class OrchestratorConfig(GRPOConfig):
             derived |= {"eval_every": 1, "sample_every": 1}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        # Options of stage 2 that are nothing to a graph; old records of runs hold these tags.
-        tags = None if self.reasoning_format == "deepseek" else self.reasoning_format
-        given = {name: getattr(self, name) for name in ("doctor", "plan", "reward", "num_epochs")}
-        given |= {"reasoning_format": tags, "tool": None if self.tool == "none" else self.tool}
-        for name, value in given.items():
-            if value:
-                raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
+        for option in fields(self):
+            allowed = {option.default, "deepseek"}  # the latter: tags in records of older runs
+            if option.name in self.NOT_USED and getattr(self, option.name) not in allowed:
+                name = option.name.replace("_", "-")
+                raise ValueError(f"--{name} is an option of train_grpo.py and has no use here")
         super().__post_init__()
         if self.agent_url and not self.agent_model:
             raise ValueError("--agent-url needs --agent-model: the name that the server knows")

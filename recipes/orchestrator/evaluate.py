@@ -1,9 +1,9 @@
 """Compares the orchestrator with a single agent: same problems, same agents, same token limit.
 
 The limit for a problem is the length of two replies: the single agent has it in one reply, the
-other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote the
-single agent may write about as much as the orchestrator and its agents together. Rows are paired by
-problem, so a problem on which an agent's API failed is left out of all rows.
+other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote
+the single agent may write about as much as the orchestrator and its agents together. Rows are
+paired by problem, so a problem on which an agent's API failed is left out of all rows.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
 """

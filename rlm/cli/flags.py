@@ -116,6 +116,7 @@ def flags_of(cls: type) -> list[Flag]:
     """Return the flags of a dataclass, in the order of its fields."""
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     others, first = synonyms([field.name for field in fields]), getattr(cls, "CHANGED_FIRST", ())
+    not_used = getattr(cls, "NOT_USED", ())
     flags = [(field, field.metadata.get("flag", Flag())) for field in fields]
     return [
         dataclasses.replace(
@@ -123,6 +124,7 @@ def flags_of(cls: type) -> list[Flag]:
             name=field.name,
             aliases=[*flag.aliases, *others.get(field.name, [])],
             group=flag.group or (None if flag.positional else group_of(field.name, first)),
+            hidden=flag.hidden or field.name in not_used,
             kind=kinds[field.name],
             default=field.default,
         )

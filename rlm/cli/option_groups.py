@@ -9,7 +9,7 @@ from collections.abc import Collection
 FIRST = "options that people change first"
 GROUPS = {
     "model and data": (
-        "model dataset max_samples max_problems problems split columns system_prompt "
+        "model dataset max_samples max_problems problems split "
         "max_prompt_length max_length sft_adapter adapter adapters base base_only "
         "reasoning_format tool keep_code few_shot experiences nearest library graph_form "
         "agent_model agent_adapter agent_url agent_key max_agents api_config role"

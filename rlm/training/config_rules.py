@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rlm.cli import terminal
 from rlm.data import dataset_name, dataset_parts
 from rlm.training.algorithms import ALGORITHMS
-
-if TYPE_CHECKING:
-    from rlm.training.config import GRPOConfig
 
 SHORT, ON_CPU, ON_GPU = 96, 256, 512  # tokens
 GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
@@ -34,8 +31,8 @@ def choose_max_new_tokens(dataset: str) -> int:
     return tokens
 
 
-def set_clip_bounds(config: GRPOConfig) -> None:
-    """Spread --clip-eps, and forget it: a `replace` of it later is refused, not ignored.
+def set_clip_bounds(config: Any) -> None:
+    """Spread a GRPOConfig's --clip-eps, and forget it: a later `replace` of it is refused.
 
     Raises:
         ValueError: it sets nothing, because both bounds are given.
@@ -51,8 +48,8 @@ def set_clip_bounds(config: GRPOConfig) -> None:
     object.__setattr__(config, "clip_eps", None)
 
 
-def follow_algorithm(config: GRPOConfig) -> None:
-    """Set what the algorithm decides and no option does."""
+def follow_algorithm(config: Any) -> None:
+    """Set what the algorithm of a GRPOConfig decides and no option does."""
     algorithm = ALGORITHMS[config.algorithm]
     token_level = config.fixed_length_normalizer is None and algorithm.aggregation == "token"
     by_constant = not config.token_level_loss and algorithm.aggregation == "constant"
@@ -70,8 +67,8 @@ def follow_algorithm(config: GRPOConfig) -> None:
             object.__setattr__(config, name, value)
 
 
-def refuse_contradictions(config: GRPOConfig) -> None:
-    """Refuse options that cannot hold together, and values that GRPO's loss rules out.
+def refuse_contradictions(config: Any) -> None:
+    """Refuse options of a GRPOConfig that contradict each other, or that its loss rules out.
 
     Raises:
         ValueError: the first contradiction; the message says what to change.
