@@ -579,7 +579,7 @@ MISTAKES = [
         "vLLM needs an environment of its own",
     ),
     (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
-    (train_grpo, ["--vllm-command", "v"], "is for --sampler vllm without --sampler-url"),
+    (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
     (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
     (train_grpo, ["--reward", "nowhere.py:f"], "FILE.py:NAME"),
     (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),

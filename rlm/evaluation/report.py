@@ -84,7 +84,8 @@ def write_report(
         if not found:
             continue
         rows = {name: summarize(result) for name, result in found.items()}
-        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairs}
+        known = [(a, b) for a, b in pairs if {a, b} <= found.keys()]
+        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in known}
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
         show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")

@@ -132,8 +132,8 @@ def test_an_unknown_preset_names_the_five():
     [
         ({"top_p": 0.95}, "distribution"),
         ({"top_k": 50}, "distribution"),
-        ({"lora_dropout": 0.1}, "ratio"),
-        ({"use_lora": False}, "never written"),
+        ({"lora_dropout": 0.1}, "the one that sampled"),
+        ({"use_lora": False}, "never changed"),
         ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
         ({"overlong_buffer": 97}, "longer than"),
         ({"overlong_penalty": 1.0}, "at most 0"),
