@@ -203,7 +203,7 @@ def _print_summary(reply: Reply, config: InferenceConfig) -> None:
     terminal.line("")
     if votes := reply.answer.vote_counts:
         if votes.winner is not None:
-            terminal.line(f"\nthe likeliest of the winners:\n{shown.response}")
+            terminal.line(f"\nthe likeliest of the winning answers:\n{shown.response}")
         terminal.bars(votes.counts, votes.n)
     who = "base" if config.base else str(config.adapter)
     status = shown.thinking.status

@@ -205,7 +205,7 @@ async def _serve(
         return 0
     if isinstance(service.engine.error, UsageError):
         raise service.engine.error
-    terminal.line("the engine has died; the log says of what")
+    terminal.line("the engine stopped with an error; the log has it")
     return 1
 
 

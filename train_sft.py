@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 def main(config: SFTConfig) -> int:
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("SFT is one process: start it with python, not with a launcher")
+        raise UsageError("SFT runs in one process: start it with python, not with torchrun")
     load_tool(config.tool)  # a mistake in its name comes up now
     marks = {"calculator_marks": config.tool == Calculator.name}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}

@@ -59,7 +59,7 @@ def test_the_command_itself_answers(monkeypatch, capsys):
 def test_a_run_goes_on_by_the_command_that_started_it(monkeypatch, called, command):
     monkeypatch.setattr(sys, "argv", [called, "--steps", "3"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
-    assert command_lines._how_to_resume(GRPOConfig, None) == f"; go on with: {command}"
+    assert command_lines._how_to_resume(GRPOConfig, None) == f"; continue with: {command}"
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
 
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5)
     assert (code, count) == (0, 3)  # greedy completions have no temperature
-    assert f"{names[1]}: drawn again (temperature: 1.0 → 0.5)" in said.out
+    assert f"{names[1]}: evaluated again (temperature: 1.0 → 0.5)" in said.out
     shutil.copytree(trained / "grpo", trained / "other")
     tensors = load_file(trained / "other/adapter_model.safetensors")
     halved = {name: tensor / 2 for name, tensor in tensors.items()}
@@ -261,7 +261,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     other = ["--adapter", trained / "other"]
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5, *other)
     assert (code, count) == (0, 2)  # other weights under the name of GRPO
-    assert f"{names[4]}: drawn again (adapter: " in said.out
+    assert f"{names[4]}: evaluated again (adapter: " in said.out
     assert evaluated("parts")[:2] == (0, 6)  # without --resume all
 
 

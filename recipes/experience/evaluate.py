@@ -178,7 +178,7 @@ def compare(
     """Compare with the first row; a problem with a failed call in any row is left out of all."""
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
-        raise UsageError("no problem has all its replies; is the endpoint all right?")
+        raise UsageError("every problem lacks a reply: check the endpoint")
     rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]

@@ -26,7 +26,7 @@ class AskConfig:
     def __post_init__(self) -> None:
         check_values(self)
         if not (self.question or "").strip():
-            raise ValueError('ask something: python -m recipes.orchestrator.ask "…"')
+            raise ValueError('type a question: python -m recipes.orchestrator.ask "…"')
 
 
 def main(config: AskConfig) -> int:

@@ -129,7 +129,7 @@ class OrchestratorConfig(GRPOConfig):
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(
-                f"the agents are the bare model: {DEFAULT_AGENT_ADAPTER} is not there "
+                f"the agents use the bare model: {DEFAULT_AGENT_ADAPTER} does not exist "
                 "(train_grpo.py)"
             )
             values["agent_adapter"] = None

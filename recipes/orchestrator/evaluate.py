@@ -113,7 +113,7 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
         for groups in zip(*rows.values(), strict=True)
     ]
     if not any(judged):
-        raise UsageError("a call failed on every problem; is the agents' endpoint all right?")
+        raise UsageError("a call failed on every problem: check the agents' endpoint")
     return {name: list(compress(row, judged)) for name, row in rows.items()}
 
 

@@ -165,7 +165,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             raise UsageError(f"{name} is given twice")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
-        name, said = token.partition("=")[0], ": it is the value of no option"
+        name, said = token.partition("=")[0], ": type the name of its option before it"
         before = known[["".join(parts) for parts in known].index(token) - 1][0]
         if any(before == option.spelling and bool in members_of(option.kind) for option in options):
             said = f": {before} takes no value"

@@ -31,17 +31,21 @@ def check_output(path: Path, option: str = "--output") -> None:
     here = path.resolve()
     check_writable(option, here.parent)
     if Path.cwd().is_relative_to(here) or here.is_mount():
-        raise UsageError(f"{option} {path} cannot be moved away later: name a new directory")
+        raise UsageError(
+            f"{option} {path} is the current folder or a mount point, which an adapter cannot replace: name a new folder"
+        )
     previous = _kept_as(here)
     if previous.exists() and not previous.is_dir():
-        raise UsageError(f"{option} {path}: {previous} is in the way of the adapter that is there")
+        raise UsageError(
+            f"{option} {path}: {previous} is no folder, and the adapter that is there now would be kept under this name"
+        )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())
     )
     if not is_free and not (here / ADAPTER_FILES[0]).is_file():
         raise UsageError(
-            f"{option} {path} holds something else than an adapter, which would be replaced: name "
-            "an empty or a new directory"
+            f"{option} {path} holds files that are no adapter and would be replaced: name an empty "
+            "or a new folder"
         )
 
 

@@ -156,7 +156,7 @@ class Scorer:
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))
         for reason in (reason for reason in reasons if reason not in self.warned):
-            terminal.line(f"warning: a reward failed, its rollout is left out: {reason}")
+            terminal.line(f"warning: the reward failed, so this completion is left out: {reason}")
             self.warned.add(reason)
         self.dead_steps = self.dead_steps + 1 if len(failed) == calls else 0
         if self.dead_steps >= DEAD_STEPS:

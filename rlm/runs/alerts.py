@@ -32,13 +32,13 @@ RULES = (
     Rule(
         "reward/zero_signal_share",
         lambda share: share >= 0.8,
-        "{:.0%} of the groups are all right or all wrong and teach nothing: problems nearer to "
-        "what the model can do, a larger --group-size, or a higher --temperature",
+        "in {:.0%} of the groups all rewards are equal, and these teach nothing: try problems "
+        "closer to what the model can do, a larger --group-size, or a higher --temperature",
     ),
     Rule(
         "policy/entropy",  # nats a token; a model trained on one format sits at 0.1 to 0.3
         lambda nats: nats < 0.02,
-        "the entropy has fallen to {:.3f} nats a token, the model hardly tries anything new: lower "
+        "the entropy has fallen to {:.3f} nats a token, so the model tries little that is new: lower "
         "--learning-rate, raise --clip-eps-high or --temperature",
     ),
     Rule(
@@ -50,21 +50,21 @@ RULES = (
     Rule(
         "sampler/logprob_gap_mean",  # nats a token
         lambda nats: nats > 0.1,
-        "sampler and trainer disagree by {:.2g} nats a token: try --sampler unmerged, or see "
-        "whether the server has this very model",
+        "sampler and trainer disagree by {:.2g} nats a token: try --sampler unmerged, or check "
+        "that the server has this model",
     ),
 )
 NO_REWARD = (
-    "nothing was rewarded in {} steps: read samples.jsonl and the reason/ metrics; easier "
-    "problems, a larger --group-size or an SFT stage give it something to start from"
+    "no completion of the last {} steps earned a reward: samples.jsonl says why; try easier "
+    "problems, a larger --group-size, or train_sft.py first"
 )
 TOO_SHORT = (
     "{:.0%} of the completions were cut off before their answer: type --max-new-tokens {}, or "
     "train the format longer with train_sft.py"
 )
 CONSTANT = (
-    "all completions of {} steps have the reward {:g}, there is nothing to compare: harder "
-    "problems, or another reward"
+    "all completions of the last {} steps have the reward {:g}, so there is nothing to learn from: "
+    "use harder problems or another reward"
 )
 FLAT = (
     "the reward has not risen in {} steps ({:.2f}, now {:.2f}): try a higher --learning-rate (LoRA "

@@ -71,12 +71,12 @@ def resume_run(
         raise UsageError(f"{where} was trained on another model or adapter")
     changes = differences(began, origin, may_change, defaults)
     if changes and not changed:
-        way_on = "name what it was begun with"
+        way_on = "type what it was started with"
         if changed is not None:
-            way_on = "add --accept-changes to go on all the same"
+            way_on = "add --accept-changes to continue anyway"
         raise UsageError(
-            f"{where} was begun otherwise ({'; '.join(changes)}); {way_on}, or leave out --resume "
-            "to start anew"
+            f"{where} was started with other options or data ({'; '.join(changes)}); {way_on}, or leave out --resume "
+            "to start again"
         )
     saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import terminal
 from rlm.data import dataset_name, dataset_parts
 from rlm.training.algorithms import ALGORITHMS
 
@@ -17,18 +16,13 @@ MAX_NEW_TOKENS = (
 
 
 def choose_max_new_tokens(dataset: str) -> int:
-    """Return how long completions may get where nobody said it, and print why."""
+    """Return how many tokens completions may have where no option says it."""
     import torch
 
     names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
     if names <= GENERATED:
-        tokens, why = SHORT, f"enough for {dataset}"
-    elif torch.cuda.is_available():
-        tokens, why = ON_GPU, f"data {dataset}, on a GPU"
-    else:
-        tokens, why = ON_CPU, f"data {dataset}, without a GPU"
-    terminal.line(f"chosen: --max-new-tokens {tokens} ({why})")
-    return tokens
+        return SHORT
+    return ON_GPU if torch.cuda.is_available() else ON_CPU
 
 
 def set_clip_bounds(config: Any) -> None:

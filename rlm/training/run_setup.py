@@ -48,15 +48,15 @@ def prepare_run(
     shared = sum(problem.question in questions for problem in eval_problems)
     if shared:
         terminal.line(
-            f"{shared} of {len(eval_problems)} validation problems are trained on too: accuracy on "
-            "these says nothing of new ones; leave them out of one of the two"
+            f"warning: {shared} of {len(eval_problems)} validation problems are training problems "
+            "too: their accuracy says nothing about new problems; remove them from one of the two"
         )
     is_strict = isinstance(getattr(trainer.scorer, "reward", None), CorrectnessReward)
     if is_strict and config.sft_adapter is None:
         terminal.line(
-            "the start is a bare model and the reward is 1 only for the right number between the "
-            "right tags, so it will likely earn nothing and learn nothing: teach it the tags first "
-            f"(python train_sft.py --model {trainer.model_name}), or pay for them too "
+            "warning: training starts from a bare model, and only a right number in the right tags "
+            "is rewarded, so it will likely learn nothing: teach the tags first (python "
+            f"train_sft.py --model {trainer.model_name}), or reward them too "
             "(reward_fn=[FormatReward(), CorrectnessReward()])"
         )
     return problems, eval_problems

@@ -46,7 +46,7 @@ def test_what_is_in_the_way_of_the_old_adapter_is_left_alone(export, tmp_path):
     export(1)
     check_output(tmp_path / "lora")
     (tmp_path / "lora.prev").write_text("a file")
-    with pytest.raises(UsageError, match="is in the way of the adapter"):
+    with pytest.raises(UsageError, match="is no folder, and the adapter"):
         check_output(tmp_path / "lora")
 
 

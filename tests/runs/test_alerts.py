@@ -71,7 +71,7 @@ def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_ty
 def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
     nothing = rows(reward__mean=0.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert list(active_alerts(nothing)) == ["reward"]  # and not the zero-signal groups once more
-    assert "nothing was rewarded in 5 steps" in active_alerts(nothing)["reward"]
+    assert "no completion of the last 5 steps earned a reward" in active_alerts(nothing)["reward"]
     everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert "have the reward 1" in active_alerts(everything)["reward"]
     changing = [*rows(4, reward__std=0.0), *rows(1, reward__std=0.0, reward__mean=0.5)]

@@ -252,7 +252,9 @@ def test_a_signal_ends_it_and_the_old_adapter_stays(
     assert [file.name for file in (tmp_path / "sft").iterdir()] == ["adapter_config.json"]
     assert (tmp_path / "sft" / "adapter_config.json").read_text() == "an older one's"
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'run'} is saved up to step 1; go on with: python" in said.splitlines()[-1]
+    assert (
+        f"{tmp_path / 'run'} is saved up to step 1; continue with: python" in said.splitlines()[-1]
+    )
     assert said.endswith("--epochs 9 --resume\n")
     assert "Traceback" not in said
 
