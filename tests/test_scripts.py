@@ -247,7 +247,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert not (trained / "parts" / "evaluation.json").exists()
     code, count, said = evaluated("parts", "--resume")
     assert (code, count) == (0, 3)
-    assert f"{names[2]}: as it was drawn before" in said.out
+    assert f"{names[2]}: kept from the earlier evaluation" in said.out
     assert figures("parts") == figures("whole")
     assert evaluated("parts", "--resume")[:2] == (0, 0)
 

@@ -84,8 +84,8 @@ class Trainer:
             ]
             if was:
                 raise UsageError(
-                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; continue with "
-                    "that, or name another --run-dir (and --library-dir)"
+                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; continue "
+                    "with that, or name another --run-dir (and --library-dir)"
                 )
         replace_json(path, options)
 

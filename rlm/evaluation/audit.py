@@ -163,7 +163,8 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     third = MathVerify.installed()
     if not third:
         terminal.line(
-            "math-verify is not installed (pip install -e '.[verify]'): only two graders are compared"
+            "math-verify is not installed (pip install -e '.[verify]'): only two graders are "
+            "compared"
         )
     with closing(MathVerify()) as second:
         result = audit_samples(read_log(file), format, second if third else None, limit)

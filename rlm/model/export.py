@@ -32,12 +32,14 @@ def check_output(path: Path, option: str = "--output") -> None:
     check_writable(option, here.parent)
     if Path.cwd().is_relative_to(here) or here.is_mount():
         raise UsageError(
-            f"{option} {path} is the current folder or a mount point, which an adapter cannot replace: name a new folder"
+            f"{option} {path} is the current folder or a mount point, which an adapter cannot "
+            "replace: name a new folder"
         )
     previous = _kept_as(here)
     if previous.exists() and not previous.is_dir():
         raise UsageError(
-            f"{option} {path}: {previous} is no folder, and the adapter that is there now would be kept under this name"
+            f"{option} {path}: {previous} is no folder, and the adapter that is there now would be "
+            "kept under this name"
         )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())

@@ -38,8 +38,8 @@ RULES = (
     Rule(
         "policy/entropy",  # nats a token; a model trained on one format sits at 0.1 to 0.3
         lambda nats: nats < 0.02,
-        "the entropy has fallen to {:.3f} nats a token, so the model tries little that is new: lower "
-        "--learning-rate, raise --clip-eps-high or --temperature",
+        "the entropy has fallen to {:.3f} nats a token, so the model tries little that is new: "
+        "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
     Rule(
         "loss/kl",  # nats a token, from the start adapter

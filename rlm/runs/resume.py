@@ -75,8 +75,8 @@ def resume_run(
         if changed is not None:
             way_on = "add --accept-changes to continue anyway"
         raise UsageError(
-            f"{where} was started with other options or data ({'; '.join(changes)}); {way_on}, or leave out --resume "
-            "to start again"
+            f"{where} was started with other options or data ({'; '.join(changes)}); {way_on}, or "
+            "leave out --resume to start again"
         )
     saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:

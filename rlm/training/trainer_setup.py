@@ -93,9 +93,8 @@ def resolve_start(
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
     if config.batch_size < processes:
-        raise UsageError(
-            f"--batch-size {config.batch_size} is too small: {processes} processes need a problem each"
-        )
+        too_small = f"--batch-size {config.batch_size} is too small"
+        raise UsageError(f"{too_small}: {processes} processes need a problem each")
     if config.sampler == "vllm" and not config.sampler_url:
         split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
