@@ -48,7 +48,7 @@ from rlm.model import (
     save_adapter,
     write_run,
 )
-from rlm.runs import RunDirectory, writing
+from rlm.runs import RunDirectory, check_resumable, writing
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     is_countable,
@@ -69,6 +69,8 @@ def main(config: SFTConfig) -> int:
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT runs in one process: start it with python, not with torchrun")
+    if config.resume:
+        check_resumable(config.run_dir)
     load_tool(config.tool)  # a mistake in its name comes up now
     marks = {"calculator_marks": config.tool == Calculator.name}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}

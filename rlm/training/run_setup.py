@@ -9,8 +9,8 @@ from typing import Any
 from rlm.cli import terminal
 from rlm.data import Problem, as_problems, drop_long_prompts, load_problems
 from rlm.model import adapter_hash, check_output, context_window, set_gradient_checkpointing
-from rlm.rewards import CorrectnessReward
-from rlm.runs import RunDirectory
+from rlm.rewards import CorrectnessReward, Scorer
+from rlm.runs import RunDirectory, check_resumable
 from rlm.training.config import GRPOConfig
 from rlm.training.finish import validate
 from rlm.training.memory_plan import plan_memory
@@ -18,7 +18,13 @@ from rlm.training.metrics import announce_run
 
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to train on and to validate on."""
+    """Load the problems to train on and to validate on.
+
+    Raises:
+        UsageError: they cannot be loaded, or the run to resume has no checkpoint.
+    """
+    if config.resume:
+        check_resumable(config.run_dir)
     train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed)
     if not config.eval_samples:
         return train, []
@@ -41,6 +47,8 @@ def prepare_run(
     problems = fit_prompts(trainer, problems)
     if eval_problems:
         eval_problems = fit_prompts(trainer, eval_problems, "validation problems")
+    if isinstance(trainer.scorer, Scorer):
+        trainer.scorer.check_columns(problems)
     steps = config.steps_for(len(problems))
     trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
     announce_run(trainer, len(problems), len(eval_problems))

@@ -86,7 +86,7 @@ def test_a_plain_function_has_trls_contract():
 def test_a_function_gets_only_what_it_takes():
     scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
     assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
-    with pytest.raises(ValueError, match="1 rewards for 4"):
+    with pytest.raises(UsageError, match="1 values for 4"):
         Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
 
 
