@@ -122,3 +122,23 @@ def test_what_is_installed_hides_no_module_of_others(tmp_path):
     assert done.stdout == f"{adapter} rlm.scripts.inference True\n"
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--json answers one question" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "inference.py", "server.py"])
+def test_a_python_without_the_environment_is_one_line(script):
+    command = [sys.executable, "-S", script, "--help"]  # -S: no installed packages
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "lacks transformers" in done.stderr
+    assert "`make install`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["recipes/experience/train.py", "recipes/experience/evaluate.py", "benchmarks/rollout.py"],
+)
+def test_a_script_run_by_its_path_says_how_it_is_run(script):
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    module = script.removesuffix(".py").replace("/", ".")
+    assert (done.returncode, done.stderr) == (2, f"error: run it as python -m {module}\n")

@@ -112,8 +112,8 @@ class Scorer:
             named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
             if unknown := [name for name in named if name not in there | GIVEN]:
                 raise UsageError(
-                    f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which the "
-                    f"data does not have; there are answer, {', '.join(sorted(there))}"
+                    f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which "
+                    f"the data does not have; there are answer, {', '.join(sorted(there))}"
                 )
 
     def _columns(self, problem: Problem, truncated: bool) -> dict[str, Any]:
