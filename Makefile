@@ -12,7 +12,7 @@
 # make docs    the documentation as web pages, in site/
 # make reference  the reference pages that are made from the code
 # make lint    style
-# make clean   remove what was made, but not weights/
+# make clean   remove the environment and caches, but neither runs/ nor weights/
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -92,4 +92,4 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis

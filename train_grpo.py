@@ -1,19 +1,19 @@
-"""This is not TRL's trainer. Stage 2: GRPO by hand; the loop is `GRPOTrainer.train`, its four steps
-are sample and score (`_sample_and_score`), compare (`group_advantages`) and learn (`_learn`).
+"""Stage 2: trains a LoRA adapter with GRPO. The loop is `GRPOTrainer.train`, by hand: sample and
+score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
 
-Sample a group of completions for each problem, verify each final answer 0/1, compare inside the
-group, update the LoRA adapter. What textbook GRPO has and this leaves out, and why:
+This is not TRL's trainer. Each step samples a group of completions for each problem, checks each
+final answer (0 or 1), compares inside the group and updates the adapter. Four things of textbook
+GRPO are left out:
 
-1. The KL term is off (--kl-weight 0): a verified reward cannot be flattered, and the reference
-   then costs nothing. Switched on, the reference is the frozen adapter that training started from.
-2. Rollouts of a group without a difference have exactly zero gradient: they are not computed,
-   but they stay in the denominator, so the update is the textbook's.
-3. With one update per batch the old log-probabilities are the current ones, detached: there is
-   no second pass for them.
-4. No value model: the group's mean is the baseline.
+1. The KL term is off (--kl-weight 0): the reward checks the answer itself. If it is on, the
+   reference model is the adapter that training started from.
+2. Groups whose rewards are all equal have no gradient, so they are not computed. They still count
+   in the average: the update is the same.
+3. With one update per batch the old log-probabilities are the current ones: no second pass.
+4. There is no value model: the group's mean reward is the baseline.
 
-    python train_grpo.py                                   # picks model and data by what is here
-    python train_grpo.py --plan                            # how long, and how much memory?
+    python train_grpo.py                                   # picks a model and data that fit here
+    python train_grpo.py --plan                            # how much time and memory does it take?
     python train_grpo.py --doctor                          # why is my reward flat?
 """
 

@@ -247,13 +247,13 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert not (trained / "parts" / "evaluation.json").exists()
     code, count, said = evaluated("parts", "--resume")
     assert (code, count) == (0, 3)
-    assert f"{names[2]}: as it was drawn before" in said.out
+    assert f"{names[2]}: kept from the earlier evaluation" in said.out
     assert figures("parts") == figures("whole")
     assert evaluated("parts", "--resume")[:2] == (0, 0)
 
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5)
     assert (code, count) == (0, 3)  # greedy completions have no temperature
-    assert f"{names[1]}: drawn again (temperature: 1.0 → 0.5)" in said.out
+    assert f"{names[1]}: evaluated again (temperature: 1.0 → 0.5)" in said.out
     shutil.copytree(trained / "grpo", trained / "other")
     tensors = load_file(trained / "other/adapter_model.safetensors")
     halved = {name: tensor / 2 for name, tensor in tensors.items()}
@@ -261,7 +261,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     other = ["--adapter", trained / "other"]
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5, *other)
     assert (code, count) == (0, 2)  # other weights under the name of GRPO
-    assert f"{names[4]}: drawn again (adapter: " in said.out
+    assert f"{names[4]}: evaluated again (adapter: " in said.out
     assert evaluated("parts")[:2] == (0, 6)  # without --resume all
 
 
@@ -274,7 +274,7 @@ def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
     output = tmp_path / "evaluation"
     output.touch()
     with pytest.raises(UsageError, match="cannot be written"):
-        write_report({"base": {"greedy": one}}, "data", {}, output)
+        write_report({"base": {"greedy": one}}, [], "data", {}, output)
 
 
 @pytest.fixture(scope="module")
@@ -579,7 +579,7 @@ MISTAKES = [
         "vLLM needs an environment of its own",
     ),
     (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
-    (train_grpo, ["--vllm-command", "v"], "is for --sampler vllm without --sampler-url"),
+    (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
     (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
     (train_grpo, ["--reward", "nowhere.py:f"], "FILE.py:NAME"),
     (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),

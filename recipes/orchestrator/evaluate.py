@@ -1,9 +1,9 @@
-"""Compares the orchestrator with a single agent: same problems, same agents, same limit of tokens.
+"""Compares the orchestrator with a single agent: same problems, same agents, same token limit.
 
-What may be written for a problem is two replies' length: the single agent has it in one reply, the
-others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
-the single agent write about as many as the trained orchestrator and its agents did together.
-A problem that an agent's API failed on in any row is in none: rows are paired by problem.
+The limit for a problem is the length of two replies: the single agent has it in one reply, the
+other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote
+the single agent may write about as much as the orchestrator and its agents together. Rows are
+paired by problem, so a problem on which an agent's API failed is left out of all rows.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
 """
@@ -48,15 +48,17 @@ Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 @dataclass
 class EvaluateConfig:
-    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
+    run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
     split: str | None = flag(
-        None, "which part of its data set (none: test; of a file, all of which that is: validation)"
+        None,
+        "part of the run's data set",
+        default_text="test; validation for a file of yours",
     )
-    max_samples: int = flag(200, "problems", min=1)
-    read_price: float = flag(0.0, "of a million tokens read", min=0)
-    written_price: float = flag(0.0, "of a million tokens written", min=0)
-    seed: int = flag(0, "of the vote's samples")
-    output: Path = flag(Path("runs/orchestrator_evaluation"), "where figures and traces go")
+    max_samples: int = flag(200, "evaluate at most this many problems", min=1)
+    read_price: float = flag(0.0, "price of a million input tokens", min=0)
+    written_price: float = flag(0.0, "price of a million output tokens", min=0)
+    seed: int = flag(0, "random seed of the samples that vote")
+    output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for figures and traces")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -111,7 +113,7 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
         for groups in zip(*rows.values(), strict=True)
     ]
     if not any(judged):
-        raise UsageError("a call failed on every problem; is the agents' endpoint all right?")
+        raise UsageError("a call failed on every problem: check the agents' endpoint")
     return {name: list(compress(row, judged)) for name, row in rows.items()}
 
 

@@ -1,8 +1,8 @@
-"""Train a model to design the two agents that solve the problem. The loop is train_grpo.py's.
+"""Trains a model to design the two agents that solve a problem. The loop is train_grpo.py's.
 
-For each problem the orchestrator writes several graphs of agents with their system prompts; a
-frozen model runs each graph, the last agent's number is verified 0/1, and GRPO with a KL term
-compares the graphs of a problem and updates the orchestrator's LoRA alone.
+For each problem the orchestrator writes several graphs: agents with their system prompts. A frozen
+model runs each graph, and the last agent's number is checked (0 or 1). GRPO with a KL term compares
+the graphs of a problem and updates only the orchestrator's LoRA.
 
     python -m recipes.orchestrator.train --config configs/orchestrator_quickstart.yaml
     python -m recipes.orchestrator.train --steps 100 --batch-problems 4 --trajectories 4 --lr 1e-4

@@ -142,7 +142,8 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     name = next((name for name in names if row.get(name) is not None), None)
     value = default if name is None else row[name]
     if value is None:
-        raise ValueError(f"no field {' or '.join(names)}")
+        there = ", ".join(map(str, row))
+        raise ValueError(f"no field {' or '.join(names)}; it has {there}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{name} is neither text nor a number")
     text = str(value).strip() or default
@@ -160,11 +161,12 @@ def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list
         raise ValueError(f"answer_type {kind!r} is none of {', '.join(ANSWER_TYPES)}")
     if kind != "number":
         if READERS[kind](answer) is None:
-            raise ValueError(f"the gold {answer[:40]!r} is no {kind}")
+            raise ValueError(f"the answer {answer[:40]!r} is no {kind}")
     elif "####" in answer:
         solution, answer = gold_from_gsm8k(answer, calculator_marks)
     elif parse_number(answer) is None:
-        raise ValueError(f"the gold {answer[:40]!r} is not a number")
+        advice = 'for words or letters add "answer_type": "text" or "choice"'
+        raise ValueError(f"the answer {answer[:40]!r} is not a number; {advice}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
     scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}

@@ -5,6 +5,7 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "audit": "audit_run",
+    "config": "EvaluateConfig pairs_to_compare",
     "evaluator": "Evaluation Graded evaluate",
     "records": "RowRecord open_journal",
     "report": "GRADINGS percent points show_table write_report",

@@ -54,7 +54,9 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing:
         what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
-        raise UsageError(f"adapter {path} {what}; {how_to_make}")
+        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
+        others = f" (there: {', '.join(there)})" if there else f" (looked in {Path.cwd()})"
+        raise UsageError(f"adapter {path} {what}{others}; {how_to_make}")
     return path
 
 

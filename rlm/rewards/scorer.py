@@ -21,6 +21,7 @@ from rlm.cli import UsageError, terminal
 from rlm.data import Problem
 from rlm.rewards import functions
 from rlm.rewards.base import (
+    FunctionReward,
     PerCompletionReward,
     Reward,
     RewardFunction,
@@ -32,6 +33,8 @@ from rlm.rewards.loading import as_reward
 TIME_LIMIT = 60.0  # seconds that one call may take
 HANGS = 3  # time limits that a step waits for; then what is left of it goes without a verdict
 DEAD_STEPS = 3  # steps in a row in which every call failed end the run; at the start, one does
+GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CAUGHT = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
 
 
@@ -53,8 +56,8 @@ class Scorer:
         time_limit: seconds of one call of a user's own reward.
 
     Raises (when called):
-        ValueError: the reward returned another number of rewards than there are completions.
-        UsageError: every call failed.
+        UsageError: every call failed, or the reward returned another number of values than there
+            are completions.
     """
 
     def __init__(
@@ -97,6 +100,22 @@ class Scorer:
         values = iter(None if isinstance(value, CAUGHT) else value for value in rewards)
         return Scores([[next(values) for _ in group] for group in groups], metrics)
 
+    def check_columns(self, problems: Sequence[Problem]) -> None:
+        """Check that the data has what a reward function asks for by name, before work begins.
+
+        Raises:
+            UsageError: a parameter without a default has no column.
+        """
+        there = set(self._columns(problems[0], False)).union(*(p.columns for p in problems))
+        for reward in _functions(self.reward):
+            parameters = inspect.signature(reward.function).parameters.values()
+            named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
+            if unknown := [name for name in named if name not in there | GIVEN]:
+                raise UsageError(
+                    f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which "
+                    f"the data does not have; there are answer, {', '.join(sorted(there))}"
+                )
+
     def _columns(self, problem: Problem, truncated: bool) -> dict[str, Any]:
         return {
             **problem.columns,
@@ -123,9 +142,9 @@ class Scorer:
             (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, list):
                 if len(found) != len(rollouts):
-                    raise ValueError(
-                        f"the reward function returned {len(found)} rewards for {len(rollouts)} "
-                        "completions"
+                    raise UsageError(
+                        f"the reward returned {len(found)} values for {len(rollouts)} completions: "
+                        "return one for each"
                     )
                 return found
         calls = [lambda rollout=rollout: self._ask(*rollout) for rollout in rollouts]
@@ -156,7 +175,7 @@ class Scorer:
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))
         for reason in (reason for reason in reasons if reason not in self.warned):
-            terminal.line(f"warning: a reward failed, its rollout is left out: {reason}")
+            terminal.line(f"warning: the reward failed, so this completion is left out: {reason}")
             self.warned.add(reason)
         self.dead_steps = self.dead_steps + 1 if len(failed) == calls else 0
         if self.dead_steps >= DEAD_STEPS:
@@ -166,6 +185,13 @@ class Scorer:
         if isinstance(error, TimeoutError):
             return f"no answer in {self.time_limit:g} seconds"
         return f"{type(error).__name__}: {error}".strip().rstrip(":")
+
+
+def _functions(reward: RewardFunction) -> list[FunctionReward]:
+    """The user's functions in a reward."""
+    own = [reward] if isinstance(reward, FunctionReward) else []
+    own = [one for one in own if inspect.isroutine(one.function)]
+    return own + [function for part in _parts(reward) for function in _functions(part)]
 
 
 def is_built_in(reward: RewardFunction) -> bool:

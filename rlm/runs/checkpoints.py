@@ -94,7 +94,7 @@ class Checkpoints:
             folder = self._path(step)
             try:
                 if json.loads((folder / MANIFEST).read_text(encoding="utf-8")) != _hashes(folder):
-                    raise ValueError("its files are not those of the manifest")
+                    raise ValueError("its files do not match its manifest")
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
                     raise ValueError(f"it is of step {state['step']}")

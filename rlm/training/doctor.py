@@ -53,7 +53,7 @@ def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
         terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
         terminal.line(f"       -> {finding.advice}")
     if not findings:
-        terminal.line("nothing stands in the way of training")
+        terminal.line("ready to train")
     return int(any(finding.fault for finding in findings))
 
 

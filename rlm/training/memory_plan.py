@@ -121,8 +121,8 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     terminal.line(f"memory: {plan}")
     if plan.peak - plan.loaded > (HEADROOM if device == "cuda" else 1) * available:
         terminal.line(
-            "warning: this may not fit into memory; --max-new-tokens, --max-num-seqs, --quantize "
-            "4bit and a smaller --model bring it down"
+            "warning: this may not fit into memory: lower --max-new-tokens or --max-num-seqs, or "
+            "use --quantize 4bit or a smaller --model"
         )
     return plan
 

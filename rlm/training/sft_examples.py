@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlm.cli import UsageError, terminal
-from rlm.data import IGNORED, Format, Problem, render_completion, render_problem
+from rlm.data import (
+    IGNORED,
+    Format,
+    Problem,
+    dataset_name,
+    dataset_parts,
+    render_completion,
+    render_problem,
+)
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import MicroBatch, Rollout, pack_rollouts
 
@@ -95,3 +103,19 @@ def show_counts(problems: int, examples: int, max_length: int, what: str = "prob
     """Print how many of the problems that were read are used."""
     left_out = f"{problems - examples} left out (over --max-length {max_length} tokens)"
     terminal.line(f"{what}: {problems} read, {examples} used, {left_out}")
+
+
+def is_countable(dataset: str) -> bool:
+    """Whether a data set has a size: a generator has none, and OpenMathInstruct is read in part."""
+    names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
+    return not names & {"word-problems", "elementary", "openmathinstruct"}
+
+
+def limit_line(used: int, available: int | None) -> str:
+    """Say how many examples --max-samples leaves.
+
+    >>> limit_line(400, 885)
+    '400 of 885 examples (--max-samples)'
+    """
+    of_all = "" if available is None else f" of {available:,}"
+    return f"{used:,}{of_all} examples (--max-samples)"

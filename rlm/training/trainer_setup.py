@@ -93,7 +93,8 @@ def resolve_start(
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
     if config.batch_size < processes:
-        raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
+        too_small = f"--batch-size {config.batch_size} is too small"
+        raise UsageError(f"{too_small}: {processes} processes need a problem each")
     if config.sampler == "vllm" and not config.sampler_url:
         split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
@@ -153,9 +154,9 @@ def make_sampler(
         return Sampler(policy, tokenizer, **options, tool=tool)
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
-            f"warning: with --quantize {config.quantize} another model samples than the one that "
-            "is trained, if the server's is not packed alike (sampler/logprob_gap_mean shows it); "
-            "use --quantize none"
+            f"warning: --quantize {config.quantize} changes the model that is trained, but not the "
+            "one that vLLM samples from (sampler/logprob_gap_mean shows how far they differ): use "
+            "--quantize none"
         )
 
     def export() -> Path:

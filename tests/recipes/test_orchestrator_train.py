@@ -470,10 +470,10 @@ def test_a_config_that_comes_with_the_project_is_one(file):
         ("--agent-max-tokens 0", "at least 1"),
         ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),
-        ("--doctor", "--doctor is train_grpo.py's"),
-        ("--plan", "--plan is train_grpo.py's"),
-        ("--reward nope.py:f", "--reward is train_grpo.py's"),
-        ("--reasoning-format simple", "--reasoning-format is train_grpo.py's"),
+        ("--doctor", "--doctor is an option of train_grpo.py"),
+        ("--plan", "--plan is an option of train_grpo.py"),
+        ("--reward nope.py:f", "--reward is an option of train_grpo.py"),
+        ("--reasoning-format simple", "--reasoning-format is an option of train_grpo.py"),
     ],
 )
 def test_contradictions_are_one_line(typed, message):

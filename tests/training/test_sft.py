@@ -252,7 +252,9 @@ def test_a_signal_ends_it_and_the_old_adapter_stays(
     assert [file.name for file in (tmp_path / "sft").iterdir()] == ["adapter_config.json"]
     assert (tmp_path / "sft" / "adapter_config.json").read_text() == "an older one's"
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'run'} is saved up to step 1; go on with: python" in said.splitlines()[-1]
+    assert (
+        f"{tmp_path / 'run'} is saved up to step 1; continue with: python" in said.splitlines()[-1]
+    )
     assert said.endswith("--epochs 9 --resume\n")
     assert "Traceback" not in said
 
@@ -389,7 +391,7 @@ def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
     torch.nn.init.normal_(next(t for n, t in wet.named_parameters() if "lora_B" in n))
     assert not torch.equal(wet(ids).logits, wet(ids).logits)  # each pass drops other units
     assert sft("--adapter", tmp_path / "start", "--lora-dropout", 0.1) == 2
-    assert "--lora-dropout is of a new adapter" in capsys.readouterr().err
+    assert "--lora-dropout is for a new adapter" in capsys.readouterr().err
 
 
 def test_an_output_that_is_no_adapter_is_refused_first(sft, tmp_path, capsys):
