@@ -453,11 +453,6 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*orchestrator*.yaml")))
-def test_a_config_that_comes_with_the_project_is_one(file):
-    assert parse(OrchestratorConfig, ["--config", str(file)]).model == "smollm2-135m"
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
