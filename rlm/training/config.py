@@ -198,8 +198,8 @@ class GRPOConfig:
         return "constant" if self.fixed_length_normalizer else "sequence"
 
     @property
-    def choices(self) -> Algorithm:
-        """Return the algorithm as it is with these options."""
+    def resolved_algorithm(self) -> Algorithm:
+        """Return the row of ALGORITHMS, with what these options change."""
         return replace(
             ALGORITHMS[self.algorithm],
             scale_by_std=self.use_std_normalization,
@@ -214,7 +214,7 @@ class GRPOConfig:
     def formula(self) -> str:
         """Write in a line what is minimised with these options."""
         constant = self.fixed_length_normalizer
-        return self.choices.formula(str(constant) if constant else "max_new_tokens")
+        return self.resolved_algorithm.formula(str(constant) if constant else "max_new_tokens")
 
     @property
     def sampling_rounds(self) -> int:
