@@ -23,7 +23,7 @@ from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import Problem, is_file, load_problems
+from rlm.data import Problem, is_local_file, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
@@ -195,7 +195,7 @@ def main(config: EvaluateConfig) -> int:
     check_writable("--output", config.output)  # before the hours, not after them
     orchestrator = Orchestrator.load(config.run)
     dataset = orchestrator.config.dataset
-    split = config.split or ("validation" if is_file(dataset) else "test")
+    split = config.split or ("validation" if is_local_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
     problems = fit_prompts(orchestrator, problems)
     rows = make_rows(orchestrator, problems, config.seed)
