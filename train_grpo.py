@@ -247,7 +247,7 @@ class GRPOTrainer:
                     micro.old_logprobs = logprobs.detach()
                     if config.kl_weight:
                         micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
-                differs = not self.sampler.exact  # from the model that computes these
+                differs = not self.sampler.matches_trainer  # from the model that computes these
                 loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()

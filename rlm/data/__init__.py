@@ -9,7 +9,8 @@ EXPORTS = {
         "similarity with_experiences"
     ),
     "loaders": (
-        "HELD_OUT dataset_name is_local_file load_gsm8k load_jsonl load_problems require_numeric_answers own_files"
+        "HELD_OUT dataset_name is_local_file load_gsm8k load_jsonl load_problems own_files "
+        "require_numeric_answers"
     ),
     "problem": "Problem as_problems",
     "prompts": (

@@ -43,7 +43,7 @@ def to_examples(
 
 
 def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format) -> Example:
-    """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORE_INDEX before."""
+    """Make `input_ids` and `labels` of one problem: the prompt's labels are IGNORE_INDEX."""
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
     return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + completion}

@@ -179,7 +179,7 @@ def test_invalid_graphs_are_trained_against(base, tmp_path):
 class Writes(ScriptedSampler):
     """An orchestrator that writes what the test says: by problem, the graphs of its group."""
 
-    exact = True
+    matches_trainer = True
 
 
 def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
