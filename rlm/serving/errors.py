@@ -34,7 +34,7 @@ REFUSED = {  # for OpenAPI
     },
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_MOST_ERRORS = 20  # a body of 64 KB can hold 40,000
+_MAX_ERRORS = 20  # a body of 64 KB can hold 40,000
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -99,7 +99,7 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:
 
     The place may be a field name that the client made up: it is kept if it looks like a name.
     """
-    first = islice(errors, _MOST_ERRORS)
+    first = islice(errors, _MAX_ERRORS)
     kept = [{"loc": list(map(_place, error["loc"])), "msg": error["msg"]} for error in first]
     param = ".".join(str(part) for part in kept[0]["loc"] if part != "body")
     detail = f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"]

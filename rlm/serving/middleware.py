@@ -35,7 +35,7 @@ from rlm.serving.access import (
 from rlm.serving.errors import Problem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
-MOST_CLIENTS = 4096  # addresses whose rate is known
+MAX_CLIENTS = 4096  # addresses whose rate is known
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {  # where the app says nothing else
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -110,7 +110,7 @@ class SecurityMiddleware:
         """The bucket of a key or an address. Addresses have no end: those unseen longest leave."""
         bucket = self._buckets.setdefault(name, Bucket(self._settings.requests_per_minute))
         self._buckets.move_to_end(name)
-        if len(self._buckets) > MOST_CLIENTS:
+        if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
         return bucket
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from rlm.reasoner import read_answer
 from rlm.serving.errors import Problem
 from rlm.serving.request import RunningRequest
-from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
+from rlm.serving.schema import MAX_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
 from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
@@ -72,7 +72,7 @@ class ChatRequest(Strict):
     max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
