@@ -174,14 +174,20 @@ class GRPOConfig:
             UsageError: the adapter to start from is not there. The default one is required only if
                 no model is named: then training goes on where SFT ended.
         """
-        from rlm.model import TEACH, AdapterInfo, check_adapter, default_values, misfit
+        from rlm.model import (
+            HOW_TO_TRAIN_SFT,
+            AdapterInfo,
+            adapter_mismatch,
+            check_adapter,
+            default_values,
+        )
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
         if adapter is not None and not (is_default and model and not adapter.exists()):
-            start = AdapterInfo.load(check_adapter(adapter, TEACH))
+            start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
             is_renamed = model not in (None, start.base_model)
-            if is_default and is_renamed and misfit(adapter, model):  # `resolve_start`
+            if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = default_values(given, start, GPU_DEFAULTS)
         if start is not None:
