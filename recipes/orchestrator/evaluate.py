@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
-from recipes.orchestrator.plans import WHOLE, oracle_plan
+from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
@@ -79,7 +79,7 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
     fixed = fixed_graphs(format.system_prompt)
     graphs = {name: [graph] * len(problems) for name, graph in fixed.items()}
     if any(plans := [oracle_plan(problem) for problem in problems]):
-        graphs[ORACLE] = [plan or WHOLE for plan in plans]
+        graphs[ORACLE] = [plan or WHOLE_PROBLEM for plan in plans]
     for name, arm in graphs.items():
         limit = 2 * config.agent_max_tokens // len(arm[0].agents)
         runner = Runner(agents, limit, config.agent_temperature, format)
@@ -153,20 +153,20 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
-    start, best = began_with(rows), max(solved, key=lambda name: sum(solved[name]))
+    start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
     return {
         f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
         for name in dict.fromkeys((start, best))
     }
 
 
-def began_with(rows: Mapping[str, Row]) -> str:
+def start_row(rows: Mapping[str, Row]) -> str:
     return UNTRAINED if UNTRAINED in rows else BARE
 
 
-def show_learned(rows: Mapping[str, Row], count: int = 3) -> None:
+def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
     """Print the first problems whose graph training has changed, with both graphs."""
-    pairs = zip(rows[began_with(rows)], rows[TRAINED], strict=True)
+    pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
     changed = [(before, after) for (before,), (after,) in pairs if before.graph != after.graph]
     for pair in changed[:count]:
         terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
@@ -207,7 +207,7 @@ def main(config: EvaluateConfig) -> int:
     compared = compare_trained(judged)
     for pair, difference in compared.items():
         terminal.line(f"  {pair}: {points(difference)} points, paired by problem")
-    show_learned(judged)
+    show_changed_graphs(judged)
     left_out = len(problems) - len(single)
     if left_out:
         terminal.line(
