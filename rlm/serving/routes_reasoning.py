@@ -22,7 +22,7 @@ from rlm.reasoner import (
     trace,
     verify,
 )
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.models import ServedAdapter
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
@@ -173,7 +173,7 @@ async def _events(
         for sample in _just_finished(running, told):
             yield sample
         yield event(_report(service, running, request, request_id).model_dump(), "done")
-    except Problem as problem:
+    except HTTPProblem as problem:
         yield event(problem.body(request_id), "error")
 
 
