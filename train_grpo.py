@@ -166,7 +166,7 @@ class GRPOTrainer:
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
         problems, eval_problems = prepare_run(self, dataset, eval_dataset)
-        config, algorithm = self.config, self.config.choices
+        config, algorithm = self.config, self.config.resolved_algorithm
         self.run = run = open_run(self)
         with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
@@ -232,7 +232,7 @@ class GRPOTrainer:
 
     def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
         """Make `updates_per_batch` passes over the rollouts, one optimizer update each."""
-        config, algorithm, metrics = self.config, self.config.choices, LearnMetrics()
+        config, algorithm, metrics = self.config, self.config.resolved_algorithm, LearnMetrics()
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         lr = self.state.lr_scale * config.learning_rate_at(step)
         for group in self.optimizer.param_groups:
@@ -247,7 +247,7 @@ class GRPOTrainer:
                     micro.old_logprobs = logprobs.detach()
                     if config.kl_weight:
                         micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
-                differs = not self.sampler.exact  # from the model that computes these
+                differs = not self.sampler.matches_trainer  # from the model that computes these
                 loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()

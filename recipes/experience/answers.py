@@ -100,7 +100,7 @@ def answer_all(
     return [replies[i : i + samples] for i in range(0, len(replies), samples)]
 
 
-def shown(reply: ChatReply, problem: Problem) -> str:
+def format_attempt(reply: ChatReply, problem: Problem) -> str:
     """Write an attempt as a conversation carries it: with the tags where thinking came apart."""
     if not reply.reasoning:
         return reply.text.strip()
@@ -108,9 +108,11 @@ def shown(reply: ChatReply, problem: Problem) -> str:
     return FORMATS["deepseek"].completion(reply.reasoning, answer or reply.text)
 
 
-def listed(replies: Sequence[ChatReply], problem: Problem) -> str:
+def format_attempts(replies: Sequence[ChatReply], problem: Problem) -> str:
     """Write several attempts for the critic."""
-    texts = [f"Attempt {n}:\n{shown(reply, problem)}" for n, reply in enumerate(replies, 1)]
+    texts = [
+        f"Attempt {n}:\n{format_attempt(reply, problem)}" for n, reply in enumerate(replies, 1)
+    ]
     return "\n\n".join(texts)
 
 

@@ -27,7 +27,7 @@ from recipes.experience.answers import (
     Replies,
     announce_cost,
     answer_all,
-    listed,
+    format_attempts,
     mean_score,
     open_agents,
     run_all,
@@ -168,7 +168,7 @@ def _ask_critic(
     attempts = group[sample * size : sample * size + size]
     if None in attempts:
         return None
-    values = {"problem": problem.question, "attempts": listed(attempts, problem)}
+    values = {"problem": problem.question, "attempts": format_attempts(attempts, problem)}
     return critic.ask("critic_answer", f"{problem.id} {sample}", **values)
 
 

@@ -34,11 +34,11 @@ from recipes.experience.answers import (
     Replies,
     announce_cost,
     answer_all,
+    format_attempt,
+    format_attempts,
     is_right,
-    listed,
     open_agents,
     run_all,
-    shown,
     tokens_of,
 )
 from recipes.experience.library import LIBRARIES, reveals_gold, shorten
@@ -150,7 +150,7 @@ def make_candidates(
     if "example" in kinds:
         best = [min(group.right, key=lambda r: len(r.reasoning + r.text)) for group in groups]
         for group, reply in zip(groups, best, strict=True):
-            found.append(Candidate("example", group.problem, shown(reply, group.problem)))
+            found.append(Candidate("example", group.problem, format_attempt(reply, group.problem)))
     for kind, make in (("rule", _rule), ("fusion", _fusion)):
         if kind in kinds:
             found += run_all(critic, [(g.problem.id, partial(make, critic, g)) for g in groups])
@@ -159,7 +159,7 @@ def make_candidates(
 
 def _rule(critic: Agent, group: Group) -> Candidate | None:
     problem, pair = group.problem, (group.right[0], group.wrong[0])
-    right, wrong = (shown(reply, problem) for reply in pair)
+    right, wrong = (format_attempt(reply, problem) for reply in pair)
     values = {"problem": problem.question, "right": right, "wrong": wrong}
     text = shorten(split_completion(critic.ask("rule", problem.id, **values).text)[1])
     is_lesson = text and not reveals_gold(text, problem)
@@ -168,10 +168,14 @@ def _rule(critic: Agent, group: Group) -> Candidate | None:
 
 def _fusion(critic: Agent, group: Group) -> Candidate | None:
     problem = group.problem
-    attempts = listed([*group.wrong, *group.right], problem)
+    attempts = format_attempts([*group.wrong, *group.right], problem)
     values = {"problem": problem.question, "attempts": attempts}
     reply = critic.ask("critic_answer", problem.id, **values)
-    return Candidate("fusion", problem, shown(reply, problem)) if is_right(reply, problem) else None
+    return (
+        Candidate("fusion", problem, format_attempt(reply, problem))
+        if is_right(reply, problem)
+        else None
+    )
 
 
 def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -> list[int]:

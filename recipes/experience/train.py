@@ -38,7 +38,14 @@ from recipes.experience.summary import summarize
 from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
-from rlm.data import Problem, dataset_name, is_file, load_jsonl, load_problems, only_numbers
+from rlm.data import (
+    Problem,
+    dataset_name,
+    is_local_file,
+    load_jsonl,
+    load_problems,
+    require_numeric_answers,
+)
 from rlm.runs import Journal, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
@@ -116,11 +123,11 @@ def load_problem_set(
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems", "elementary") else "test"
-    if is_file(source):  # all of it, in its order
+    if is_local_file(source):  # all of it, in its order
         problems = load_jsonl(source)[:max_problems]
     else:
         problems = load_problems(source, split, max_samples=max_problems, seed=seed)
-    only_numbers(dataset, problems)
+    require_numeric_answers(dataset, problems)
     for problem in problems:
         relative_tolerance(problem)  # refused now, not when answers have been paid for
     if name in ("aime2024", "aime2025"):

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
-from recipes.orchestrator.plans import WHOLE, oracle_plan
+from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import Problem, is_file, load_problems
+from rlm.data import Problem, is_local_file, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
@@ -81,7 +81,7 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
     fixed = fixed_graphs(format.system_prompt)
     graphs = {name: [graph] * len(problems) for name, graph in fixed.items()}
     if any(plans := [oracle_plan(problem) for problem in problems]):
-        graphs[ORACLE] = [plan or WHOLE for plan in plans]
+        graphs[ORACLE] = [plan or WHOLE_PROBLEM for plan in plans]
     for name, arm in graphs.items():
         limit = 2 * config.agent_max_tokens // len(arm[0].agents)
         runner = Runner(agents, limit, config.agent_temperature, format)
@@ -155,20 +155,20 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
-    start, best = began_with(rows), max(solved, key=lambda name: sum(solved[name]))
+    start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
     return {
         f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
         for name in dict.fromkeys((start, best))
     }
 
 
-def began_with(rows: Mapping[str, Row]) -> str:
+def start_row(rows: Mapping[str, Row]) -> str:
     return UNTRAINED if UNTRAINED in rows else BARE
 
 
-def show_learned(rows: Mapping[str, Row], count: int = 3) -> None:
+def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
     """Print the first problems whose graph training has changed, with both graphs."""
-    pairs = zip(rows[began_with(rows)], rows[TRAINED], strict=True)
+    pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
     changed = [(before, after) for (before,), (after,) in pairs if before.graph != after.graph]
     for pair in changed[:count]:
         terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
@@ -197,7 +197,7 @@ def main(config: EvaluateConfig) -> int:
     check_writable("--output", config.output)  # before the hours, not after them
     orchestrator = Orchestrator.load(config.run)
     dataset = orchestrator.config.dataset
-    split = config.split or ("validation" if is_file(dataset) else "test")
+    split = config.split or ("validation" if is_local_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
     problems = fit_prompts(orchestrator, problems)
     rows = make_rows(orchestrator, problems, config.seed)
@@ -209,7 +209,7 @@ def main(config: EvaluateConfig) -> int:
     compared = compare_trained(judged)
     for pair, difference in compared.items():
         terminal.line(f"  {pair}: {points(difference)} points, paired by problem")
-    show_learned(judged)
+    show_changed_graphs(judged)
     left_out = len(problems) - len(single)
     if left_out:
         terminal.line(

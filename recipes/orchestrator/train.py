@@ -28,7 +28,7 @@ from recipes.orchestrator.orchestrator import Orchestrator, render
 from recipes.orchestrator.reward import GraphReward
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, run_main, terminal
-from rlm.data import Problem, is_file, load_problems, only_numbers
+from rlm.data import Problem, is_local_file, load_problems, require_numeric_answers
 from rlm.model import (
     ADAPTER_FILES,
     Device,
@@ -222,9 +222,9 @@ def main(config: OrchestratorConfig) -> int:
     agents = choose_agents(config)
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_file(config.dataset):  # of which the test split is all
+    if config.test_samples and not is_local_file(config.dataset):  # of which the test split is all
         test = load_problems(config.dataset, "test", max_samples=config.test_samples)
-    only_numbers(config.dataset, [*train, *validation, *test])
+    require_numeric_answers(config.dataset, [*train, *validation, *test])
     check_output(config.output)
     if start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -9,12 +9,12 @@ EXPORTS = {
         "similarity with_experiences"
     ),
     "loaders": (
-        "HELD_OUT dataset_name dataset_parts is_file load_gsm8k load_jsonl load_problems "
-        "only_numbers own_files"
+        "HELD_OUT dataset_name dataset_parts is_local_file load_gsm8k load_jsonl load_problems "
+        "own_files require_numeric_answers"
     ),
     "problem": "Problem as_problems",
     "prompts": (
-        "FORMATS IGNORED Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
+        "FORMATS IGNORE_INDEX Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
         "render_completion render_problem render_prompt stop_token_ids"
     ),
     "word_problems": "generate_word_problems load_word_problem_table",

@@ -82,7 +82,7 @@ def load_problems(
         return _mix([load_problems(part, split, **choice) for part in parts], split, seed)
     dataset = dataset_name(dataset)
     name, colon, rest = dataset.partition(":")
-    if name not in SPLITS and not is_file(dataset):
+    if name not in SPLITS and not is_local_file(dataset):
         known = ", ".join(known for known in SPLITS if known != "rollouts")
         raise UsageError(f"unknown data set {dataset!r}; use {known} or a FILE.jsonl")
     splits = SPLITS.get(name, ("train", "validation", "test"))
@@ -113,7 +113,7 @@ def dataset_name(dataset: str) -> str:
 def dataset_parts(dataset: str) -> list[str]:
     """The data sets that a `--dataset` joins by +; a + inside a path joins nothing."""
     parts = dataset.split("+")
-    return parts if all(is_named(part) or is_file(part) for part in parts) else [dataset]
+    return parts if all(is_named(part) or is_local_file(part) for part in parts) else [dataset]
 
 
 def is_named(dataset: str) -> bool:
@@ -121,7 +121,7 @@ def is_named(dataset: str) -> bool:
     return dataset_name(dataset).partition(":")[0] in SPLITS
 
 
-def is_file(dataset: str) -> bool:
+def is_local_file(dataset: str) -> bool:
     """Whether that is a JSONL file of the user's own, all of which is its test split."""
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
     return is_one and not is_named(dataset) and dataset.lower().endswith(JSONL_SUFFIXES)
@@ -129,10 +129,10 @@ def is_file(dataset: str) -> bool:
 
 def own_files(dataset: str) -> set[Path]:
     """The user's own files that a `--dataset` names."""
-    return {Path(part).resolve() for part in dataset_parts(dataset) if is_file(part)}
+    return {Path(part).resolve() for part in dataset_parts(dataset) if is_local_file(part)}
 
 
-def only_numbers(dataset: str, problems: Iterable[Problem]) -> None:
+def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
     """
     Raises:
         UsageError: a problem whose answer is a choice or a text, where only numbers are verified.

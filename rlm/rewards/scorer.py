@@ -31,11 +31,11 @@ from rlm.rewards.base import (
 from rlm.rewards.loading import as_reward
 
 TIME_LIMIT = 60.0  # seconds that one call may take
-HANGS = 3  # time limits that a step waits for; then what is left of it goes without a verdict
-DEAD_STEPS = 3  # steps in a row in which every call failed end the run; at the start, one does
+MAX_TIMEOUTS = 3  # of a step; the calls that are left then go without a verdict
+MAX_FAILED_STEPS = 3  # in a row, with every call failed, end the run; at the start one does
+REWARD_ERRORS = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
 GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-CAUGHT = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Scorer:
         self.reward = as_reward(reward)
         self.reasoning_format, self.time_limit = reasoning_format, time_limit
         self.warned: set[str] = set()
-        self.dead_steps = DEAD_STEPS - 1  # until one call succeeds, one dead step is enough
+        self.failed_steps = MAX_FAILED_STEPS - 1  # until one call succeeds, one such step is enough
 
     def __call__(
         self,
@@ -92,12 +92,12 @@ class Scorer:
         else:
             found = self._ask_in_worker(rollouts)
         rewards = list(map(_to_reward, found))
-        failed = [value for value in rewards if isinstance(value, CAUGHT)]
+        failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
         metrics = {n: total / len(rollouts) for n, total in self.reward.pop_metrics().items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
-        values = iter(None if isinstance(value, CAUGHT) else value for value in rewards)
+        values = iter(None if isinstance(value, REWARD_ERRORS) else value for value in rewards)
         return Scores([[next(values) for _ in group] for group in groups], metrics)
 
     def check_columns(self, problems: Sequence[Problem]) -> None:
@@ -130,7 +130,7 @@ class Scorer:
         try:
             found = self.reward(completion, answer, **named_columns(self.reward, columns))
             return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
-        except CAUGHT as error:
+        except REWARD_ERRORS as error:
             return error
 
     def _ask_in_worker(self, rollouts: Sequence[Rollout]) -> list[Any]:
@@ -167,7 +167,7 @@ class Scorer:
                 # In this task: wait_for's own one would hand an exit() to the loop.
                 async with asyncio.timeout(self.time_limit):
                     return await _wait_for(reward)
-            except CAUGHT as error:
+            except REWARD_ERRORS as error:
                 return error
 
         return await asyncio.gather(*map(wait, rewards))
@@ -177,8 +177,8 @@ class Scorer:
         for reason in (reason for reason in reasons if reason not in self.warned):
             terminal.line(f"warning: the reward failed, so this completion is left out: {reason}")
             self.warned.add(reason)
-        self.dead_steps = self.dead_steps + 1 if len(failed) == calls else 0
-        if self.dead_steps >= DEAD_STEPS:
+        self.failed_steps = self.failed_steps + 1 if len(failed) == calls else 0
+        if self.failed_steps >= MAX_FAILED_STEPS:
             raise UsageError(f"the reward failed for every completion: {next(iter(reasons))}")
 
     def _reason(self, error: BaseException) -> str:
@@ -217,7 +217,7 @@ def _to_reward(value: Any) -> Reward | BaseException:
     """A reward as a float. NaN is no verdict and no mistake; an infinite one is a mistake."""
     if isinstance(value, UsageError):
         raise value
-    if value is None or isinstance(value, CAUGHT):
+    if value is None or isinstance(value, REWARD_ERRORS):
         return value
     try:
         number = float(value)
@@ -235,14 +235,14 @@ def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any
     its thread is left behind, makes no further call, and the next one gets a new thread.
     """
     found, hangs = list[Any](), 0
-    while len(found) < len(calls) and hangs < HANGS:
+    while len(found) < len(calls) and hangs < MAX_TIMEOUTS:
         results, stopped = queue.SimpleQueue[Any](), threading.Event()
         arguments = (calls[len(found) :], results, stopped)
         threading.Thread(target=_work, args=arguments, name="rewards", daemon=True).start()
         try:
             while len(found) < len(calls):
                 value = results.get(timeout=limit)
-                if isinstance(value, BaseException) and not isinstance(value, CAUGHT):
+                if isinstance(value, BaseException) and not isinstance(value, REWARD_ERRORS):
                     raise value  # Ctrl-C
                 found.append(value)
         except queue.Empty:

@@ -271,14 +271,20 @@ class GRPOConfig:
                 says. The default one is required only if no model is named: then training continues
                 where SFT ended.
         """
-        from rlm.model import TEACH, AdapterInfo, check_adapter, default_values, misfit
+        from rlm.model import (
+            HOW_TO_TRAIN_SFT,
+            AdapterInfo,
+            adapter_mismatch,
+            check_adapter,
+            default_values,
+        )
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
         if adapter is not None and not (is_default and model and not adapter.exists()):
-            start = AdapterInfo.load(check_adapter(adapter, TEACH))
+            start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
             is_renamed = model not in (None, start.base_model)
-            if is_default and is_renamed and misfit(adapter, model):  # `resolve_start`
+            if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = default_values(given, start, GPU_DEFAULTS)
         if start is not None:
@@ -298,8 +304,8 @@ class GRPOConfig:
         return "constant" if self.fixed_length_normalizer else "sequence"
 
     @property
-    def choices(self) -> Algorithm:
-        """Return the algorithm as it is with these options."""
+    def resolved_algorithm(self) -> Algorithm:
+        """Return the row of ALGORITHMS, with what these options change."""
         return replace(
             ALGORITHMS[self.algorithm],
             scale_by_std=self.use_std_normalization,
@@ -314,7 +320,7 @@ class GRPOConfig:
     def formula(self) -> str:
         """Write in a line what is minimised with these options."""
         constant = self.fixed_length_normalizer
-        return self.choices.formula(str(constant) if constant else "max_new_tokens")
+        return self.resolved_algorithm.formula(str(constant) if constant else "max_new_tokens")
 
     @property
     def sampling_rounds(self) -> int:

@@ -129,10 +129,10 @@ class SFTConfig:
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
-        from rlm.model import TEACH, AdapterInfo, check_adapter, default_values
+        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter, default_values
 
         adapter = given.get("adapter")
-        start = AdapterInfo.load(check_adapter(adapter, TEACH)) if adapter else None
+        start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT)) if adapter else None
         values = default_values(given, start, GPU_DEFAULTS)
         if start is not None:
             values["tool"] = start.resolve_tool(given.get("tool", "auto"))

@@ -16,14 +16,14 @@ from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
 from rlm.data import stop_token_ids
 from rlm.model import (
-    TEACH,
+    HOW_TO_TRAIN_SFT,
     AdapterInfo,
     Device,
+    adapter_mismatch,
     check_adapter,
     check_base,
     load_adapter,
     load_base,
-    misfit,
     new_adapter,
     pick_device,
     pick_quantization,
@@ -99,11 +99,11 @@ def resolve_start(
         split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
     if adapter == DEFAULT_SFT_ADAPTER:
-        if problem := misfit(adapter, model, base_hash):
+        if problem := adapter_mismatch(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
             adapter = None
     elif adapter is not None:
-        check_adapter(adapter, TEACH)
+        check_adapter(adapter, HOW_TO_TRAIN_SFT)
         check_base(adapter, model, base_hash)
     start = AdapterInfo.load(adapter) if adapter else AdapterInfo(Path())
     if adapter is not None and start.quantize != quantize:

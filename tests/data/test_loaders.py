@@ -13,7 +13,7 @@ from pyarrow import Table, parquet
 from rlm.cli.options import UsageError
 from rlm.data.loaders import (
     OPENMATH_POOL,
-    is_file,
+    is_local_file,
     load_gsm8k,
     load_jsonl,
     load_problems,
@@ -280,9 +280,9 @@ def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
     file = tmp_path / "a+b.jsonl"
     file.write_text(Path(write(*numbered(20))).read_text())
     assert len(load_problems(str(file), "test")) == 20
-    assert is_file(str(file))
+    assert is_local_file(str(file))
     spec = f"elementary+{SAMPLE}"
-    assert not is_file(spec)
+    assert not is_local_file(spec)
     assert own_files(spec) == {Path(SAMPLE).resolve()}
     assert own_files("elementary+gsm8k:/a+b") == set()
     assert "unknown data set 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")

@@ -114,7 +114,7 @@ def test_options_change_the_formula():
 def test_unchanged_options_leave_the_table_as_it_is():
     for name, algorithm in ALGORITHMS.items():
         config = GRPOConfig(algorithm=name, max_new_tokens=500)
-        assert config.choices == algorithm
+        assert config.resolved_algorithm == algorithm
         assert algorithm.formula() in algorithms_help()
 
 

@@ -19,7 +19,7 @@ import rlm.training.sft
 import train_sft
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
-from rlm.data.prompts import FORMATS, IGNORED
+from rlm.data.prompts import FORMATS, IGNORE_INDEX
 from rlm.model.adapters import new_adapter
 from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.base import load_base
@@ -37,7 +37,7 @@ SHARED = [([3, 4, *ids], 2 + prompt) for ids, prompt in ROWS] + [([3, 4, 5, 9], 
 
 
 def example(ids, prompt):
-    return {"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]}
+    return {"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]}
 
 
 def trainer_of(cls, folder, rows=ROWS, **options):
@@ -102,7 +102,7 @@ def test_what_all_examples_begin_with_is_computed_once():
     inputs = {
         "input_ids": pad_sequence(rows, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
     }
     packed = pack_examples(inputs, "cpu", packed=True)
     # The last token of each is learned, and nothing is predicted from it.
