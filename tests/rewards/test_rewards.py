@@ -95,7 +95,7 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
         return [0.0] * len(completions)
 
     with pytest.raises(
-        UsageError, match="reward asks for ground_truth, .* there are answer, .*lev"
+        UsageError, match=r"reward asks for ground_truth, .* there are answer, .*lev"
     ):
         Scorer([CorrectnessReward(), reward]).check_columns(PROBLEMS)
     Scorer(lambda completion, reference_answer, level: 0.0).check_columns(PROBLEMS)
