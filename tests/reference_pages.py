@@ -77,7 +77,7 @@ def _options_of(script: str) -> str:
             table[-1] = f"{table[-1].removesuffix('|  |  |')}| {said} | {default} |"
         elif line.strip() and not line.startswith(" "):
             if table:
-                title = [f"### {heading}\n"] if heading else []
+                title = [f"### {heading[0].upper()}{heading[1:]}\n"] if heading else []
                 head = ["| option | meaning | default |", "|---|---|---|"]
                 rows += [*title, *head, *table, ""]
             heading, table = line.rstrip(":"), []
