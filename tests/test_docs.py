@@ -128,3 +128,13 @@ def test_options_named_in_the_text_exist(name: str):
     for option in re.findall(r"`--([a-z][\w-]+)", FENCE.sub("", text_of(ROOT / name))):
         plain = with_underscores(option)
         assert plain in known or plain.removeprefix("no_") in known, f"--{option}"
+
+
+def test_every_page_is_in_the_index_and_on_the_site():
+    index = text_of(ROOT / "docs/index.md")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for folder in ("tutorials", "how-to", "reference", "explanation"):
+        for page in (ROOT / "docs" / folder).glob("*.md"):
+            name = f"{folder}/{page.name}"
+            assert f"]({name})" in index, name
+            assert f"- {name}\n" in site, name
