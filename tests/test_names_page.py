@@ -44,7 +44,7 @@ def test_a_flag_that_is_left_out_says_why(argv, says):
     [
         ({"top_p": 0.95}, "--top-p must be 1"),
         ({"lora_dropout": 0.1}, "--lora-dropout must be 0"),
-        ({"use_lora": False}, "the base is never written"),
+        ({"use_lora": False}, "only LoRA adapters are trained"),
     ],
 )
 def test_a_value_that_is_refused_says_why(values, says):
