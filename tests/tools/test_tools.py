@@ -103,7 +103,7 @@ def test_a_tool_is_named_by_a_word_or_a_file(tmp_path):
         "calc": "--tool calc: use none, calculator or FILE.py:NAME",
         f"{file}:bare": "--tool .*a tool has a name, as text",
         f"{file}:other": "--tool .*no function or class 'other'; it has Shout",
-        f"{tmp_path}/none.py:f": "must exist",
+        f"{tmp_path}/none.py:f": "does not exist",
     }.items():
         with pytest.raises(UsageError, match=message):
             load_tool(spec)

@@ -235,8 +235,10 @@ def test_how_many_examples_sft_learns_from(typed, limit):
 
 
 def test_examples_that_a_limit_leaves_out_are_counted():
-    assert limit_line(400, 885) == "400 of 885 examples (--max-samples)"
-    assert limit_line(400, None) == "400 examples (--max-samples)"  # a generator has no size
+    assert limit_line(400, 885) == "400 of 885 training examples (--max-samples)"
+    assert (
+        limit_line(400, None) == "400 training examples (--max-samples)"
+    )  # a generator has no size
     assert [is_countable(d) for d in ("a.jsonl", "gsm8k", "gsm8k+elementary")] == [
         True,
         True,
