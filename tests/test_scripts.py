@@ -519,6 +519,7 @@ def test_importing_a_script_runs_nothing(tmp_path):
 
 # --- a user's mistakes: one line that says what to do, exit code 2, nothing written --------------
 
+NO_START = ("--sft-adapter", "none")
 MISTAKES = [
     (train_sft, ["--model", "no/such-model", *DATA], "no such directory"),
     (train_grpo, ["--model", "no/such-model", *DATA], "no such directory"),
@@ -540,7 +541,15 @@ MISTAKES = [
     (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
     (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
     (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
-    (train_grpo, ["--reward", "nowhere.py:f"], "FILE.py:NAME"),
+    (train_grpo, ["--reward", "nowhere.py:f"], "nowhere.py does not exist"),
+    (train_grpo, ["--reward", "nowhere.py"], "write FILE.py:NAME"),
+    (train_grpo, ["more.jsonl"], "unknown option more.jsonl: type the name of its option"),
+    (
+        train_grpo,
+        ["--model", "no/such", *DATA, "--resume", *NO_START],
+        "no checkpoint in runs/grpo",
+    ),
+    (train_sft, ["--model", "no/such", *DATA, "--resume"], "no checkpoint in runs/sft"),
     (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
     (evaluate, ["--adapter", "none"], "no adapter to evaluate"),
