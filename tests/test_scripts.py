@@ -426,7 +426,7 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
         "--max-new-tokens", 4, "--eval-samples", 2, "--max-minutes", 0.0001, "--eval-every", 0,
     )  # fmt: skip
     assert code == 0
-    assert "the start adapter's" in capsys.readouterr().out
+    assert "taken from the start adapter" in capsys.readouterr().out
     (row,) = (trained / "run_short" / "metrics.jsonl").read_text().splitlines()
     assert "eval/accuracy" in json.loads(row)
     assert (trained / "short" / "run.json").exists()
@@ -587,7 +587,7 @@ def test_a_mistake_is_one_line(
 def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(train_sft, "--model", model_dir, *DATA) == 2
-    assert "SFT is one process" in capsys.readouterr().err
+    assert "SFT runs in one process" in capsys.readouterr().err
 
 
 CONFIGS = [
