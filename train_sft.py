@@ -28,8 +28,6 @@ from rlm.training import SFTConfig
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     check_command_line(SFTConfig, description=__doc__)
 
-from transformers import set_seed
-
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems
 from rlm.model import (
@@ -112,6 +110,8 @@ def train(
         if validation:
             show_counts(len(validation), len(held_out), config.max_length, "validation problems")
         return {}
+
+    from transformers import set_seed  # after rlm.model, which quiets what it imports
 
     from rlm.training import CheckpointCallback, make_trainer
 

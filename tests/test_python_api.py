@@ -75,7 +75,7 @@ def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_p
         "steps: 3 (",
         "algorithm: grpo: A = ",
         "2 of 2 validation problems are training problems too",
-        "the start is a bare model",
+        "training starts from a bare model",
         f"python train_sft.py --model {model_dir}",
         "reward_fn=[FormatReward(), CorrectnessReward()]",
         "memory",

@@ -426,7 +426,7 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
         "--max-new-tokens", 4, "--eval-samples", 2, "--max-minutes", 0.0001, "--eval-every", 0,
     )  # fmt: skip
     assert code == 0
-    assert "the start adapter's" in capsys.readouterr().out
+    assert "taken from the start adapter" in capsys.readouterr().out
     (row,) = (trained / "run_short" / "metrics.jsonl").read_text().splitlines()
     assert "eval/accuracy" in json.loads(row)
     assert (trained / "short" / "run.json").exists()
@@ -519,6 +519,7 @@ def test_importing_a_script_runs_nothing(tmp_path):
 
 # --- a user's mistakes: one line that says what to do, exit code 2, nothing written --------------
 
+NO_START = ("--sft-adapter", "none")
 MISTAKES = [
     (train_sft, ["--model", "no/such-model", *DATA], "no such directory"),
     (train_grpo, ["--model", "no/such-model", *DATA], "no such directory"),
@@ -540,7 +541,15 @@ MISTAKES = [
     (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
     (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
     (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
-    (train_grpo, ["--reward", "nowhere.py:f"], "FILE.py:NAME"),
+    (train_grpo, ["--reward", "nowhere.py:f"], "nowhere.py does not exist"),
+    (train_grpo, ["--reward", "nowhere.py"], "write FILE.py:NAME"),
+    (train_grpo, ["more.jsonl"], "unknown option more.jsonl: type the name of its option"),
+    (
+        train_grpo,
+        ["--model", "no/such", *DATA, "--resume", *NO_START],
+        "no checkpoint in runs/grpo",
+    ),
+    (train_sft, ["--model", "no/such", *DATA, "--resume"], "no checkpoint in runs/sft"),
     (evaluate, ["--audit-reward"], "samples.jsonl does not exist"),
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
     (evaluate, ["--adapter", "none"], "no adapter to evaluate"),
@@ -578,7 +587,7 @@ def test_a_mistake_is_one_line(
 def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(train_sft, "--model", model_dir, *DATA) == 2
-    assert "SFT is one process" in capsys.readouterr().err
+    assert "SFT runs in one process" in capsys.readouterr().err
 
 
 CONFIGS = [

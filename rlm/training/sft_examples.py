@@ -115,7 +115,7 @@ def limit_line(used: int, available: int | None) -> str:
     """Say how many examples --max-samples leaves.
 
     >>> limit_line(400, 885)
-    '400 of 885 examples (--max-samples)'
+    '400 of 885 training examples (--max-samples)'
     """
     of_all = "" if available is None else f" of {available:,}"
-    return f"{used:,}{of_all} examples (--max-samples)"
+    return f"{used:,}{of_all} training examples (--max-samples)"

@@ -692,8 +692,8 @@ def test_a_reward_from_a_file(tmp_path):
         f"{file}:number": "it has Mine, short",
         f"{file}:wrong": r"wrong\(text\) names neither completion nor completions",
         f"{file}:other": "no function or class 'other'",
-        str(file): "expected FILE.py:NAME",
-        f"{tmp_path}/none.py:f": "must exist",
+        str(file): "write FILE.py:NAME",
+        f"{tmp_path}/none.py:f": "does not exist",
         f"{tmp_path}/broken.py:f": "ModuleNotFoundError",
         f"{tmp_path}/script.py:f": "SystemExit",
     }.items():
