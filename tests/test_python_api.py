@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import datasets
 import pytest
@@ -18,6 +19,7 @@ from rlm.data.problem import Problem, as_problems
 from rlm.evaluation.evaluator import evaluate
 from rlm.model.hardware import Device
 from rlm.rewards.base import RewardFunction
+from tests import test_train_grpo
 
 CPU = Device("cpu", torch.float32, "test")
 ROWS = [{"question": f"{i} + {i}?", "answer": f"{2 * i}"} for i in range(9)]
@@ -27,13 +29,7 @@ def letters(completion, reference_answer):
     return float(any(letter in completion for letter in "etaoin"))
 
 
-def a_config(tmp_path, **options):
-    quick = {
-        "sft_adapter": None, "batch_size": 4, "group_size": 4, "max_new_tokens": 6, "lora_r": 4,
-        "eval_every": 0, "sample_every": 0, "save_every": 0,
-        "run_dir": tmp_path / "run", "output": tmp_path / "adapter",
-    }  # fmt: skip
-    return GRPOConfig(**quick | options)
+a_config = partial(test_train_grpo.a_config, steps=None, lr_schedule="linear", save_every=0)
 
 
 def test_the_imports_load_torch_only_with_the_trainer():
@@ -99,7 +95,9 @@ def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tm
     said = capsys.readouterr().out
     assert "bare model" not in said
     assert "training problems too" not in said
-    taught = a_config(tmp_path, sft_adapter=tmp_path / "adapter", output=tmp_path / "next", steps=1)
+    taught = a_config(
+        tmp_path, sft_adapter=tmp_path / "run_adapter", output=tmp_path / "next", steps=1
+    )
     rlm.GRPOTrainer(str(model_dir), taught, device=CPU).train(ROWS)
     assert "bare model" not in capsys.readouterr().out
 

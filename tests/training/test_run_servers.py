@@ -16,9 +16,9 @@ from scripted_server import END, ScriptedServer
 from rlm.api_client import APIClient
 from rlm.cli import UsageError
 from rlm.data import Problem
-from rlm.model import Device
-from rlm.training import Distributed, GRPOConfig, make_sampler, run_servers
+from rlm.training import Distributed, make_sampler, run_servers
 from rlm.training.run_servers import RunServers
+from tests import test_train_grpo
 from train_grpo import GRPOTrainer
 
 PROGRAM = shlex.join([sys.executable, str(Path(__file__).parent.parent / "stand_in_vllm.py")])
@@ -38,22 +38,16 @@ def asked(record: Path, path: str) -> list[dict]:
     return [entry for entry in map(json.loads, record.open()) if entry["path"] == path]
 
 
-def a_config(tmp_path: Path, **options) -> GRPOConfig:
-    defaults = {
-        **{"sft_adapter": None, "steps": 3, "batch_size": 4, "group_size": 4, "lora_r": 4},
-        **{"max_new_tokens": 6, "eval_every": 0, "sample_every": 0, "save_every": 0},
-        **{"run_dir": tmp_path / "run", "output": tmp_path / "adapter"},
-        **{"sampler": "vllm", "vllm_command": f"{PROGRAM} serve --max-loras 3"},
-    }
-    return GRPOConfig(**defaults | options)
+a_config = partial(
+    test_train_grpo.a_config, sampler="vllm", vllm_command=f"{PROGRAM} serve --max-loras 3"
+)
 
 
 def train(model_dir, config, problems=PROBLEMS, evaluate_on=()) -> GRPOTrainer:
     def odd(completions, **_):
         return [float(len(text) % 2) for text in completions]
 
-    cpu = Device("cpu", torch.float32, "test")
-    trainer = GRPOTrainer(str(model_dir), config, reward_fn=odd, device=cpu)
+    trainer = GRPOTrainer(str(model_dir), config, reward_fn=odd, device=test_train_grpo.CPU)
     trainer.train(problems, evaluate_on)
     return trainer
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,16 +10,16 @@ from conftest import tiny_model
 
 from rlm.cli import UsageError
 from rlm.data.problem import Problem
-from rlm.model import AdapterInfo, Device
+from rlm.model import AdapterInfo
 from rlm.sampling import Completion
 from rlm.training.advantages import Group
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import Rollout, make_micro_batches, row_weights
-from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
 from rlm.training.loss import policy_loss
 from rlm.training.metrics import LearnMetrics, step_metrics
+from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters, rows
 from tests.training.test_batches import AGGREGATIONS, rollouts_of, some_rollouts
 from tests.training.test_logprobs import a_policy, gradients
 from train_grpo import GRPOTrainer
@@ -178,30 +179,14 @@ class Remark:
         return "!!" if text and not text.endswith("!") and ord(text[-1]) % 3 == 0 else None
 
 
-PROBLEMS = [Problem(str(i), f"What is {i} + 1?", str(i + 1)) for i in range(8)]
-
-
-def likes_letters(completions, **_):
-    return [float(bool(set("abcdefghijkl") & set(text))) for text in completions]
-
-
-def config_of(tmp_path, **options):
-    return GRPOConfig(
-        sft_adapter=None, steps=2, batch_size=4, group_size=4, max_new_tokens=12,
-        learning_rate=1e-2, warmup_steps=0, lr_schedule="constant", lora_r=4, eval_every=0,
-        sample_every=0, save_every=1, run_dir=tmp_path / "run", output=tmp_path / "adapter",
-        **options,
-    )  # fmt: skip
+config_of = partial(a_config, steps=2, max_new_tokens=12)
 
 
 def a_run(model_dir, config, tool=Remark):
     torch.manual_seed(0)
-    device = Device("cpu", torch.float32, "test")
-    trainer = GRPOTrainer(str(model_dir), config, likes_letters, device=device, tool=tool)
+    trainer = GRPOTrainer(str(model_dir), config, likes_letters, device=CPU, tool=tool)
     trainer.train(PROBLEMS)
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    adapter = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
-    return [json.loads(line) for line in lines], adapter
+    return rows(config), {name: t.detach().clone() for name, t in trainer.adapter.items()}
 
 
 @pytest.mark.parametrize("sampler", ["merged", pytest.param("unmerged", marks=pytest.mark.slow)])
