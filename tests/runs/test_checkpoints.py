@@ -190,6 +190,15 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path):
     }
 
 
+def test_a_checkpoint_has_its_name_only_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """A kill between any two writes leaves none under its name."""
+    seen, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: seen.append([*tmp_path.glob("s*")]) or sync(file))
+    saved(tmp_path, 1)
+    assert len(seen) > 3
+    assert not any(seen[:-1])  # the last is of the directory, after the rename
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
