@@ -82,7 +82,9 @@ def main(config: ShipConfig) -> int:
             title(name): load_problems(name, "test", max_samples=config.max_samples)
             for name in config.sets
         }
-        judged = judge(config, info, {"start": start, "shipped": folder}, sets)
+        is_start = info.run["step"] == 0  # no step of GRPO was better on validation
+        adapters = {"shipped": folder} if is_start else {"start": start, "shipped": folder}
+        judged = judge(config, info, adapters, sets)
         figures = summarize(judged)
         replace_json(folder / "run.json", run_json(info.run, figures))
         card = model_card(info.run, AdapterInfo.load(start).run, figures, judged)
@@ -151,7 +153,10 @@ def judge(
     adapters: Mapping[str, Path],
     sets: Mapping[str, Sequence[Problem]],
 ) -> Judged:
-    """One greedy completion of each problem by each adapter, without a tool and with its own."""
+    """One greedy completion of each problem by each adapter, without a tool and with its own.
+
+    Without a start among the adapters what is shipped is the start.
+    """
     model, format = info.run["base_model"], FORMATS[info.run["config"]["reasoning_format"]]
     tokenizer, base = load_tokenizer(model), load_base(model, pick_device())
     tools = dict.fromkeys(("none", info.tool))
@@ -171,6 +176,10 @@ def judge(
                         on_finish=advance,
                     )
         base = policy.unload()
+    if "start" not in adapters:
+        for tools_of_set in judged.values():
+            for found in tools_of_set.values():
+                found["start"] = found["shipped"]
     return judged
 
 
