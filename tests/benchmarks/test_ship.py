@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,20 @@ def test_an_adapter_is_shipped_with_its_figures(run, tmp_path):
         config.weights, model=json.loads((run / "grpo" / "run.json").read_text())["base_model"]
     )
     assert model.rlm_format.reasoning_tag == "think"
+
+
+def test_where_grpo_did_not_help_the_card_says_so(run, tmp_path):
+    adapter = tmp_path / "grpo"
+    shutil.copytree(run / "grpo", adapter)
+    record = json.loads((adapter / "run.json").read_text())
+    (adapter / "run.json").write_text(json.dumps(record | {"step": 0, "start_accuracy": 0.25}))
+    config = config_of(run, tmp_path, sets=(str(run / "mine.jsonl"),))
+    assert ship.main(replace(config, adapter=adapter)) == 0
+    card = (config.weights / "README.md").read_text()
+    assert "**No step of GRPO was better than its start** on 2 validation problems" in card
+    assert "(25.0 %), so these are the weights after SFT" in card
+    assert "| mine | 2 | none | 0.0 (0.0–65.8) | 0 |\n" in card
+    assert "ahead of SFT" not in card
 
 
 def test_what_is_too_large_or_no_result_of_grpo_is_refused_and_nothing_replaced(
