@@ -154,9 +154,9 @@ def test_python_blocks(early_model, here, capsys):
     assert left_behind(here)
     out = capsys.readouterr().out
     assert "steps: 10 (" in out  # one pass, 4 problems a step
-    assert "the start is a bare model" in out
+    assert "training starts from a bare model" in out
     assert "starts from a new adapter" in out
-    assert "4-bit base is for CUDA GPUs" in out
+    assert "no CUDA GPU here, so the base is loaded without quantization" in out
     # What the blocks make, and do not use themselves:
     assert names["reward_fn"]("<think>so</think><answer>5</answer>", "5") > 0.5
     reward = names["MyReward"]()

@@ -429,7 +429,7 @@ def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsy
         serving = server._serve(server.ServerConfig(), service, Keys([]), listening)
         assert asyncio.run(serving) == 1
     assert asked.result() == "engine_down"
-    assert "the engine has died" in capsys.readouterr().out
+    assert "the engine stopped with an error" in capsys.readouterr().out
 
 
 def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent):  # noqa: F811

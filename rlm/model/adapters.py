@@ -55,7 +55,7 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     if missing:
         what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
         there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
-        others = f" (there: {', '.join(there)})" if there else f" (looked in {Path.cwd()})"
+        others = f" (there is {', '.join(there)})" if there else f" (looked in {Path.cwd()})"
         raise UsageError(f"adapter {path} {what}{others}; {how_to_make}")
     return path
 

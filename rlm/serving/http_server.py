@@ -24,7 +24,8 @@ def listen(host: str, port: int) -> socket.socket:
         listening.bind(address)
         listening.listen()  # only now would another server be told that the port is taken
     except OSError as error:
-        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        reason = f"cannot listen on {host} port {port}: {error.strerror}"
+        raise UsageError(f"{reason}; type another --port or --host") from error
     return listening
 
 

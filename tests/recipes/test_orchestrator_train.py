@@ -521,7 +521,7 @@ def test_a_default_agent_adapter_that_is_missing_is_said(
               "--debug", "--steps", 1, "--max-new-tokens", 12, "--agent-max-tokens", 6,
               "--eval-samples", 2, "--test-samples", 0]  # fmt: skip
     assert run(recipe, OrchestratorConfig, *common) == 0
-    assert "the agents are the bare model" in capsys.readouterr().out
+    assert "the agents use the bare model" in capsys.readouterr().out
     config = json.loads((tmp_path / "runs" / "orchestrator" / "config.json").read_text())
     assert config["agent_adapter"] is None
     assert run(recipe, OrchestratorConfig, *common, "--agent-adapter", "nowhere") == 2
@@ -634,7 +634,7 @@ def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys,
     assert run(ask, ask.AskConfig, "1?", "--run", tmp_path) == 2
     assert "holds no run" in capsys.readouterr().err
     assert run(ask, ask.AskConfig) == 2
-    assert "ask something" in capsys.readouterr().err
+    assert "type a question" in capsys.readouterr().err
     none = InvalidGraph("bad_json", "cut off")
     monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text: none)
     assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
