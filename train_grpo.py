@@ -38,14 +38,7 @@ from torch import Tensor
 
 from rlm.cli import terminal
 from rlm.data import FORMATS, Problem, render_problem
-from rlm.model import (
-    Device,
-    base_model_hash,
-    load_tokenizer,
-    prepare_process,
-    release_memory,
-    set_gradient_checkpointing,
-)
+from rlm.model import Device, base_model_hash, load_tokenizer, prepare_process, release_memory
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.sampling import SamplingParams
 from rlm.tools import Tool
@@ -53,6 +46,7 @@ from rlm.training import (
     Distributed,
     Group,
     LearnMetrics,
+    MicroBatch,
     MixedPrecisionAdapter,
     Rollout,
     TrainingState,
@@ -67,11 +61,11 @@ from rlm.training import (
     load_data,
     load_policy,
     log_step,
-    make_micro_batches,
     make_rollouts,
     make_sampler,
     mean_metrics,
     open_run,
+    ordered_gradients,
     overlong_penalties,
     policy_loss,
     prepare_run,
@@ -83,6 +77,7 @@ from rlm.training import (
     run_doctor,
     run_plan,
     shard_rollouts,
+    split_rollouts,
     step_metrics,
     summary_card,
     timer,
@@ -133,10 +128,10 @@ class GRPOTrainer:
         self.tokenizer, self.policy = self.load_model(device)
         self.model = self.policy  # its name elsewhere
         use_fused_layers(self.policy)
-        set_gradient_checkpointing(self.policy, bool(config.checkpointing))
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed, tool)
+        self.ordered = ordered_gradients(self)  # None without --deterministic
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -237,21 +232,24 @@ class GRPOTrainer:
         lr = self.state.lr_scale * config.learning_rate_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        limits = (config.train_batch_size or len(rollouts), self.memory_plan.train_batch_tokens)
-        mine = shard_rollouts(rollouts, self.distributed)
-        micro_batches = make_micro_batches(mine, *limits, self.policy.device.type)
+        micro_batches = split_rollouts(self, shard_rollouts(rollouts, self.distributed))
+        for micro in micro_batches if config.kl_weight else ():
+            micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
+
+        def forward(micro: MicroBatch) -> tuple:
+            logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
+            if micro.old_logprobs is None:  # first update: the current ones are the old ones
+                micro.old_logprobs = logprobs.detach()
+            differs = not self.sampler.matches_trainer  # from the model that computes these
+            loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
+            return micro, loss, logprobs.detach(), entropy, sums
+
+        losses = self.ordered.losses if self.ordered else map
         for update in range(config.updates_per_batch if rollouts else 0):
-            for micro in micro_batches:
-                logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
-                if update == 0:  # the current log-probabilities are the old ones
-                    micro.old_logprobs = logprobs.detach()
-                    if config.kl_weight:
-                        micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
-                differs = not self.sampler.matches_trainer  # from the model that computes these
-                loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
+            for micro, loss, *measured in losses(forward, micro_batches):
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
-                metrics.add(update, micro, logprobs.detach(), entropy, sums)
+                metrics.add(update, micro, *measured)
             metrics.grad_norm = self._optimizer_step()
             if not math.isfinite(metrics.grad_norm):
                 break  # the weights are as before, another pass would give the same
@@ -261,7 +259,8 @@ class GRPOTrainer:
 
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
-        self.distributed.all_reduce(self.adapter.values())
+        if not self.ordered:  # which has added the gradients of all processes
+            self.distributed.all_reduce(self.adapter.values())
         norm = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         if norm.isfinite():
             self.optimizer.step()

@@ -142,15 +142,18 @@ static float exponentials(float *scores, int64_t n) {
     return sum;
 }
 
-/* One row's queries of one key-value head: the new token stored, and what they see summed up. */
+/* One row's queries of one key-value head: the new token stored, if it is not yet, and what they see
+ * summed up. */
 static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
                         const number *queries, const number *key, const number *value,
                         float *weights, int64_t stride, number *out) {
     const segment *own = &s->parts[SEGMENTS - 1];
     int64_t row = turn / s->heads, next = (turn + 1) % (s->rows * s->heads);
     int64_t place = start(own, s, layer, turn), now = own->length[row] - 1;
-    for (int64_t d = 0; d < D; d++) own->keys[place + d * own->tokens + now] = key[d];
-    memcpy(own->values + place + now * D, value, D * sizeof *value);
+    if (key) {
+        for (int64_t d = 0; d < D; d++) own->keys[place + d * own->tokens + now] = key[d];
+        memcpy(own->values + place + now * D, value, D * sizeof *value);
+    }
 
     float wide[Q * D];
     for (int i = 0; i < Q * D; i++) wide[i] = widened(queries[i]) * scale * LOG2_E;
@@ -178,8 +181,9 @@ static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
     }
 }
 
-/* Queries (rows, heads · Q, D), new keys and values (rows, heads, D), a row every so many numbers;
- * out (rows, heads · Q, D). Returns 1 if there is no memory for the scores. */
+/* Queries (rows, heads · Q, D), new keys and values (rows, heads, D), a row every so many numbers, or
+ * NULL where they are stored already; out (rows, heads · Q, D). Returns 1 if there is no memory for
+ * the scores. */
 int attend(const step *s, int64_t layer, float scale, const number *queries, int64_t query_stride,
            const number *keys, int64_t key_stride, const number *values, int64_t value_stride,
            number *out, int threads) {
@@ -199,9 +203,9 @@ int attend(const step *s, int64_t layer, float scale, const number *queries, int
             int64_t row = turn / s->heads, head = turn % s->heads;
             if (weights)
                 attend_head(s, layer, turn, scale, queries + row * query_stride + head * Q * D,
-                            keys + row * key_stride + head * D,
-                            values + row * value_stride + head * D, weights, longest,
-                            out + turn * Q * D);
+                            keys ? keys + row * key_stride + head * D : NULL,
+                            keys ? values + row * value_stride + head * D : NULL, weights,
+                            longest, out + turn * Q * D);
         }
         free(weights);
     }

@@ -9,6 +9,7 @@ rounding, and slower.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._threads: int | None = None  # as many as torch
         self._columns = library.block_columns()
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
@@ -95,6 +97,13 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             if name != "multiply" or self.has_linear:
                 getattr(library, name).argtypes = (*arguments, ctypes.c_int)
+
+    def on_threads(self, threads: int) -> Kernels:
+        """Return the same functions on so many threads, whatever torch has. The results are the
+        same."""
+        same = copy.copy(self)
+        same._threads = threads
+        return same
 
     def linear(
         self,
@@ -150,7 +159,9 @@ class Kernels:
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
     ) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
-        """Make the attention of a decoding step: a function of (layer, q, k, v, scale).
+        """Make the attention of rows of one token each: a function of (layer, q, k, v, scale).
+
+        Without k and v (None) the new tokens' are stored already, as those of prompts.
 
         Args:
             stores: keys (L, slots, H, D, T) and values (L, slots, H, T, D) of each segment; the
@@ -166,11 +177,15 @@ class Kernels:
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
             part.slot, part.length = slot.data_ptr(), length.data_ptr()
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        def attend(
+            layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
+        ) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
             # One token a row: what is left is (N, heads, D), of which rows may lie apart.
-            parts = [_heads_together(part[:, :, 0]) for part in (q, k, v)]
-            rows = [value for part in parts for value in (part, part.stride(0))]
+            parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
+            rows = [
+                value for x in parts for value in ((None, 0) if x is None else (x, x.stride(0)))
+            ]
             if self._call("attend", ctypes.byref(step), layer, float(scale), *rows, out):
                 raise MemoryError("no memory for the scores of attention")
             return out
@@ -269,7 +284,7 @@ class Kernels:
     def _call(self, name: str, *values: object) -> int:
         """Call a C function with the addresses of tensors, numbers, and the number of threads."""
         passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        return getattr(self._library, name)(*passed, torch.get_num_threads())
+        return getattr(self._library, name)(*passed, self._threads or torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:

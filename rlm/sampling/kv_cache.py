@@ -118,6 +118,9 @@ class KVCache:
 
     def prefill_prefix(self) -> AttentionFunction:
         """Make the attention of the pass that prefills the shared prefix, one row."""
+        if self._kernels:
+            store = [part[:, None] for part in self._prefix]
+            return self._prefill_compiled(store, [0], self.config.prefix_tokens, prefix=0)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             keys, values = self._prefix
@@ -135,6 +138,8 @@ class KVCache:
         Args:
             prefix: tokens of the shared prefix that stand before them (0 for none).
         """
+        if self._kernels:
+            return self._prefill_compiled(self._prompts, slots, tokens, prefix)
         where = torch.tensor(slots, device=self._device)
         shape = (tokens, prefix + tokens)
         seen = torch.ones(shape, dtype=torch.bool, device=self._device).tril(prefix)
@@ -154,6 +159,31 @@ class KVCache:
             return F.scaled_dot_product_attention(
                 q, *parts, attn_mask=seen, scale=scale, enable_gqa=shares > 1
             )
+
+        return attend
+
+    def _prefill_compiled(
+        self, store: Sequence[Tensor], slots: Sequence[int], tokens: int, prefix: int
+    ) -> AttentionFunction:
+        """Prefill into slots of a store by the code that decodes: each token of a prompt is a row.
+
+        So a token's attention is one sum in one order, wherever its prompt was cut and whatever was
+        read beside it.
+        """
+        where, rows = torch.tensor(slots), len(slots) * tokens
+        read = self._kernels.decode_attention(
+            ([part[:, None] for part in self._prefix], self._prompts, store),
+            ([0] * rows, [0] * rows, [slot for slot in slots for _ in range(tokens)]),
+            ([prefix] * rows, [0] * rows, [*range(1, tokens + 1)] * len(slots)),
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            keys, values = store
+            keys[layer][where, :, :, :tokens] = k.mT
+            values[layer][where, :, :tokens] = v
+            queries = q.transpose(1, 2).flatten(0, 1)[:, :, None]  # (B·T, heads, 1, D)
+            out = read(layer, queries, None, None, scale)
+            return out.view(len(slots), tokens, *out.shape[1:2], -1).transpose(1, 2)
 
         return attend
 

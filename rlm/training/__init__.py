@@ -9,9 +9,10 @@ EXPORTS = {
     "algorithms": "PRESETS algorithms_help",
     "batches": (
         "MicroBatch Rollout draw_problems make_micro_batches make_rollouts problems_for_step "
-        "rollout_seeds shard_rollouts"
+        "rollout_seeds shard_rollouts split_rollouts"
     ),
     "config": "GRPOConfig",
+    "deterministic": "check_deterministic ordered_gradients",
     "distributed": "Distributed",
     "doctor": "run_doctor",
     "dry_run": "run_plan",

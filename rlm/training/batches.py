@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -192,6 +192,19 @@ class MicroBatch:
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
+
+
+def split_rollouts(trainer: Any, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
+    """Cut rollouts of a `train_grpo.GRPOTrainer` into micro-batches: by size, or, if they must not
+    depend on an option, into those of one problem each."""
+    config, device = trainer.config, trainer.policy.device.type
+    if not config.deterministic:
+        limits = (config.train_batch_size or len(rollouts), trainer.memory_plan.train_batch_tokens)
+        return make_micro_batches(rollouts, *limits, device)
+    groups: dict[int, list[int]] = {}
+    for row, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.problem, []).append(row)
+    return [pack_rollouts(rollouts, [rows], device) for rows in groups.values()]
 
 
 def make_micro_batches(

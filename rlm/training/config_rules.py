@@ -14,6 +14,14 @@ MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {ON_GPU} on a GPU and {ON_CPU} without one"
 )
 
+# What --deterministic needs: other number types and other code add in another order.
+DETERMINISTIC = {
+    "dtype": "float32",
+    "sampler_dtype": "float32",
+    "sampler": "merged",
+    "quantize": "none",
+}
+
 
 def choose_max_new_tokens(dataset: str) -> int:
     """Return how many tokens completions may have where no option says it."""
@@ -59,6 +67,22 @@ def follow_algorithm(config: Any) -> None:
     for name, value in values.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
+
+
+def follow_deterministic(config: Any) -> None:
+    """Set the options of a GRPOConfig that are on auto to what --deterministic needs.
+
+    Raises:
+        ValueError: one of them has another value.
+    """
+    for name, value in DETERMINISTIC.items() if config.deterministic else ():
+        if getattr(config, name) == "auto":
+            object.__setattr__(config, name, value)
+        elif getattr(config, name) != value:
+            raise ValueError(
+                f"--deterministic needs --{name.replace('_', '-')} {value}: only fp32 on a CPU, "
+                "with our own sampler, adds in the same order every time"
+            )
 
 
 def refuse_contradictions(config: Any) -> None:

@@ -21,7 +21,7 @@ from rlm.cli import terminal
 from rlm.data import Problem
 from rlm.model import Device, model_download, pick_device
 from rlm.sampling import Request, SamplingParams, choose_sampling_dtype
-from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
+from rlm.training.batches import MicroBatch, Rollout, problems_for_step, split_rollouts
 from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
@@ -114,15 +114,15 @@ def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, lis
         for i, p in enumerate(problems)
         for j in range(config.group_size)
     ]
-    limits = (config.train_batch_size or len(rollouts), trainer.memory_plan.train_batch_tokens)
-    micro_batches = make_micro_batches(rollouts, *limits, trainer.policy.device.type)
+    micro_batches = split_rollouts(trainer, rollouts)
     times: list[float] = []
     while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first also warms up
         began = time.monotonic()
         _forward_and_backward(trainer, micro_batches[0])
         times.append(time.monotonic() - began)
     tokens = [micro.input_ids.numel() for micro in micro_batches]
-    return config.updates_per_batch * min(times) * sum(tokens) / tokens[0], micro_batches
+    seconds = config.updates_per_batch * min(times) * sum(tokens) / tokens[0]
+    return seconds / (trainer.ordered.threads if trainer.ordered else 1), micro_batches
 
 
 def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:

@@ -107,6 +107,27 @@ def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer)
     assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_products_are_compiled_no_bit_depends_on_the_batch(dtype, tokenizer):
+    """Nor on the beginning that the prompts of a batch share."""
+    if not kernels(dtype, 2, 32).has_linear:
+        pytest.skip("products of this number type are not compiled for this CPU")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    model = tiny_model(**sizes).to(dtype)
+    beginning = [[], *[list(range(40))] * 5]
+    prompts = [b + p for b, p in zip(beginning, some_prompts(6, longest=90), strict=True)]
+
+    def sample(which, **options):
+        sampler = Sampler(model, tokenizer, **{"max_num_seqs": 64, "merged": True} | options)
+        chosen, params = [prompts[i] for i in which], SamplingParams(24, temperature=1.0)
+        return sampler.sample(chosen, 2, params, [prompt_seed(0, i) for i in which])
+
+    together = sample(range(6))
+    assert sample(range(6), max_num_seqs=3) == together
+    assert sample([5, 4, 3, 2, 1]) == together[:0:-1]  # all begin alike
+    assert [sample([i])[0] for i in range(6)] == together
+
+
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT, of gpt2's layers: it sets it itself
 @pytest.mark.parametrize(("kind", "merged"), KINDS)
 @pytest.mark.parametrize("temperature", [0.6, 1.5])

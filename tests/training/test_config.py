@@ -151,6 +151,14 @@ def test_an_unknown_preset_names_the_five():
         ({"group_size": 1}, "at least 2"),
         ({"temperature": 0.0}, "above 0"),
         ({"kl_target": 0.1}, "--kl-weight"),
+        ({"deterministic": True, "quantize": "4bit"}, "--quantize none"),
+        ({"deterministic": True, "dtype": "bfloat16"}, "--dtype float32"),
+        ({"deterministic": True, "sampler_dtype": "bfloat16"}, "--sampler-dtype float32"),
+        ({"deterministic": True, "sampler": "unmerged"}, "--sampler merged"),
+        (
+            {"deterministic": True, "sampler": "vllm", "sampler_url": "http://x/v1"},
+            "--sampler merged",
+        ),
         ({"quantize": "8bit", "use_4bit": True}, "contradict"),
     ],
 )
