@@ -8,9 +8,8 @@ EXPORTS = {
         "Experience NEAREST WORKED_EXAMPLE apply_experiences experience_block load_experiences "
         "similarity with_experiences"
     ),
-    "loaders": (
-        "HELD_OUT dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers own_files"
-    ),
+    "loaders": ("dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers own_files"),
+    "own_data": "HELD_OUT",
     "problem": "Problem as_problems",
     "prompts": (
         "FORMATS IGNORED Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
