@@ -28,7 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, drop_long_prompts, load_problems, own_files, render_problem
+from rlm.data import (
+    FORMATS,
+    Format,
+    Problem,
+    drop_long_prompts,
+    load_problems,
+    own_files,
+    render_problem,
+)
 from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, open_journal, write_report
 from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.tools import Calculator, Tool, load_tool
@@ -42,8 +50,11 @@ class EvaluateConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
     dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
     split: str | None = flag(
-        None, "which part of the data set (none: test; of a file that was trained on: validation)"
+        None,
+        "which part of the data set, as in test[:200] (none: test; of a file that was trained on: "
+        "validation)",
     )
+    columns: str | None = flag(None, "as for training (none: of the adapter's data set its own)")
     max_samples: int | None = flag(200, "problems (none: the whole split)", min=1)
     sft_adapter: Path | None = flag(Path("weights/sft_lora"), "SFT row; none leaves it out")
     adapter: Path | None = flag(Path("weights/final_rlm_lora"), "GRPO row; none leaves it out")
@@ -57,6 +68,7 @@ class EvaluateConfig:
     reasoning_format: str | None = flag(
         None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
     )
+    system_prompt: str | None = flag(None, "text or file (none: the adapter's)")
     tool: str = flag(
         "none",
         "writes into completions: calculator, FILE.py:NAME, none (not given: as in training)",
@@ -102,17 +114,27 @@ class EvaluateConfig:
         last = infos[-1] if infos else AdapterInfo(Path())
         asked = given.get("model"), given.get("quantize", "auto")
         values["model"], values["quantize"] = last.resolve_base(*asked)
-        values["dataset"] = given.get("dataset") or last.dataset or "word-problems"
+        values |= last.resolve_data(given.get("dataset"), given.get("columns"))
+        values["dataset"] = values["dataset"] or "word-problems"
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
         names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
-        if len({*names}) > 1:
+        differ = f"different tags ({', '.join(names)})" if len({*names}) > 1 else ""
+        if len({info.resolve_system_prompt(given.get("system_prompt")) for info in infos}) > 1:
+            differ = differ or "different system prompts"
+        if differ:
             raise UsageError(
-                f"the adapters were trained with different tags ({', '.join(names)}): evaluate "
-                "them one by one, with --sft-adapter none or --adapter none"
+                f"the adapters were trained with {differ}: evaluate them one by one, with "
+                "--sft-adapter none or --adapter none"
             )
         values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
+        values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
         values["tool"] = last.resolve_tool(given.get("tool", "auto"))
         return values
+
+    @property
+    def format(self) -> Format:
+        """The tags and the system prompt."""
+        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -128,7 +150,8 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     if not own_files(dataset) & trained:
         return "test"
     terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
-    return "validation"
+    _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
+    return f"validation{bracket}{cut}"
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
@@ -139,6 +162,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     try:
         count = config.few_shot + len(problems)  # as many more as could have to be left out
         choice = {"seed": config.seed, "calculator_marks": config.tool == Calculator.name}
+        choice["columns"] = config.columns
         train = load_problems(config.dataset, "train", max_samples=count, **choice)
         usable = [p for p in train if p.solution and p.question not in evaluated]
         if len(usable) < config.few_shot:
@@ -146,7 +170,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     except UsageError as error:
         terminal.line(f"no few-shot row: {error}")
         return []
-    write = FORMATS[config.reasoning_format].completion
+    write = config.format.completion
     return [(p.question, write(p.solution, p.answer)) for p in usable[: config.few_shot]]
 
 
@@ -155,7 +179,7 @@ def fit_window(
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
     """Return the problems whose prompts leave room for an answer in the model's window, and the
     examples of the few-shot row if they do with these, too; say what is left out."""
-    render = partial(render_problem, tokenizer, format=FORMATS[config.reasoning_format])
+    render = partial(render_problem, tokenizer, format=config.format)
     limit = (window or sys.maxsize) - config.max_new_tokens
     why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
     problems = drop_long_prompts(problems, render, limit, why)
@@ -187,7 +211,7 @@ def evaluate_row(
 
     started, results = time.monotonic(), {}
     sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model), tool=tool)
-    format = FORMATS[config.reasoning_format]
+    format = config.format
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind in kinds:
         k, temperature = plan[kind]
@@ -235,6 +259,7 @@ def made_of(
         "adapter": adapter_hash(adapter) if adapter else None,
         **{f"--{name.replace('_', '-')}": getattr(config, name) for name in options},
         **({} if config.tool == "none" else {"--tool": config.tool}),
+        **({} if config.system_prompt is None else {"--system-prompt": config.system_prompt}),
         "data": data_id("problems", asked),
         "shown": data_id("examples", examples),
         "device": device,
@@ -261,9 +286,8 @@ def main(config: EvaluateConfig) -> int:
     device, weights = pick_device(), base_model_hash(config.model)
     for path in config.adapters.values():
         check_base(path, config.model, weights)
-    problems = load_problems(
-        config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
-    )
+    choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
+    problems = load_problems(config.dataset, config.split, **choice)
     tokenizer, journal = load_tokenizer(config.model), open_journal(config.output, config.resume)
     base = load_base(config.model, device, quantize=config.quantize)
     asked = len(problems)

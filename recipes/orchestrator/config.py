@@ -65,7 +65,8 @@ class OrchestratorConfig(GRPOConfig):
             object.__setattr__(self, name, value)
         # Options of stage 2 that are nothing to a graph; old records of runs hold these tags.
         tags = None if self.reasoning_format == "deepseek" else self.reasoning_format
-        given = {name: getattr(self, name) for name in ("doctor", "plan", "reward", "num_epochs")}
+        names = ("doctor", "plan", "reward", "num_epochs", "system_prompt")
+        given = {name: getattr(self, name) for name in names}
         given |= {"reasoning_format": tags, "tool": None if self.tool == "none" else self.tool}
         for name, value in given.items():
             if value:

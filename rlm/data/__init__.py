@@ -13,7 +13,7 @@ EXPORTS = {
     "problem": "Problem as_problems",
     "prompts": (
         "FORMATS IGNORED Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
-        "render_completion render_problem render_prompt stop_token_ids"
+        "read_system_prompt render_completion render_problem render_prompt stop_token_ids"
     ),
     "word_problems": "generate_word_problems load_word_problem_table",
 }

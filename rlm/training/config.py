@@ -30,6 +30,10 @@ class GRPOConfig:
 
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "elementary, gsm8k, word-problems[:LEVELS], FILE.jsonl, A+B")
+    columns: str | None = flag(
+        None, "columns of a file or hub data set: question=NAME,answer=NAME,solution=NAME"
+    )
+    split: str | None = flag(None, "its rows to train on, as in train[:500] (none: train)")
     max_samples: int | None = flag(None, "training problems, of each in A+B (none: all)", min=1)
     max_prompt_length: int | None = flag(
         None, "leave out problems with longer prompts, in tokens", min=1
@@ -37,6 +41,9 @@ class GRPOConfig:
     sft_adapter: Path | None = flag(DEFAULT_SFT_ADAPTER, "adapter to start from, or none")
     reasoning_format: str | None = flag(
         None, "tags (none: the start adapter's, else deepseek)", choices=tuple(FORMATS)
+    )
+    system_prompt: str | None = flag(
+        None, "text or file (none: the start adapter's, else it asks for the tags)"
     )
     tool: str = flag(
         "none",
@@ -186,6 +193,9 @@ class GRPOConfig:
         values = default_values(given, start, GPU_DEFAULTS)
         if start is not None:
             values["tool"] = start.resolve_tool(given.get("tool", "auto"))
+            values |= start.resolve_data(values.get("dataset"), values.get("columns"))
+        asked = given.get("system_prompt")
+        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}

@@ -19,10 +19,12 @@ from rlm.training.metrics import announce_run
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
     """Load the problems to train on and to validate on."""
-    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed)
+    own = {"columns": config.columns, "rows": config.split}
+    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed, **own)
     if not config.eval_samples:
         return train, []
-    return train, load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+    limit = config.eval_samples
+    return train, load_problems(config.dataset, "validation", max_samples=limit, **own)
 
 
 def prepare_run(

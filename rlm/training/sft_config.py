@@ -22,10 +22,17 @@ GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 class SFTConfig:
     model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
     dataset: str | None = flag(None, "as for GRPO, and openmathinstruct")
+    columns: str | None = flag(
+        None, "columns of a file or hub data set: question=NAME,answer=NAME,solution=NAME"
+    )
+    split: str | None = flag(None, "its rows to train on, as in train[:500] (none: train)")
     max_samples: int = flag(400, "training examples, of each in A+B", min=1)
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
     reasoning_format: str | None = flag(
         None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
+    )
+    system_prompt: str | None = flag(
+        None, "text or file (none: the start adapter's, else it asks for the tags)"
     )
     tool: str = flag(
         "none",
@@ -98,6 +105,9 @@ class SFTConfig:
         values = default_values(given, start, GPU_DEFAULTS)
         if start is not None:
             values["tool"] = start.resolve_tool(given.get("tool", "auto"))
+            values |= start.resolve_data(values.get("dataset"), values.get("columns"))
+        asked = given.get("system_prompt")
+        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         return values
 
     def steps(self, examples: int) -> int:
