@@ -259,7 +259,8 @@ FOREIGN_NAMES = (
     ),
     (
         "gpu_memory_utilization vllm_gpu_memory_utilization vllm_tensor_parallel_size "
-        "vllm_max_model_length vllm_model_impl vllm_enable_sleep_mode vllm_server_timeout vllm_group_port",
+        "vllm_max_model_length vllm_model_impl vllm_enable_sleep_mode vllm_server_timeout "
+        "vllm_group_port",
         "it belongs to the server that --sampler-url names (docs/vllm.md)",
     ),
     (
