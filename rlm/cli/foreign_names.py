@@ -297,7 +297,7 @@ FOREIGN_NAMES = (
     (
         "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push "
         "hub_revision log_completions_hub_repo",
-        "nothing is uploaded; the adapter is in --output",
+        "training uploads nothing; inference.py uploads the adapter in --output",
     ),
     (
         "overwrite_output_dir",

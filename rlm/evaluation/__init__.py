@@ -6,6 +6,7 @@ import lazy_loader
 EXPORTS = {
     "audit": "audit_run",
     "evaluator": "Evaluation Graded evaluate",
+    "model_card": "model_card",
     "records": "RowRecord open_journal",
     "report": "GRADINGS percent points show_table write_report",
     "statistics": (

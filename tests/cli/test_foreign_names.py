@@ -130,7 +130,7 @@ REFUSED = {
     "use_flash_attention": "--attn-implementation",
     "target_modules": "all linear layers",
     "steps_per_generation": "--updates-per-batch",
-    "push_to_hub": "nothing is uploaded",
+    "push_to_hub": "training uploads nothing",
     "logging_dir": "--run-dir",
     "deepspeed": "torchrun",
     "reward_funcs": "--reward FILE.py:NAME",
