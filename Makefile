@@ -1,5 +1,6 @@
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (10 minutes)
+# make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
 # make test    everything but the slow tests (3 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
@@ -8,8 +9,10 @@
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make soak    an hour of training and serving while things go wrong
+# make docs    the documentation as web pages, in site/
+# make reference  the reference pages that are made from the code
 # make lint    style
-# make clean   remove what was made, but not weights/
+# make clean   remove the environment and caches, but neither runs/ nor weights/
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -17,7 +20,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak lint clean
+.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lint clean
 
 install: $(STAMP)
 
@@ -41,6 +44,9 @@ demo-orchestrator: $(STAMP)
 	rm -rf runs/demo_orchestrator
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml
 	$(PYTHON) -m recipes.orchestrator.evaluate --run runs/demo_orchestrator --max-samples 60 --output runs/demo_orchestrator/evaluation
+
+demo-experience: $(STAMP)
+	$(PYTHON) -m recipes.experience.demo
 
 # One torch thread each: on the tiny models of the tests a second gains nothing. Some tests wait, so
 # three processes keep two cores busy. A file stays in one, so what its tests share is made once.
@@ -74,9 +80,16 @@ test-trackers: $(STAMP)
 soak: $(STAMP)
 	$(PYTHON) -m benchmarks.soak --run-dir runs/soak --json runs/soak.json
 
+docs: $(STAMP)
+	$(PYTHON) -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+reference: $(STAMP)
+	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis

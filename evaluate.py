@@ -1,14 +1,14 @@
-"""Evaluates the base, the SFT and the GRPO adapter on the same problems: how much training helped.
+"""Measures how much training helped: base, SFT and GRPO adapter on the same problems.
 
-Greedy accuracy under both gradings with 95 % intervals, each row compared with the one above it;
-with --samples also mean@k, maj@k and pass@k. What no flag names (model, data set, tags, 4-bit) is
-taken from the run.json of the last adapter.
+Each row has greedy accuracy with a 95 % interval, and is compared with the row above it. --samples
+adds mean@k, maj@k and pass@k. Model, data set, tags and 4-bit loading are those of the last
+adapter's training unless you name others.
 
     python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
     python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
     python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
-    python evaluate.py --samples 8 --resume              # of an earlier one, rows still valid
-    python evaluate.py --audit-reward                    # does the verifier miss right answers?
+    python evaluate.py --samples 8 --resume              # keep the rows that are still valid
+    python evaluate.py --audit-reward                    # does the grader miss right answers?
 """
 
 from __future__ import annotations
@@ -21,137 +21,25 @@ if __name__ == "evaluate":  # a library means Hugging Face's package; ours is rl
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rlm.cli import Interrupted, UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import (
-    FORMATS,
-    Format,
-    Problem,
-    drop_long_prompts,
-    load_problems,
-    own_files,
-    render_problem,
+from rlm.cli import Interrupted, UsageError, run_main, terminal, to_dict
+from rlm.data import Problem, drop_long_prompts, load_problems, render_problem
+from rlm.evaluation import (
+    EvaluateConfig,
+    Evaluation,
+    RowRecord,
+    audit_run,
+    evaluate,
+    open_journal,
+    pairs_to_compare,
+    write_report,
 )
-from rlm.evaluation import Evaluation, RowRecord, audit_run, evaluate, open_journal, write_report
-from rlm.model import QUANTIZATIONS, AdapterInfo
 from rlm.tools import Calculator, Tool, load_tool
 
-ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    model: str | None = flag(None, "hub id, directory, or smollm2-135m (none: the adapter's base)")
-    dataset: str | None = flag(None, "as for training (none: the adapter's, else word-problems)")
-    split: str | None = flag(
-        None,
-        "which part of the data set, as in test[:200] (none: test; of a file that was trained on: "
-        "validation)",
-    )
-    columns: str | None = flag(None, "as for training (none: of the adapter's data set its own)")
-    max_samples: int | None = flag(200, "problems (none: the whole split)", min=1)
-    sft_adapter: Path | None = flag(Path("weights/sft_lora"), "SFT row; none leaves it out")
-    adapter: Path | None = flag(Path("weights/final_rlm_lora"), "GRPO row; none leaves it out")
-    base_only: bool = flag(False, "no adapters")
-    few_shot: int = flag(4, "worked examples in a second row of the base (0: no such row)", min=0)
-    samples: int = flag(0, "completions to sample of each problem, besides the greedy one", min=0)
-    temperature: float = flag(
-        1.0, "of these samples; a greedy completion is always reported", above=0
-    )
-    max_new_tokens: int = flag(256, "longest completion", min=1)
-    reasoning_format: str | None = flag(
-        None, "tags (none: the adapter's, else deepseek)", choices=tuple(FORMATS)
-    )
-    system_prompt: str | None = flag(None, "text or file (none: the adapter's)")
-    tool: str = flag(
-        "none",
-        "writes into completions: calculator, FILE.py:NAME, none (not given: as in training)",
-    )
-    quantize: str = flag(
-        "auto",
-        "quantize the base (bitsandbytes) (auto: as in training)",
-        choices=("auto", *QUANTIZATIONS),
-    )
-    audit_reward: bool = flag(False, "instead: how graders differ on a run's samples")
-    run_dir: Path = flag(Path("runs/grpo"), "the run, for --audit-reward")
-    seed: int = flag(0, "of problems, examples and sampling")
-    output: Path = flag(Path("runs/evaluation"), "where figures, picture and completions go")
-    resume: bool = flag(False, "draw only the rows that --output lacks, or has of something else")
-
-    def __post_init__(self) -> None:
-        check_values(self)
-
-    @classmethod
-    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete the config from the adapters' run.json: `resolve_config` calls it.
-
-        The last adapter counts; a default one that is not there makes no row.
-
-        Raises:
-            UsageError: a named adapter is not there, nothing says which model, or the tags differ.
-        """
-        if given.get("audit_reward"):
-            return {"max_samples": None, **given}  # all that the run has
-        from rlm.model import check_adapter
-
-        values, base_only = dict(given), given.get("base_only")
-        infos: list[AdapterInfo] = []
-        for name, (option, script) in ({} if base_only else ADAPTERS).items():
-            path = values.setdefault(option, getattr(cls, option))
-            if option not in given and not path.exists():
-                terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
-                values[option] = None
-            elif path:
-                infos.append(AdapterInfo.load(check_adapter(path, f"run: python {script}")))
-        if not infos and not (base_only and given.get("model")):
-            raise UsageError("no adapter to evaluate; train one, or --base-only --model NAME")
-        last = infos[-1] if infos else AdapterInfo(Path())
-        asked = given.get("model"), given.get("quantize", "auto")
-        values["model"], values["quantize"] = last.resolve_base(*asked)
-        values |= last.resolve_data(given.get("dataset"), given.get("columns"))
-        values["dataset"] = values["dataset"] or "word-problems"
-        values["split"] = given.get("split") or default_split(values["dataset"], infos)
-        names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
-        differ = f"different tags ({', '.join(names)})" if len({*names}) > 1 else ""
-        if len({info.resolve_system_prompt(given.get("system_prompt")) for info in infos}) > 1:
-            differ = differ or "different system prompts"
-        if differ:
-            raise UsageError(
-                f"the adapters were trained with {differ}: evaluate them one by one, with "
-                "--sft-adapter none or --adapter none"
-            )
-        values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
-        values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
-        values["tool"] = last.resolve_tool(given.get("tool", "auto"))
-        return values
-
-    @property
-    def format(self) -> Format:
-        """The tags and the system prompt."""
-        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        """The adapters to evaluate, by row name."""
-        options = {} if self.base_only else ADAPTERS
-        paths = {name: getattr(self, option) for name, (option, _) in options.items()}
-        return {name: path for name, path in paths.items() if path}
-
-
-def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
-    """Return the split that no adapter practised on."""
-    trained = {file for info in adapters for file in own_files(info.dataset or "")}
-    if not own_files(dataset) & trained:
-        return "test"
-    terminal.line(f"{dataset} was trained on: of it, what was held out for validation")
-    _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
-    return f"validation{bracket}{cut}"
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
@@ -315,7 +203,8 @@ def main(config: EvaluateConfig) -> int:
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
     made_with |= {"left_out": asked - len(problems)}  # too long for the model
-    write_report(results, data, {"config": to_dict(config), **made_with}, config.output)
+    pairs = pairs_to_compare(list(results), config.adapters)
+    write_report(results, pairs, data, {"config": to_dict(config), **made_with}, config.output)
     return 0
 
 

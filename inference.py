@@ -1,14 +1,14 @@
-"""Ask the trained model: the reasoning streams by, then the answer.
+"""Asks the trained model a question: prints its reasoning as it is written, then the answer.
 
     python inference.py "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
     python inference.py                # a prompt loop
     python inference.py --base "…"     # the same model without the adapter, for comparison
-    python inference.py --n 8 "…"      # eight answers, which vote
+    python inference.py --n 8 "…"      # eight answers; the most frequent one wins
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
     python inference.py --json "…"     # one JSON object, for programs
-    python inference.py --merge merged     # base and adapter as one model, for other programs
-    python inference.py --gguf rlm.gguf    # the same as a file for llama.cpp and ollama
-    python inference.py --push-to-hub me/my-adapter   # what would be uploaded; --yes does it
+    python inference.py --merge merged     # write base and adapter as one model
+    python inference.py --gguf rlm.gguf    # write them as a file for llama.cpp and ollama
+    python inference.py --push-to-hub me/my-adapter   # list what would be uploaded
     python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
@@ -47,36 +47,64 @@ GGUF_TYPES = ("f16", "q8_0")
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    question: str | None = flag(None, "what to ask; none starts a prompt loop", positional=True)
-    adapter: Path = flag(ADAPTER, "trained adapter")
-    model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
-    base: bool = flag(False, "answer without the adapter")
-    experiences: Path | None = flag(None, "library of lessons to put in front of the question")
-    nearest: int = flag(NEAREST, "lessons of --experiences nearest to the question", min=1)
+    CHANGED_FIRST = (
+        *("adapter", "base", "n", "temperature", "max_new_tokens", "budget"),
+        *("json", "tool", "merge", "gguf"),
+    )
+
+    question: str | None = flag(
+        None, "what to ask", positional=True, default_text="a prompt loop starts"
+    )
+    adapter: Path = flag(ADAPTER, "adapter that answers")
+    model: str | None = flag(
+        None,
+        "base model: hub id, folder, or smollm2-135m",
+        default_text="the one the adapter was trained on",
+    )
+    base: bool = flag(False, "answer with the base model, without the adapter")
+    experiences: Path | None = flag(
+        None, "library of lessons; the fitting ones are put before the question"
+    )
+    nearest: int = flag(NEAREST, "how many lessons of --experiences are used", min=1)
     quantize: str = flag(
         "auto",
-        "quantize the base (bitsandbytes) (auto: as in training)",
+        "load the base with fewer bits, by bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     tool: str = flag(
-        "auto", "writes into answers: calculator, FILE.py:NAME, none (auto: as in training)"
+        "auto",
+        "tool that writes into answers: calculator, FILE.py:NAME, none; auto: as in training",
     )
     json: bool = flag(False, "print one JSON object instead of text")
-    max_new_tokens: int = flag(512, "longest completion", min=1)
-    budget: int | None = flag(None, "most tokens of reasoning (none: as many as fit)", min=0)
-    n: int = flag(1, "answers to draw; above 1 they vote", min=1)
-    temperature: float | None = flag(
-        None, "0 takes the most likely token (none: 0; 0.7 if n > 1)", min=0
+    max_new_tokens: int = flag(512, "longest completion, in tokens", min=1)
+    budget: int | None = flag(
+        None, "stop reasoning after this many tokens, and answer", min=0, default_text="no limit"
     )
-    top_p: float = flag(1.0, "smallest set of tokens whose mass reaches this", above=0, max=1)
-    seed: int = flag(0, "of sampling, where temperature is above 0")
-    merge: Path | None = flag(None, "write base and adapter as one fp32 model there, ask nothing")
-    gguf: Path | None = flag(None, "write them as a GGUF file for llama.cpp, ask nothing")
+    n: int = flag(1, "sample this many answers; above 1 the most frequent one wins", min=1)
+    temperature: float | None = flag(
+        None,
+        "sampling temperature; 0 takes the most likely token",
+        min=0,
+        default_text=f"0, or {TEMPERATURE_OF_SEVERAL} with --n above 1",
+    )
+    top_p: float = flag(
+        1.0,
+        "sample only from the likeliest tokens that together have this probability",
+        above=0,
+        max=1,
+    )
+    seed: int = flag(0, "random seed of sampling")
+    merge: Path | None = flag(
+        None, "ask nothing; write base and adapter as one fp32 model into this folder"
+    )
+    gguf: Path | None = flag(
+        None, "ask nothing; write base and adapter as this GGUF file, for llama.cpp"
+    )
+    gguf_type: str = flag("f16", "number type of the GGUF file", choices=GGUF_TYPES)
     push_to_hub: str | None = flag(
-        None, "hub repository for the adapter, or for what --merge writes: lists the upload"
+        None, "ask nothing; list what an upload of the adapter, or of --merge, to this hub name has"
     )
     yes: bool = flag(False, "with --push-to-hub: upload it")
-    gguf_type: str = flag("f16", "number type of the GGUF file's matrices", choices=GGUF_TYPES)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -226,7 +254,7 @@ def _print_summary(reply: Reply, config: InferenceConfig) -> None:
     terminal.line("")
     if votes := reply.answer.vote_counts:
         if votes.winner is not None:
-            terminal.line(f"\nthe likeliest of the winners:\n{shown.response}")
+            terminal.line(f"\nthe likeliest of the winning answers:\n{shown.response}")
         terminal.bars(votes.counts, votes.n)
     who = "base" if config.base else str(config.adapter)
     status = shown.thinking.status

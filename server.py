@@ -1,15 +1,15 @@
-"""Serve the trained model: `POST /phase1/reasoning`, OpenAI's protocol on /v1, and a page.
+"""Serves the trained model over HTTP: `POST /phase1/reasoning`, OpenAI's API on /v1, and a page.
 
     python server.py                        # http://127.0.0.1:8000, for this machine only
-    python server.py --ngrok                # and a public URL (NGROK_AUTHTOKEN); a key is made
-    python server.py --ngrok --public       # the same without a key, for a URL to hand in
+    python server.py --ngrok                # with a public URL (needs NGROK_AUTHTOKEN) and a key
+    python server.py --ngrok --public       # with a public URL and no key
     RLM_API_KEY=… python server.py --host 0.0.0.0 --allow-host my.machine
-    python server.py --adapters weights     # every adapter in the folder, chosen per request
+    python server.py --adapters weights     # all adapters in the folder; a request names one
 
     curl -s http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \\
          -d '{"prompt": "Each box holds 6 eggs. How many eggs do 4 boxes hold?"}'
 
-Ctrl-C (or SIGTERM) lets what is running finish; a second one does not wait.
+Ctrl-C (or SIGTERM) lets running requests finish; a second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
@@ -35,44 +35,61 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 25.0  # what runs may finish in
 # Of a server that is open to everybody: requests a minute for each address, tokens for each request
 PUBLIC_REQUESTS, PUBLIC_TOKENS = 20, 1024
+REQUESTS = 120  # a minute for each key
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    adapter: Path = flag(ADAPTER, "adapter that answers by default")
-    adapters: Path | None = flag(None, "folder of more adapters, chosen per request by name")
+    CHANGED_FIRST = (
+        *("adapter", "adapters", "base", "host", "port", "key_file"),
+        *("ngrok", "public", "max_new_tokens", "max_num_seqs"),
+    )
+
+    adapter: Path = flag(ADAPTER, "adapter that answers where a request names none")
+    adapters: Path | None = flag(None, "folder of more adapters; a request names the one it wants")
     base: bool = flag(False, "answer with the base model, without an adapter")
-    model: str | None = flag(None, "base model (none: the one the adapter was trained on)")
+    model: str | None = flag(
+        None,
+        "base model: hub id, folder, or smollm2-135m",
+        default_text="the one the adapter was trained on",
+    )
     quantize: str = flag(
         "auto",
-        "quantize the base (bitsandbytes) (auto: as in training)",
+        "load the base with fewer bits, by bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     tool: str = flag(
         "auto",
-        "writes into answers: calculator, FILE.py:NAME, none (auto: of each adapter its own)",
+        "tool that writes into answers: calculator, FILE.py:NAME, none; auto: each adapter's own",
     )
-    experiences: Path | None = flag(None, "library of lessons to put in front of questions")
-    nearest: int = flag(NEAREST, "lessons of --experiences nearest to a question", min=1)
-    host: str = flag("127.0.0.1", "address to listen on; any but this machine's needs a key")
+    experiences: Path | None = flag(
+        None, "library of lessons; the fitting ones are put before each question"
+    )
+    nearest: int = flag(NEAREST, "how many lessons of --experiences are used", min=1)
+    host: str = flag("127.0.0.1", "address to listen on; all but this machine's own need a key")
     port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
-    allow_host: tuple[str, ...] = flag((), "names of this server that clients may ask for")
-    key_file: Path | None = flag(None, "file of API keys, one a line (or RLM_API_KEY is set)")
+    allow_host: tuple[str, ...] = flag((), "host names under which clients may reach the server")
+    key_file: Path | None = flag(
+        None, "file with API keys, one a line", default_text="RLM_API_KEY, else no key"
+    )
     allow_origin: tuple[str, ...] = flag(
-        (), "other origins whose web pages may use the server (CORS), as https://my.app"
+        (), "other origins whose web pages may use the server (CORS), such as https://my.app"
     )
     requests_per_minute: int | None = flag(
-        None, f"for each key (none: 120), or each address of --public ({PUBLIC_REQUESTS})", min=1
+        None,
+        "most requests a minute of each key, or of each address with --public",
+        min=1,
+        default_text=f"{REQUESTS}, or {PUBLIC_REQUESTS} with --public",
     )
-    max_num_seqs: int = flag(16, "completions drawn at the same time", old=["seats"], min=1)
-    max_new_tokens: int = flag(512, "longest completion that may be asked for", min=1)
-    max_prompt_tokens: int = flag(512, "longest prompt, system prompt included", min=1)
-    queue: int = flag(64, "requests accepted and not yet answered", min=1)
-    deadline: float = flag(120.0, "seconds a request may take", above=0)
+    max_num_seqs: int = flag(16, "completions generated at the same time", old=["seats"], min=1)
+    max_new_tokens: int = flag(512, "longest completion that a request may ask for", min=1)
+    max_prompt_tokens: int = flag(512, "longest prompt in tokens, system prompt included", min=1)
+    queue: int = flag(64, "requests that may wait; more are turned away", min=1)
+    deadline: float = flag(120.0, "seconds that a request may take", above=0)
     ngrok: bool = flag(False, "open a public URL through ngrok")
-    ngrok_url: str | None = flag(None, "a domain reserved at ngrok")
+    ngrok_url: str | None = flag(None, "domain reserved at ngrok", default_text="a random one")
     public: bool = flag(
-        False, "whoever has the URL of the tunnel may ask, without a key: with limits"
+        False, "let everybody who has the public URL ask without a key, within limits"
     )
 
     def __post_init__(self) -> None:
@@ -84,7 +101,7 @@ class ServerConfig:
 
     @property
     def rate(self) -> int:
-        return self.requests_per_minute or (PUBLIC_REQUESTS if self.public else 120)
+        return self.requests_per_minute or (PUBLIC_REQUESTS if self.public else REQUESTS)
 
 
 def main(config: ServerConfig) -> int:
@@ -188,7 +205,7 @@ async def _serve(
         return 0
     if isinstance(service.engine.error, UsageError):
         raise service.engine.error
-    terminal.line("the engine has died; the log says of what")
+    terminal.line("the engine stopped with an error; the log has it")
     return 1
 
 

@@ -1,19 +1,19 @@
-"""This is not TRL's trainer. Stage 2: GRPO by hand; the loop is `GRPOTrainer.train`, its four steps
-are sample and score (`_sample_and_score`), compare (`group_advantages`) and learn (`_learn`).
+"""Stage 2: trains a LoRA adapter with GRPO. The loop is `GRPOTrainer.train`, by hand: sample and
+score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
 
-Sample a group of completions for each problem, verify each final answer 0/1, compare inside the
-group, update the LoRA adapter. What textbook GRPO has and this leaves out, and why:
+This is not TRL's trainer. Each step samples a group of completions for each problem, checks each
+final answer (0 or 1), compares inside the group and updates the adapter. Four things of textbook
+GRPO are left out:
 
-1. The KL term is off (--kl-weight 0): a verified reward cannot be flattered, and the reference
-   then costs nothing. Switched on, the reference is the frozen adapter that training started from.
-2. Rollouts of a group without a difference have exactly zero gradient: they are not computed,
-   but they stay in the denominator, so the update is the textbook's.
-3. With one update per batch the old log-probabilities are the current ones, detached: there is
-   no second pass for them.
-4. No value model: the group's mean is the baseline.
+1. The KL term is off (--kl-weight 0): the reward checks the answer itself. If it is on, the
+   reference model is the adapter that training started from.
+2. Groups whose rewards are all equal have no gradient, so they are not computed. They still count
+   in the average: the update is the same.
+3. With one update per batch the old log-probabilities are the current ones: no second pass.
+4. There is no value model: the group's mean reward is the baseline.
 
-    python train_grpo.py                                   # picks model and data by what is here
-    python train_grpo.py --plan                            # how long, and how much memory?
+    python train_grpo.py                                   # picks a model and data that fit here
+    python train_grpo.py --plan                            # how much time and memory does it take?
     python train_grpo.py --doctor                          # why is my reward flat?
 """
 
@@ -116,7 +116,7 @@ class GRPOTrainer:
 
         Args:
             reward_fn: a RewardFunction, a function or a list of these; None: CorrectnessReward.
-            tool: what writes into the completions (docs/tools.md). None: what config.tool names.
+            tool: writes into completions (docs/how-to/tools.md). None: what config.tool names.
 
         Raises:
             TypeError, ValueError: an argument is not what it should be; nothing was loaded.
@@ -167,7 +167,7 @@ class GRPOTrainer:
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
         problems, eval_problems = prepare_run(self, dataset, eval_dataset)
-        config, algorithm = self.config, self.config.choices
+        config, algorithm = self.config, self.config.resolved_algorithm
         self.run = run = open_run(self)
         with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
@@ -233,7 +233,7 @@ class GRPOTrainer:
 
     def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
         """Make `updates_per_batch` passes over the rollouts, one optimizer update each."""
-        config, algorithm, metrics = self.config, self.config.choices, LearnMetrics()
+        config, algorithm, metrics = self.config, self.config.resolved_algorithm, LearnMetrics()
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         lr = self.state.lr_scale * config.learning_rate_at(step)
         for group in self.optimizer.param_groups:
@@ -248,7 +248,7 @@ class GRPOTrainer:
                     micro.old_logprobs = logprobs.detach()
                     if config.kl_weight:
                         micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
-                differs = not self.sampler.exact  # from the model that computes these
+                differs = not self.sampler.matches_trainer  # from the model that computes these
                 loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()

@@ -1,13 +1,14 @@
-"""Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
+"""Stage 1: teaches the format. A generic instruct model learns to reason inside <think></think>.
 
-TRL's SFTTrainer does the training; what is ours is the data it sees. Every example is rendered to
-token ids by the same function that GRPO, evaluation and inference use, and the loss is on the
-completion alone, up to and with its first end token. LoRA on all linear layers; 4-bit on request.
+TRL's SFTTrainer does the training. The prompts come from the same function as in GRPO, evaluation
+and inference. The loss is on the completion alone, up to and with its first end token. LoRA is on
+all linear layers; --quantize 4bit loads the base in 4 bits.
 
-    python train_sft.py                                    # picks model and data by what is here
-    python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --use-4bit
-    python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # go on from one
-    python train_sft.py --resume                           # go on where a run stopped
+    python train_sft.py                                    # picks a model and data that fit here
+    python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --quantize 4bit \\
+        --max-samples 2000 --learning-rate 2e-4 --micro-batch 4
+    python train_sft.py --adapter weights/sft_lora --output weights/longer_lora   # train it longer
+    python train_sft.py --resume                           # continue a run that stopped
     python train_sft.py --dry-run 5                        # show five examples, train nothing
 """
 
@@ -17,6 +18,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,9 +48,16 @@ from rlm.model import (
     save_adapter,
     write_run,
 )
-from rlm.runs import RunDirectory, writing
+from rlm.runs import RunDirectory, check_resumable, writing
 from rlm.tools import Calculator, load_tool
-from rlm.training import show_counts, show_example, to_examples, use_fused_layers
+from rlm.training import (
+    is_countable,
+    limit_line,
+    show_counts,
+    show_example,
+    to_examples,
+    use_fused_layers,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,12 +68,18 @@ if TYPE_CHECKING:
 def main(config: SFTConfig) -> int:
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("SFT is one process: start it with python, not with a launcher")
+        raise UsageError("SFT runs in one process: start it with python, not with torchrun")
+    if config.resume:
+        check_resumable(config.run_dir)
     load_tool(config.tool)  # a mistake in its name comes up now
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
-    problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
+    load_examples = partial(load_problems, config.dataset, "train", **choice)
+    problems = load_examples(max_samples=config.max_samples)
+    if config.max_samples is not None:
+        all_of_it = len(load_examples()) if is_countable(config.dataset) else None
+        terminal.line(limit_line(len(problems), all_of_it))
     validation = []
     if config.eval_samples:
         choice = {"max_samples": config.eval_samples, **marks}
@@ -175,7 +190,7 @@ def announce(
             "data": f"{config.dataset}: {examples} examples{left_out}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
             "steps": f"{config.steps(examples)} of {config.batch_size} examples, "
-            f"rate {config.learning_rate:g}",
+            f"learning rate {config.learning_rate:g}",
             "output": config.output,
         },
     )

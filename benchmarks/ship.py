@@ -209,6 +209,7 @@ def run_json(history: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str
     kept = {key: history[key] for key in KEPT if key in history}
     kept["dataset"] = "+".join(map(title, history["dataset"].split("+")))
     config = {name: history["config"][name] for name in CONFIG}
+    kept["shipped"] = True  # `save_adapter` keeps it when another takes its place
     return kept | {"numbers": "bfloat16", "config": config, "greedy_after_rounding": figures}
 
 

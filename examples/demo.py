@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,8 @@ def main(config: DemoConfig) -> int:
     found = results | _evaluate(settings, problems, trained, clock)
     results = {row: found[row] for row in ("base", *adapters)}
 
-    write_report(results, f"{settings.dataset}, test, n = {len(problems)}", {}, settings.output)
+    data = f"{settings.dataset}, test, n = {len(problems)}"
+    write_report(results, list(pairwise(results)), data, {}, settings.output)
     seconds = clock.seconds | {"total": round(clock.passed, 1)}
     summary = _summary(results) | {
         "command": shlex.join(["python", "examples/demo.py", *sys.argv[1:]]),

@@ -1,6 +1,19 @@
 """What the stage scripts share. Importing this package loads no torch and touches no network."""
 
 import os
+import sys
+from importlib.util import find_spec
+
+if missing := [
+    name
+    for name in ("transformers", "peft", "trl", "datasets", "rich", "yaml", "lazy_loader")
+    if find_spec(name) is None
+]:
+    sys.stderr.write(
+        f"error: {sys.executable} lacks {', '.join(missing)}: run `make install` once, then "
+        "`source .venv/bin/activate`\n"
+    )
+    sys.exit(2)
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before a hub library is imported
 

@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from rlm.serving.access import AllowedHosts, Keys
-from rlm.serving.errors import Problem, as_problem
+from rlm.serving.errors import HTTPProblem, as_problem
 from rlm.serving.http_guard import UVICORN, SlowGuard
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.strict_json import parse, require_json
@@ -76,7 +76,7 @@ def small_app() -> FastAPI:
     async def fails() -> None:
         raise ValueError("a message with the prompt in it")
 
-    @app.exception_handler(Problem)
+    @app.exception_handler(HTTPProblem)
     @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
         return as_problem(error).response(request.state.request_id)

@@ -1,4 +1,4 @@
-"""docs/architecture.md: every file and every name in its tables exists."""
+"""docs/explanation/architecture.md: every file and every name in its tables exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
 TABLE_ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "`" in line]
 
 
@@ -43,7 +43,7 @@ def test_what_a_row_names_is_there(row):
 
 
 def test_the_picture_names_files_that_exist():
-    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "explanation" / "architecture.svg").read_text(encoding="utf-8")
     files = re.findall(r">([\w/]+\.py)<", picture)
     assert len(files) == 8
     assert all((ROOT / file).is_file() for file in files)

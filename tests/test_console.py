@@ -81,7 +81,7 @@ def test_a_template_of_a_reward_runs_as_it_is(monkeypatch, capsys, tmp_path):
 def test_a_run_goes_on_by_the_command_that_started_it(monkeypatch, called, command):
     monkeypatch.setattr(sys, "argv", [called, "--steps", "3"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
-    assert command_lines._how_to_resume(GRPOConfig, None) == f"; go on with: {command}"
+    assert command_lines._how_to_resume(GRPOConfig, None) == f"; continue with: {command}"
 
 
 @pytest.fixture
@@ -144,3 +144,23 @@ def test_what_is_installed_hides_no_module_of_others(tmp_path):
     assert done.stdout == f"{adapter} rlm.scripts.inference True\n"
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--json answers one question" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "inference.py", "server.py"])
+def test_a_python_without_the_environment_is_one_line(script):
+    command = [sys.executable, "-S", script, "--help"]  # -S: no installed packages
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "lacks transformers" in done.stderr
+    assert "`make install`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["recipes/experience/train.py", "recipes/experience/evaluate.py", "benchmarks/rollout.py"],
+)
+def test_a_script_run_by_its_path_says_how_it_is_run(script):
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    module = script.removesuffix(".py").replace("/", ".")
+    assert (done.returncode, done.stderr) == (2, f"error: run it as python -m {module}\n")

@@ -1,7 +1,8 @@
 """What happens to runs: kills, signals, full disks, bad gradients, lost readers.
 
 Each accident ends a real process (tests/faults.py); then `--resume` must give, bit for bit, the
-adapter, metrics and samples of a run to which nothing happened. docs/reliability.md has the table.
+adapter, metrics and samples of a run to which nothing happened. The
+table is in docs/explanation/reliability.md.
 """
 
 import errno
@@ -280,9 +281,9 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(runs, undisturbed, n
     ended = runs.run("a run ü", before=sends(number), save_every=0)
     assert ended.code == CODES[number]
     assert "stopping after this step" in ended.text
-    assert "is saved up to step 2; go on with: python " in ended.text
+    assert "is saved up to step 2; continue with: python " in ended.text
     assert "Traceback" not in ended.text
-    command = shlex.split(ended.text.partition("go on with: ")[2])
+    command = shlex.split(ended.text.partition("continue with: ")[2])
     expected = [*runs.options("a run ü", save_every=0), "--resume"]
     assert command[-len(expected) :] == expected
     assert runs.run("a run ü", "--resume", save_every=0).code == 0
@@ -420,7 +421,7 @@ def test_three_bad_gradients_in_a_row_go_back_to_the_last_good_weights(runs):
     """Updates 2, 3, 4 are bad: the weights that gave update 1 are those before step 2."""
     ended = runs.run("run", before=lambda: poison({2, 3, 4}), **FOREVER | {"keep_checkpoints": 9})
     assert ended.code == 0, ended.text
-    assert "weights of step 1 again, half the learning rate" in ended.text
+    assert "weights of step 1 with half the learning rate" in ended.text
     assert ended.text.count("update skipped") == 3
     assert rates(runs, "run") == ([0.01] * 5 + [0.005] * 3, [0, 0, 1, 2, 3, 3, 3, 3])
     folders = [runs.folder / "run" / "checkpoints" / f"step_00000{n}" for n in (1, 4, 5)]
@@ -472,8 +473,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undis
     before[rank] = sends(signal.SIGTERM)
     leader, follower = runs.together("run", before=before, save_every=0)
     assert (leader.code, follower.code) == (143, 143), (leader.text, follower.text)
-    assert "is saved up to step 2; go on with: python " in leader.text
-    assert "go on with" not in follower.text  # it is said once
+    assert "is saved up to step 2; continue with: python " in leader.text
+    assert "continue with" not in follower.text  # it is said once
     ended = runs.together("run", "--resume", save_every=0)
     assert [each.code for each in ended] == [0, 0], ended
     assert runs.result("run") == undisturbed_pair
@@ -580,7 +581,7 @@ def test_two_processes_go_back_together(runs):
     shorter = FOREVER | {"steps": 6}
     ended = runs.together("two", before=(lambda: None, poison_mine), **shorter)
     assert [each.code for each in ended] == [0, 0], ended
-    assert "weights of step 1 again, half the learning rate" in ended[0].text
+    assert "weights of step 1 with half the learning rate" in ended[0].text
     assert rates(runs, "two") == ([0.01] * 5 + [0.005], [0, 0, 1, 2, 3, 3])
     assert runs.run("one", before=lambda: poison({2, 3, 4}), **shorter).code == 0
     one, two = (load(runs.result(name)[0]) for name in ("one", "two"))

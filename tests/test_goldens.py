@@ -1,4 +1,4 @@
-"""Goldens of learning: sampled groups, losses and gradients, the adapters of short runs."""
+"""Goldens of learning: sampled groups, the adapters of short runs and of their resume."""
 
 from __future__ import annotations
 
@@ -47,67 +47,6 @@ def a_policy():
 @pytest.mark.parametrize("merged", [True, False], ids=["merged", "unmerged"])
 def test_sampled_groups(tokenizer, merged):
     check("groups", compute_groups(tokenizer, merged), abs=2e-5)
-
-
-# --- the loss -------------------------------------------------------------------------------------
-
-
-def compute_losses() -> dict:
-    """Loss and adapter gradient of a fixed batch; one of the three groups has no difference."""
-    from rlm.data.problem import Problem
-    from rlm.model.adapters import adapter_tensors
-    from rlm.sampling import Completion
-    from rlm.training.advantages import Group, group_advantages, has_signal
-    from rlm.training.algorithms import ALGORITHMS
-    from rlm.training.batches import make_micro_batches, make_rollouts
-    from rlm.training.config import GRPOConfig
-    from rlm.training.logprobs import token_logprobs
-    from rlm.training.loss import policy_loss
-
-    policy, rng, found = a_policy(), random.Random(0), {}
-    draw = lambda count: [rng.randrange(256) for _ in range(count)]  # noqa: E731
-    prompts = [draw(6), draw(11), draw(4)]
-    ids = [[draw(rng.randint(2, 9)) for _ in range(4)] for _ in prompts]
-    groups = [
-        Group(
-            Problem(str(i), "", ""),
-            prompt,
-            [Completion(c, [-5.0 - n / 9 for n in range(len(c))], "stop") for c in group],
-            [],
-            [],
-        )
-        for i, (prompt, group) in enumerate(zip(prompts, ids, strict=True))
-    ]
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.5, float("nan"), 0.0, 1.0]])
-    for name, algorithm in ALGORITHMS.items():
-        advantages = group_advantages(rewards, scale_by_std=algorithm.scale_by_std)
-        kept = has_signal(rewards) | (not algorithm.dynamic_sampling)
-        for term in ("plain", "kl", "importance"):
-            kl_weight = 0.1 if term == "kl" else 0.0
-            config = GRPOConfig(algorithm=name, max_new_tokens=16, kl_weight=kl_weight)
-            rollouts = make_rollouts(groups, advantages, kept, config)
-            policy.zero_grad()
-            total, tokens = 0.0, 0
-            for micro in make_micro_batches(rollouts, max_rows=3, max_tokens=999, device="cpu"):
-                logprobs, _ = token_logprobs(policy, micro, 0.9)
-                # Away from the old policy and the reference, by a step that depends on the place.
-                shift = torch.linspace(-0.3, 0.3, logprobs.shape[1])
-                micro.old_logprobs = logprobs.detach() + shift
-                if term == "kl":
-                    micro.ref_logprobs = logprobs.detach() - 2 * shift
-                corrected = {"correct_sampler": term == "importance", "kl_weight": kl_weight}
-                loss, sums = policy_loss(logprobs, micro, algorithm, **corrected)
-                loss.backward()
-                total, tokens = total + loss.item(), tokens + sums.tokens
-            gradients = {n: t.grad for n, t in adapter_tensors(policy).items()}
-            norms = [g.norm().item() for g in gradients.values()]
-            few = [g.flatten()[i].item() for g in gradients.values() for i in (0, -1)]
-            found[f"{name} {term}"] = {"loss": total, "tokens": tokens, "norms": norms, "few": few}
-    return found
-
-
-def test_losses_and_gradients():
-    check("losses", compute_losses(), rel=1e-5, abs=1e-6)
 
 
 # --- training, through the command lines ----------------------------------------------------------

@@ -106,11 +106,10 @@ def compute_options(script: str) -> dict:
     """Names, kinds or choices, and defaults, as --help prints them."""
     code, text = run(script, "--help")
     assert code == 0
-    text, found = (
-        re.split(r"^(?:positional arguments|options):$", text, maxsplit=1, flags=re.M)[1],
-        {},
-    )
-    text = re.split(r"^(?!options:)\S", text, maxsplit=1, flags=re.M)[0]
+    start = r"^(?:positional arguments|options):$"
+    text, found = re.split(start, text, maxsplit=1, flags=re.M)[1], {}
+    text = re.split(r"^(?:presets|algorithms):$", text, maxsplit=1, flags=re.M)[0]
+    text = re.sub(r"^\w.*:\n", "", text, flags=re.M)  # headings of groups
     for entry in re.split(r"^  (?=[-\w])", text, flags=re.M)[1:]:
         head, _, prose = re.sub(r"\n +", "  ", entry).strip().partition("  ")
         name, _, expects = head.split(", ")[-1].removeprefix("--no-").partition(" ")

@@ -67,7 +67,7 @@ def ask(adapter, capsys):
 def test_several_answers_vote(ask, scripted):
     out, code = ask("vote", "--n", 4)
     assert code == 0
-    first, _, rest = out.partition("the likeliest of the winners:")
+    first, _, rest = out.partition("the likeliest of the winning answers:")
     assert first.strip() == SIX  # the first streams by; it is outvoted
     assert rest.strip().startswith(ADD)
     assert [line.split()[-3:] for line in rest.splitlines() if " of 4" in line] == [

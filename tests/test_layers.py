@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# A package imports from lower layers only (docs/architecture.md shows the same table).
+# A package imports from lower layers only (docs/explanation/architecture.md shows the same table).
 LAYERS = {
     "cli": 0,
     "grading": 0,

@@ -1,4 +1,4 @@
-"""docs/names.md: what it calls taken is taken, what it calls refused is, and its files exist."""
+"""docs/reference/names.md: what it calls taken is taken, what it calls refused is refused."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from rlm.cli.options import UsageError, read_options
 from rlm.training import PRESETS, GRPOConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "names.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "names.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 (TAKEN,) = re.findall(r"Taken as they are: `([^`]*)`", TEXT)
 VALUES = {

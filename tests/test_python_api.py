@@ -74,7 +74,7 @@ def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_p
         "data: from Python: 9 problems, 2 to validate on",
         "steps: 3 (",
         "algorithm: grpo: A = ",
-        "2 of 2 validation problems are trained on too",
+        "2 of 2 validation problems are training problems too",
         "the start is a bare model",
         f"python train_sft.py --model {model_dir}",
         "reward_fn=[FormatReward(), CorrectnessReward()]",
@@ -98,7 +98,7 @@ def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tm
     assert trainer.train(ROWS, [])["steps_run"] == 2
     said = capsys.readouterr().out
     assert "bare model" not in said
-    assert "trained on too" not in said
+    assert "training problems too" not in said
     taught = a_config(tmp_path, sft_adapter=tmp_path / "adapter", output=tmp_path / "next", steps=1)
     rlm.GRPOTrainer(str(model_dir), taught, device=CPU).train(ROWS)
     assert "bare model" not in capsys.readouterr().out
@@ -185,7 +185,7 @@ def test_rows_and_problems_are_taken_alike():
         ([Problem("a", "?", "1"), 3], "row 2 of dataset is 3: needed"),
         ([{"input": "?", "target": 1}], "dataset has the columns input, target: needed are rows"),
         ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: needed"),
-        ([{"question": "?", "answer": "many"}], "the reference answer is not a number: 'many'"),
+        ([{"question": "?", "answer": "many"}], "the answer is not a number: 'many'"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
             "dataset is a dict of train: give one of these",

@@ -166,10 +166,11 @@ def test_python_blocks(early_model, here, capsys):
     assert names["config"].group_size == 8
 
 
-def test_the_block_of_the_readme_that_trains(early_model, here):
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_block_of_the_python_page_that_trains(early_model, here):
+    page = Path(__file__).parent.parent / "docs" / "reference" / "python-api.md"
+    text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (block,) = [block for block in blocks if "GRPOTrainer(" in block]
+    (block,) = [block for block in blocks if "reward_fn=short_and_right" in block]
     for said, short in (
         ("smollm2-135m", str(early_model)),
         ("steps=20", "steps=1"),
@@ -182,7 +183,7 @@ def test_the_block_of_the_readme_that_trains(early_model, here):
 
 
 def test_the_block_of_the_page_on_algorithms(early_model, here, capsys):
-    page = Path(__file__).parent.parent / "docs" / "algorithms.md"
+    page = Path(__file__).parent.parent / "docs" / "explanation" / "algorithms.md"
     (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert "Qwen/Qwen2.5-0.5B-Instruct" in block
     exec(block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(early_model)), {})

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from live_server import make_service, wait_until
+from live_server import LIMITS, live, make_service, wait_until
 from safetensors.torch import load_file, save_file
 from starlette.middleware.cors import CORSMiddleware
 
@@ -30,7 +30,7 @@ from rlm.model.adapters import adapter_tensors, load_adapter, new_adapter
 from rlm.model.base import base_model_hash, load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
-from rlm.sampling import Sampler
+from rlm.sampling import Sampler, prompt_seed
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
 from rlm.serving.engine import Engine
@@ -39,6 +39,7 @@ from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import find_models, load_replicas
 from rlm.serving.request import Limits
+from rlm.serving.service import Service
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -149,28 +150,29 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
     ]
 
 
-def test_each_lane_draws_with_its_own_adapter(weights, model_dir, tokenizer, in_fp32):
-    """All replicas stand on one model; each must say what a model with only its adapter says."""
-    replicas = load_replicas(
-        find_models(weights / "final_rlm_lora", weights, None), tokenizer, max_num_seqs=2
-    )
+@pytest.mark.parametrize("merged", [True, False])
+def test_each_adapter_answers_as_if_it_were_alone(
+    merged, weights, model_dir, tokenizer, in_fp32, monkeypatch
+):
+    """All stand on one model and are asked at once; prefix, weights and cache are each one's."""
+    monkeypatch.setattr("rlm.serving.models.Sampler", partial(Sampler, merged=merged))
+    models = find_models(weights / "final_rlm_lora", weights, None)
+    engine = Engine(lambda: load_replicas(models, tokenizer, max_num_seqs=2), LIMITS)
+    body = {"prompt": "hello", "temperature": 1.0, "seed": 5, "max_new_tokens": 20}
+    with live(Service(engine, tokenizer, models, LIMITS)) as served, ThreadPoolExecutor(3) as pool:
+        replies = list(
+            pool.map(served.post, [body | {"adapter": name} for name in models.adapters])
+        )
     prompt = render_prompt(tokenizer, "hello", FORMATS["deepseek"])
-    request = Request(prompt, SamplingParams(12, 1.0), seed=1, n=2)
-    said = {}
-    for _ in range(2):  # also after others were worn
-        for name, replica in replicas.items():
-            replica.activate()
-            group = replica.sampler.complete([request])[0]
-            assert said.setdefault(name, [c.token_ids for c in group]) == [
-                c.token_ids for c in group
-            ]
-    for name in said:
+    request = Request(prompt, SamplingParams(20, 1.0), prompt_seed(5))
+    said = [reply.json()["response"] for reply in replies]
+    for name, text in zip(models.adapters, said, strict=True):
         alone = load_base(str(model_dir), CPU)
         if name != "base":
             alone = load_adapter(alone, weights / name, trainable=False)
-        group = Sampler(alone, tokenizer).complete([request])[0]
-        assert said[name] == [completion.token_ids for completion in group]
-    assert len({str(ids) for ids in said.values()}) == 3
+        [[completion]] = Sampler(alone, tokenizer).complete([request])
+        assert text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    assert len(set(said)) == 3
 
 
 def damage(folder: Path, how: str) -> None:
@@ -347,7 +349,7 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     service.engine._load()
     assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"))
-    assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # as docs/serving.md has it
+    assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # docs/reference/serving.md
     public = ["--adapter", weights / "sft.v2", "--ngrok", "--public"]
     assert server._service(config_of(*public)).limits.request_tokens == 1024
     larger = server._service(config_of(*public, "--max-new-tokens", 2000)).limits
@@ -384,7 +386,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
     assert not settings.allowed_hosts.numeric
     assert usual.config.http is SlowGuard
-    assert usual._seconds == 25  # of draining, as docs/serving.md has it
+    assert usual._seconds == 25  # of draining, as docs/reference/serving.md has it
     named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
     _, settings = served_by(monkeypatch, tokenizer, *named)
     assert settings.allowed_hosts == here | {"my.machine", "other"}

@@ -212,7 +212,7 @@ class EvidenceConfig(TRLFlags):
             "output": folder / "adapter",
         }
         config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
-        if config.choices.dynamic_sampling:
+        if config.resolved_algorithm.dynamic_sampling:
             return replace(config, batch_size=max(1, round(DYNAMIC_SHARE * self.batch_size)))
         return config
 

@@ -30,12 +30,19 @@ class AskingConfig:
     """Options of the commands that ask for answers alone, without plans."""
 
     instructions: bool = flag(
-        True, "ask for steps and a final line; --no-… sends the bare question (for our own model)"
+        True,
+        "ask for steps and a final line; --no-instructions sends the bare question, which a model "
+        "trained here expects",
     )
-    max_tokens: int = flag(2048, "longest reply", min=1)
-    max_cost: float | None = flag(None, "stop before this is passed, as the prices", min=0)
-    plan: bool = flag(False, "ask nothing: say how many requests, tokens and what they may cost")
-    seed: int = flag(0, "of requests")
+    max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
+    max_cost: float | None = flag(
+        None,
+        "stop before the requests cost more, by the prices in --api-config",
+        min=0,
+        default_text="no limit",
+    )
+    plan: bool = flag(False, "send nothing; print the requests, tokens and costs to expect")
+    seed: int = flag(0, "random seed sent with the requests")
 
     @property
     def stage(self) -> str:
@@ -93,7 +100,7 @@ def answer_all(
     return [replies[i : i + samples] for i in range(0, len(replies), samples)]
 
 
-def shown(reply: ChatReply, problem: Problem) -> str:
+def format_attempt(reply: ChatReply, problem: Problem) -> str:
     """Write an attempt as a conversation carries it: with the tags where thinking came apart."""
     if not reply.reasoning:
         return reply.text.strip()
@@ -101,9 +108,11 @@ def shown(reply: ChatReply, problem: Problem) -> str:
     return FORMATS["deepseek"].completion(reply.reasoning, answer or reply.text)
 
 
-def listed(replies: Sequence[ChatReply], problem: Problem) -> str:
+def format_attempts(replies: Sequence[ChatReply], problem: Problem) -> str:
     """Write several attempts for the critic."""
-    texts = [f"Attempt {n}:\n{shown(reply, problem)}" for n, reply in enumerate(replies, 1)]
+    texts = [
+        f"Attempt {n}:\n{format_attempt(reply, problem)}" for n, reply in enumerate(replies, 1)
+    ]
     return "\n\n".join(texts)
 
 

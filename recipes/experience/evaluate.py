@@ -1,8 +1,8 @@
 """Measures whether a library helps: the same model with and without it, on unseen problems.
 
-Each problem is answered k times with the question alone and k times with the nearest lessons in
-front, with the same seeds; the difference is paired by problem. Placebo lessons are those of other
-problems; the critic answers from the attempts of the generators that also vote.
+Each problem is answered k times with the question alone, and k times with the nearest lessons in
+front, with the same seeds. The difference is paired by problem. A placebo row uses lessons of other
+problems. The critic answers from the attempts of the generators, which also vote.
 
     python -m recipes.experience.evaluate
     python -m recipes.experience.evaluate --dataset aime2025 --samples 8
@@ -27,7 +27,7 @@ from recipes.experience.answers import (
     Replies,
     announce_cost,
     answer_all,
-    listed,
+    format_attempts,
     mean_score,
     open_agents,
     run_all,
@@ -53,20 +53,33 @@ Score = Callable[[Sequence[ChatReply], Problem], float]
 
 @dataclass
 class EvaluateConfig(AskingConfig):
-    library: tuple[Path, ...] = flag(
-        tuple(LIBRARIES / f"{name}_experiences.json" for name in GENERATORS), "a row for each"
+    CHANGED_FIRST = (
+        *("library", "dataset", "split", "max_problems", "samples", "max_tokens"),
+        *("max_cost", "plan", "api_config", "run_dir"),
     )
-    nearest: int = flag(NEAREST, "lessons nearest to a question that are put in front", min=1)
-    placebo: bool = flag(False, "a row more for each: its lessons before other kinds of problems")
-    committee: bool = flag(False, "rows more: a vote of the generators, the critic's own answer")
-    dataset: str | None = flag(None, "what to ask (none: what the run did not practise on)")
-    split: str = flag("test", "the part of it")
-    max_problems: int | None = flag(30, "problems (none: all)", min=1)
+
+    library: tuple[Path, ...] = flag(
+        tuple(LIBRARIES / f"{name}_experiences.json" for name in GENERATORS),
+        "libraries to evaluate, a row for each",
+        default_text=f"those of the three generators in {LIBRARIES}",
+    )
+    nearest: int = flag(NEAREST, "how many lessons are put before a question", min=1)
+    placebo: bool = flag(
+        False, "one more row for each library: its lessons before problems they do not fit"
+    )
+    committee: bool = flag(
+        False, "two more rows: a vote of the generators, and the critic's answer from theirs"
+    )
+    dataset: str | None = flag(
+        None, "problems to ask", default_text="what the run did not practise on"
+    )
+    split: str = flag("test", "part of the data set")
+    max_problems: int | None = flag(30, "evaluate at most this many problems; none: all", min=1)
     samples: int = flag(4, "answers to each problem, k", min=1)
-    temperature: float = flag(0.3, "of these answers", min=0)
-    role: str = flag("generator_1", "whose endpoint answers", choices=GENERATORS)
-    api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
-    run_dir: Path = flag(RUN_DIR, "the run that wrote the libraries; figures go there")
+    temperature: float = flag(0.3, "sampling temperature", min=0)
+    role: str = flag("generator_1", "role whose endpoint answers", choices=GENERATORS)
+    api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
+    run_dir: Path = flag(RUN_DIR, "folder of the run that wrote the libraries; figures go there")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -155,7 +168,7 @@ def _ask_critic(
     attempts = group[sample * size : sample * size + size]
     if None in attempts:
         return None
-    values = {"problem": problem.question, "attempts": listed(attempts, problem)}
+    values = {"problem": problem.question, "attempts": format_attempts(attempts, problem)}
     return critic.ask("critic_answer", f"{problem.id} {sample}", **values)
 
 
@@ -165,7 +178,7 @@ def compare(
     """Compare with the first row; a problem with a failed call in any row is left out of all."""
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
-        raise UsageError("no problem has all its replies; is the endpoint all right?")
+        raise UsageError("every problem lacks a reply: check the endpoint")
     rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]

@@ -1,25 +1,31 @@
-"""Selects lessons by trial: candidates from a model's own attempts, kept only if they help.
+"""Selects lessons by trial: makes candidates from a model's own attempts, keeps those that help.
 
-The generators answer problems a few times. Where attempts differ, candidates are made: a right
-attempt as a worked example, the critic's rule from a right and a wrong one, the critic's own answer
-from all of them where it is right. Each is tried alone on the held-out problems most like its own,
-and kept if it makes more of them right, by McNemar's exact test with Holm's correction.
+The generators answer each problem a few times. Where attempts differ, candidates are made: a right
+attempt as a worked example, a rule that the critic writes from a right and a wrong attempt, and the
+critic's own answer where it is right. Each candidate is tried alone on the most similar held-out
+problems. It is kept if more of them become right, by McNemar's exact test with Holm's correction.
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
         --no-instructions --max-tokens 128    # our own model, on stories that it was not trained on
 
-Run it again to go on after an interruption: what was paid for is not asked again.
+To continue after an interruption, run it again: requests that were paid for are not sent again.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "select":  # a script beside it was run by its path, and Python looks for its own
+    sys.stderr.write(f"error: run it as python -m recipes.experience.{Path(sys.argv[0]).stem}\n")
+    sys.exit(2)
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
@@ -28,11 +34,11 @@ from recipes.experience.answers import (
     Replies,
     announce_cost,
     answer_all,
+    format_attempt,
+    format_attempts,
     is_right,
-    listed,
     open_agents,
     run_all,
-    shown,
     tokens_of,
 )
 from recipes.experience.library import LIBRARIES, reveals_gold, shorten
@@ -51,19 +57,26 @@ RECORD = "selection.json"
 
 @dataclass
 class SelectConfig(AskingConfig):
-    dataset: str = flag("word-problems", "as of recipes.experience.train")
-    split: str = flag("train", "the part to draw the problems from")
+    CHANGED_FIRST = (
+        *("dataset", "split", "problems", "samples", "held_out", "max_tokens"),
+        *("max_cost", "plan", "api_config", "run_dir"),
+    )
+
+    dataset: str = flag("word-problems", "problems, named as for recipes.experience.train")
+    split: str = flag("train", "part of the data set")
     problems: int = flag(48, "problems to practise on", min=1)
-    samples: int = flag(2, "attempts of each generator at each of them", min=1)
-    temperature: float = flag(0.7, "of these attempts", min=0)
-    groups: int = flag(8, "problems with right and wrong attempts that candidates are made of")
-    kinds: tuple[str, ...] = flag(KINDS, "of candidates", choices=KINDS)
-    held_out: int = flag(160, "further problems to try candidates on", min=1)
-    trial_size: int = flag(64, "of these the most similar, for one candidate", min=6)
-    alpha: float = flag(0.05, "chance that any useless candidate is kept", above=0, max=0.5)
-    api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
-    library_dir: Path = flag(LIBRARIES, f"where {LIBRARY} is written")
-    run_dir: Path = flag(RUN_DIR, "where the replies and the record of all trials are")
+    samples: int = flag(2, "attempts of each generator at each problem", min=1)
+    temperature: float = flag(0.7, "sampling temperature of the attempts", min=0)
+    groups: int = flag(8, "problems with right and wrong attempts to make candidates from")
+    kinds: tuple[str, ...] = flag(KINDS, "kinds of candidates to make", choices=KINDS)
+    held_out: int = flag(160, "other problems on which candidates are tried", min=1)
+    trial_size: int = flag(64, "problems of these, the most similar, for each candidate", min=6)
+    alpha: float = flag(
+        0.05, "accepted probability that any useless candidate is kept", above=0, max=0.5
+    )
+    api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
+    library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
+    run_dir: Path = flag(RUN_DIR, "folder for the replies and the record of all trials")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -137,7 +150,7 @@ def make_candidates(
     if "example" in kinds:
         best = [min(group.right, key=lambda r: len(r.reasoning + r.text)) for group in groups]
         for group, reply in zip(groups, best, strict=True):
-            found.append(Candidate("example", group.problem, shown(reply, group.problem)))
+            found.append(Candidate("example", group.problem, format_attempt(reply, group.problem)))
     for kind, make in (("rule", _rule), ("fusion", _fusion)):
         if kind in kinds:
             found += run_all(critic, [(g.problem.id, partial(make, critic, g)) for g in groups])
@@ -146,7 +159,7 @@ def make_candidates(
 
 def _rule(critic: Agent, group: Group) -> Candidate | None:
     problem, pair = group.problem, (group.right[0], group.wrong[0])
-    right, wrong = (shown(reply, problem) for reply in pair)
+    right, wrong = (format_attempt(reply, problem) for reply in pair)
     values = {"problem": problem.question, "right": right, "wrong": wrong}
     text = shorten(split_completion(critic.ask("rule", problem.id, **values).text)[1])
     is_lesson = text and not reveals_gold(text, problem)
@@ -155,10 +168,14 @@ def _rule(critic: Agent, group: Group) -> Candidate | None:
 
 def _fusion(critic: Agent, group: Group) -> Candidate | None:
     problem = group.problem
-    attempts = listed([*group.wrong, *group.right], problem)
+    attempts = format_attempts([*group.wrong, *group.right], problem)
     values = {"problem": problem.question, "attempts": attempts}
     reply = critic.ask("critic_answer", problem.id, **values)
-    return Candidate("fusion", problem, shown(reply, problem)) if is_right(reply, problem) else None
+    return (
+        Candidate("fusion", problem, format_attempt(reply, problem))
+        if is_right(reply, problem)
+        else None
+    )
 
 
 def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -> list[int]:

@@ -1,14 +1,15 @@
-"""Trains generators and a critic by training-free GRPO: lessons in words instead of weights.
+"""Trains generators and a critic with training-free GRPO: it writes lessons, changes no weights.
 
-For each problem a generator writes a plan several times and follows it; code scores the rollouts;
-where they differ (σ > τ) it is asked for one lesson, which the next problem's prompts carry. The
-critic then fuses each generator's plans and learns from its three fusions likewise.
+For each problem a generator writes a plan several times and follows it, and code scores the
+attempts. Where the scores differ (σ > τ), the generator is asked for one lesson, and later prompts
+carry it. The critic then merges the plans of each generator, and learns from its three merged plans
+in the same way.
 
     python -m recipes.experience.train generator 1 --dataset aime2024 --max-problems 10
     python -m recipes.experience.train critic
     python -m recipes.experience.train all --dataset word-problems --max-problems 10
 
-Run it again to go on after an interruption: what was paid for is not asked again.
+To continue after an interruption, run it again: requests that were paid for are not sent again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from recipes.experience.summary import summarize
 from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
-from rlm.data import Problem, dataset_name, is_file, load_jsonl, load_problems, only_numbers
+from rlm.data import (
+    Problem,
+    dataset_name,
+    is_local_file,
+    load_jsonl,
+    load_problems,
+    require_numeric_answers,
+)
 from rlm.runs import Journal, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
@@ -47,25 +55,48 @@ SHARED = ("tau", "max_tokens", "seed", "library_items", "library_tokens")
 
 @dataclass
 class TrainConfig:
-    target: str = flag("all", "who learns", choices=("generator", "critic", "all"), positional=True)
-    number: int | None = flag(None, "which generator", choices=(1, 2, 3), positional=True)
-    dataset: str = flag("aime2024", "aime2024, aime2025, physics, gsm8k, word-problems or FILE")
-    max_problems: int | None = flag(None, "practise on so many (none: all)", min=1)
-    rollouts: int = flag(3, "rollouts that a generator samples of each problem", min=1)
-    temperature: float | None = flag(None, "of every request (none: 0.3, the critic's 0.0)", min=0)
-    tau: float = flag(0.05, "a group teaches if the σ of its rewards is above this", min=0)
-    weights: tuple[float, ...] | None = flag(
-        None, "of r_ans,r_logic,r_graph (none: 0.5,0.25,0.25); of the critic also r_fusion", above=0
+    CHANGED_FIRST = (
+        *("dataset", "max_problems", "rollouts", "temperature", "max_tokens", "max_cost"),
+        *("plan", "api_config", "library_dir", "run_dir"),
     )
-    max_tokens: int = flag(2048, "longest reply", min=1)
-    max_cost: float | None = flag(None, "stop before this is passed, as the prices", min=0)
-    plan: bool = flag(False, "ask nothing: say how many requests, tokens and what they may cost")
-    library_items: int = flag(20, "lessons that a library holds at most", min=1)
-    library_tokens: int = flag(1200, "tokens that its lessons take at most, about", min=1)
-    seed: int = flag(0, "of problems and requests")
-    api_config: Path = flag(API_CONFIG, "keys and endpoints of the roles")
-    library_dir: Path = flag(LIBRARIES, "where the libraries are")
-    run_dir: Path = flag(RUN_DIR, "where the records are")
+
+    target: str = flag("all", "who learns", choices=("generator", "critic", "all"), positional=True)
+    number: int | None = flag(
+        None, "which generator: 1, 2 or 3", choices=(1, 2, 3), positional=True
+    )
+    dataset: str = flag(
+        "aime2024", "problems: aime2024, aime2025, physics, gsm8k, word-problems or FILE.jsonl"
+    )
+    max_problems: int | None = flag(
+        None, "practise on at most this many problems", min=1, default_text="all"
+    )
+    rollouts: int = flag(3, "attempts of a generator at each problem", min=1)
+    temperature: float | None = flag(
+        None, "sampling temperature", min=0, default_text="0.3, and 0.0 for the critic"
+    )
+    tau: float = flag(
+        0.05, "learn from a problem if its rewards have a standard deviation above this", min=0
+    )
+    weights: tuple[float, ...] | None = flag(
+        None,
+        "weights of r_ans,r_logic,r_graph, and for the critic also of r_fusion",
+        above=0,
+        default_text=",".join(f"{weight:g}" for weight in GENERATOR_WEIGHTS),
+    )
+    max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
+    max_cost: float | None = flag(
+        None,
+        "stop before the requests cost more, by the prices in --api-config",
+        min=0,
+        default_text="no limit",
+    )
+    plan: bool = flag(False, "send nothing; print the requests, tokens and costs to expect")
+    library_items: int = flag(20, "most lessons in a library", min=1)
+    library_tokens: int = flag(1200, "most tokens of a library's lessons, about", min=1)
+    seed: int = flag(0, "random seed of the problem order, also sent with the requests")
+    api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
+    library_dir: Path = flag(LIBRARIES, "folder of the libraries")
+    run_dir: Path = flag(RUN_DIR, "folder for the records of the run")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -92,11 +123,11 @@ def load_problem_set(
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems", "elementary") else "test"
-    if is_file(source):  # all of it, in its order
+    if is_local_file(source):  # all of it, in its order
         problems = load_jsonl(source)[:max_problems]
     else:
         problems = load_problems(source, split, max_samples=max_problems, seed=seed)
-    only_numbers(dataset, problems)
+    require_numeric_answers(dataset, problems)
     for problem in problems:
         relative_tolerance(problem)  # refused now, not when answers have been paid for
     if name in ("aime2024", "aime2025"):

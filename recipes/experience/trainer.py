@@ -68,7 +68,7 @@ class Trainer:
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
-        """Refuse to go on with other options: records of both would not compare."""
+        """Refuse to continue with other options: records of both would not compare."""
         agent, judge = self.agent, self.judge
         prompts = "\0".join(prompt.template for prompt in agent.prompts.values())
         options |= {"temperature": agent.temperature, "weights": list(self.weights)}
@@ -84,8 +84,8 @@ class Trainer:
             ]
             if was:
                 raise UsageError(
-                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; go on with "
-                    "that, or name another --run-dir (and --library-dir)"
+                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; continue "
+                    "with that, or name another --run-dir (and --library-dir)"
                 )
         replace_json(path, options)
 

@@ -1,4 +1,4 @@
-"""Asks a trained orchestrator, and shows its graph, what the agents write, and the answer.
+"""Asks a trained orchestrator; prints its graph, what the agents write, and the answer.
 
 python -m recipes.orchestrator.ask "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
 """
@@ -17,14 +17,16 @@ from rlm.model import prepare_process
 
 @dataclass
 class AskConfig:
-    question: str | None = flag(None, "the problem", positional=True)
-    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
-    tries: int = flag(3, "graphs to draw at most: the most likely one, then others", min=1)
+    question: str | None = flag(None, "the problem", positional=True, default_text="must be given")
+    run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
+    tries: int = flag(
+        3, "sample at most this many graphs until one is valid; the first is the likeliest", min=1
+    )
 
     def __post_init__(self) -> None:
         check_values(self)
         if not (self.question or "").strip():
-            raise ValueError('ask something: python -m recipes.orchestrator.ask "…"')
+            raise ValueError('type a question: python -m recipes.orchestrator.ask "…"')
 
 
 def main(config: AskConfig) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +19,87 @@ DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
 class OrchestratorConfig(GRPOConfig):
     """Holds the options of one training run; making it touches no disk."""
 
+    CHANGED_FIRST = (
+        *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),
+        *("steps", "batch_size", "group_size", "run_dir"),
+    )
+
+    # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
+    NOT_USED = (
+        "doctor",
+        "plan",
+        "reward",
+        "reward_timeout",
+        "num_epochs",
+        "reasoning_format",
+        "system_prompt",
+        "tool",
+    )
+
     model: str | None = flag(
         None,
-        "of the orchestrator: hub id, directory, smollm2-135m",
+        "base model of the orchestrator: hub id, folder, or smollm2-135m",
         aliases=("orchestrator-model",),
+        default_text="that of --sft-adapter, else one that fits this machine",
     )
-    sft_adapter: Path | None = flag(DEFAULT_START, "to start from, made if missing; or none")
-    steps: int = flag(100, "rounds of sampling and learning", min=1)
+    sft_adapter: Path | None = flag(
+        DEFAULT_START,
+        "adapter to start from; it is trained first if it does not exist; none: start with a new "
+        "one",
+    )
+    steps: int = flag(100, "training steps; each samples, scores, compares and learns", min=1)
     batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",), min=1)
     group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",), min=2)
-    max_new_tokens: int = flag(400, "longest graph, as text", min=1)
-    learning_rate: float = flag(1e-4, "peak", aliases=("lr",), min=0)
-    kl_weight: float = flag(0.1, "pull toward the start adapter", aliases=("kl-coef",), min=0)
+    max_new_tokens: int = flag(400, "longest graph, in tokens", min=1)
+    learning_rate: float = flag(1e-4, "peak learning rate", aliases=("lr",), min=0)
+    kl_weight: float = flag(
+        0.1, "weight of the KL term toward the start; 0: off", aliases=("kl-coef",), min=0
+    )
     eval_samples: int = flag(50, "validation problems, always the same", min=1)
-    test_samples: int = flag(100, "test problems at the end (0: none)", min=0)
-    sample_every: int = flag(10, "steps between printed graphs (0: none)", min=0)
-    run_dir: Path = flag(Path("runs/orchestrator"), "logs, rollouts, checkpoints and the adapter")
-    output: Path | None = flag(None, "for the best adapter (none: adapters_lora in --run-dir)")
+    test_samples: int = flag(100, "test problems that are evaluated at the end; 0: none", min=0)
+    sample_every: int = flag(10, "steps between printed graphs; 0: none", min=0)
+    run_dir: Path = flag(
+        Path("runs/orchestrator"), "folder for metrics, graphs, checkpoints and the adapter"
+    )
+    output: Path | None = flag(
+        None, "folder for the best adapter", default_text="adapters_lora in --run-dir"
+    )
 
     graph_form: str = flag(
         "prompts",
         "what a graph gives each agent: a system prompt, or a question of its own",
         choices=("prompts", "questions"),
     )
-    agent_model: str | None = flag(None, "of the agents (none: the orchestrator's, shared)")
-    agent_adapter: Path | None = flag(DEFAULT_AGENT_ADAPTER, "of the agents; none: the bare model")
-    agent_url: str | None = flag(None, "of an OpenAI-compatible API that serves --agent-model")
-    agent_key: str | None = flag(None, "environment variable with that API's key")
-    agent_max_tokens: int = flag(96, "longest reply of an agent", min=1)
-    agent_temperature: float = flag(0.0, "of the agents; 0 is repeatable, and cached", min=0)
-    max_agents: int = flag(2, "agents in a graph: two", min=2, max=2)  # older runs' options have it
-    zero_leaks: bool = flag(True, "a graph whose prompts hold the answer earns nothing")
-    format_reward: float = flag(0.0, "for a valid graph, besides the 0/1 for the answer", min=0)
-    start_questions: int = flag(96, "cold start: problems, with several graphs for each", min=1)
-    start_from: Path | None = flag(None, "cold start: the adapter it goes on from; none: a new one")
-    debug: bool = flag(False, "5 steps of 2 × 2 at most, everything measured at each")
+    agent_model: str | None = flag(
+        None, "model of the agents", default_text="the orchestrator's, loaded once"
+    )
+    agent_adapter: Path | None = flag(
+        DEFAULT_AGENT_ADAPTER, "adapter of the agents; none: the bare model"
+    )
+    agent_url: str | None = flag(
+        None, "OpenAI-compatible API that serves --agent-model", default_text="the agents run here"
+    )
+    agent_key: str | None = flag(
+        None, "environment variable that holds the key of this API", default_text="no key"
+    )
+    agent_max_tokens: int = flag(96, "longest reply of an agent, in tokens", min=1)
+    agent_temperature: float = flag(
+        0.0, "sampling temperature of the agents; with 0 their replies are cached", min=0
+    )
+    max_agents: int = flag(2, "always 2", min=2, max=2, hidden=True)  # older runs' options have it
+    zero_leaks: bool = flag(True, "give no reward to a graph whose prompts contain the answer")
+    format_reward: float = flag(
+        0.0, "reward of a valid graph, added to the 0/1 of its answer", min=0
+    )
+    start_questions: int = flag(
+        96, "problems from which a missing --sft-adapter is trained, several graphs for each", min=1
+    )
+    start_from: Path | None = flag(
+        None, "adapter from which that training starts", default_text="a new one"
+    )
+    debug: bool = flag(
+        False, "run at most 5 steps of 2 problems x 2 graphs, and validate after each"
+    )
 
     def __post_init__(self) -> None:
         derived = {"output": self.output or Path(self.run_dir) / "adapters_lora"}
@@ -63,14 +109,11 @@ class OrchestratorConfig(GRPOConfig):
             derived |= {"eval_every": 1, "sample_every": 1}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        # Options of stage 2 that are nothing to a graph; old records of runs hold these tags.
-        tags = None if self.reasoning_format == "deepseek" else self.reasoning_format
-        names = ("doctor", "plan", "reward", "num_epochs", "system_prompt")
-        given = {name: getattr(self, name) for name in names}
-        given |= {"reasoning_format": tags, "tool": None if self.tool == "none" else self.tool}
-        for name, value in given.items():
-            if value:
-                raise ValueError(f"--{name.replace('_', '-')} is train_grpo.py's: not used here")
+        for option in fields(self):
+            allowed = {option.default, "deepseek"}  # the latter: tags in records of older runs
+            if option.name in self.NOT_USED and getattr(self, option.name) not in allowed:
+                name = option.name.replace("_", "-")
+                raise ValueError(f"--{name} is an option of train_grpo.py and has no use here")
         super().__post_init__()
         if self.agent_url and not self.agent_model:
             raise ValueError("--agent-url needs --agent-model: the name that the server knows")
@@ -87,7 +130,7 @@ class OrchestratorConfig(GRPOConfig):
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(
-                f"the agents are the bare model: {DEFAULT_AGENT_ADAPTER} is not there "
+                f"the agents use the bare model: {DEFAULT_AGENT_ADAPTER} does not exist "
                 "(train_grpo.py)"
             )
             values["agent_adapter"] = None

@@ -1,9 +1,9 @@
-"""Compares the orchestrator with a single agent: same problems, same agents, same limit of tokens.
+"""Compares the orchestrator with a single agent: same problems, same agents, same token limit.
 
-What may be written for a problem is two replies' length: the single agent has it in one reply, the
-others in two. The orchestrator's own tokens come on top, in a column of their own; the vote lets
-the single agent write about as many as the trained orchestrator and its agents did together.
-A problem that an agent's API failed on in any row is in none: rows are paired by problem.
+The limit for a problem is the length of two replies: the single agent has it in one reply, the
+other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote
+the single agent may write about as much as the orchestrator and its agents together. Rows are
+paired by problem, so a problem on which an agent's API failed is left out of all rows.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
 """
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
-from recipes.orchestrator.plans import WHOLE, oracle_plan
+from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.reward import graph_metrics
 from recipes.orchestrator.runner import Runner, Trajectory
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import Problem, is_file, load_problems
+from rlm.data import Problem, is_local_file, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
@@ -48,15 +48,17 @@ Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 @dataclass
 class EvaluateConfig:
-    run: Path = flag(Path("runs/orchestrator"), "directory of the training run")
+    run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
     split: str | None = flag(
-        None, "which part of its data set (none: test; of a file, all of which that is: validation)"
+        None,
+        "part of the run's data set",
+        default_text="test; validation for a file of yours",
     )
-    max_samples: int = flag(200, "problems", min=1)
-    read_price: float = flag(0.0, "of a million tokens read", min=0)
-    written_price: float = flag(0.0, "of a million tokens written", min=0)
-    seed: int = flag(0, "of the vote's samples")
-    output: Path = flag(Path("runs/orchestrator_evaluation"), "where figures and traces go")
+    max_samples: int = flag(200, "evaluate at most this many problems", min=1)
+    read_price: float = flag(0.0, "price of a million input tokens", min=0)
+    written_price: float = flag(0.0, "price of a million output tokens", min=0)
+    seed: int = flag(0, "random seed of the samples that vote")
+    output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for figures and traces")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -79,7 +81,7 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
     fixed = fixed_graphs(format.system_prompt)
     graphs = {name: [graph] * len(problems) for name, graph in fixed.items()}
     if any(plans := [oracle_plan(problem) for problem in problems]):
-        graphs[ORACLE] = [plan or WHOLE for plan in plans]
+        graphs[ORACLE] = [plan or WHOLE_PROBLEM for plan in plans]
     for name, arm in graphs.items():
         limit = 2 * config.agent_max_tokens // len(arm[0].agents)
         runner = Runner(agents, limit, config.agent_temperature, format)
@@ -111,7 +113,7 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
         for groups in zip(*rows.values(), strict=True)
     ]
     if not any(judged):
-        raise UsageError("a call failed on every problem; is the agents' endpoint all right?")
+        raise UsageError("a call failed on every problem: check the agents' endpoint")
     return {name: list(compress(row, judged)) for name, row in rows.items()}
 
 
@@ -153,20 +155,20 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
-    start, best = began_with(rows), max(solved, key=lambda name: sum(solved[name]))
+    start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
     return {
         f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
         for name in dict.fromkeys((start, best))
     }
 
 
-def began_with(rows: Mapping[str, Row]) -> str:
+def start_row(rows: Mapping[str, Row]) -> str:
     return UNTRAINED if UNTRAINED in rows else BARE
 
 
-def show_learned(rows: Mapping[str, Row], count: int = 3) -> None:
+def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
     """Print the first problems whose graph training has changed, with both graphs."""
-    pairs = zip(rows[began_with(rows)], rows[TRAINED], strict=True)
+    pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
     changed = [(before, after) for (before,), (after,) in pairs if before.graph != after.graph]
     for pair in changed[:count]:
         terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
@@ -195,7 +197,7 @@ def main(config: EvaluateConfig) -> int:
     check_writable("--output", config.output)  # before the hours, not after them
     orchestrator = Orchestrator.load(config.run)
     dataset = orchestrator.config.dataset
-    split = config.split or ("validation" if is_file(dataset) else "test")
+    split = config.split or ("validation" if is_local_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
     problems = fit_prompts(orchestrator, problems)
     rows = make_rows(orchestrator, problems, config.seed)
@@ -207,7 +209,7 @@ def main(config: EvaluateConfig) -> int:
     compared = compare_trained(judged)
     for pair, difference in compared.items():
         terminal.line(f"  {pair}: {points(difference)} points, paired by problem")
-    show_learned(judged)
+    show_changed_graphs(judged)
     left_out = len(problems) - len(single)
     if left_out:
         terminal.line(

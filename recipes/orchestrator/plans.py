@@ -11,7 +11,7 @@ from recipes.orchestrator.graph import Graph
 from rlm.data import Problem
 from rlm.grading import Equation, find_equations
 
-WHOLE = Graph.plan("{problem}", "{problem}")  # the second agent is a single agent
+WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent is a single agent
 # How often a random plan is of each kind. GRPO compares them; the cold start prefers none.
 KINDS = {"solution": 1, "operations": 2, "whole": 1}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -61,7 +61,7 @@ def random_plan(rng: random.Random, problem: Problem) -> Graph:
         return plan
     numbers = _NUMBER.findall(problem.question.replace(",", ""))
     if kind == "whole" or len(numbers) < 2:
-        return WHOLE
+        return WHOLE_PROBLEM
     first, second, third = [*rng.sample(numbers, 2), rng.choice(numbers)]
     sides = rng.sample(["{agentA}", third], 2)
     one, two = rng.choices("+-*/", k=2)

@@ -1,9 +1,9 @@
-"""Tells at which accuracy two agents can win: a simulated solver in place of the model.
+"""Shows how accurate a solver must be for two agents to win, with a simulated solver.
 
-The solver gets each arithmetic step right with chance p. Asked a whole story, it also has to choose
-every step but the first by itself, and takes the right one with chance r: of a model, p is its
-accuracy on one step, and r that on two steps divided by p². Steps that a sub-question writes out
-need no choice. Problems, plans, agents' drafts, grading and votes are the real ones.
+The solver gets each arithmetic step right with probability p. If it is asked a whole story, it must
+also choose every step after the first, and is right with probability r. A model's p is its accuracy
+on one step; its r is its accuracy on two steps divided by p². A step that a sub-question writes out
+needs no choice. Problems, plans, drafts, grading and votes are real.
 
     python -m recipes.orchestrator.simulate --dataset elementary:2-3
 """
@@ -32,12 +32,16 @@ from rlm.tools import evaluate_expression
 @dataclass
 class SimulateConfig:
     dataset: str = flag("elementary:2-3", "problems with worked solutions")
-    max_samples: int = flag(480, "problems", min=1)
-    step_accuracy: tuple[float, ...] = flag((0.6, 0.7, 0.8, 0.9, 0.95, 1.0), "p", min=0, max=1)
-    choice_accuracy: tuple[float, ...] = flag((0.6, 0.8, 0.9, 1.0), "r", min=0, max=1)
+    max_samples: int = flag(480, "number of problems", min=1)
+    step_accuracy: tuple[float, ...] = flag(
+        (0.6, 0.7, 0.8, 0.9, 0.95, 1.0), "values of p to try", min=0, max=1
+    )
+    choice_accuracy: tuple[float, ...] = flag(
+        (0.6, 0.8, 0.9, 1.0), "values of r to try", min=0, max=1
+    )
     votes: int = flag(3, "attempts of the single agent that vote", min=1)
-    seed: int = flag(0, "of the solver's errors")
-    output: Path = flag(Path("runs/orchestrator_simulation"), "where simulation.json goes")
+    seed: int = flag(0, "random seed of the solver's errors")
+    output: Path = flag(Path("runs/orchestrator_simulation"), "folder for simulation.json")
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -1,8 +1,8 @@
-"""Train a model to design the two agents that solve the problem. The loop is train_grpo.py's.
+"""Trains a model to design the two agents that solve a problem. The loop is train_grpo.py's.
 
-For each problem the orchestrator writes several graphs of agents with their system prompts; a
-frozen model runs each graph, the last agent's number is verified 0/1, and GRPO with a KL term
-compares the graphs of a problem and updates the orchestrator's LoRA alone.
+For each problem the orchestrator writes several graphs: agents with their system prompts. A frozen
+model runs each graph, and the last agent's number is checked (0 or 1). GRPO with a KL term compares
+the graphs of a problem and updates only the orchestrator's LoRA.
 
     python -m recipes.orchestrator.train --config configs/orchestrator_quickstart.yaml
     python -m recipes.orchestrator.train --steps 100 --batch-problems 4 --trajectories 4 --lr 1e-4
@@ -28,7 +28,7 @@ from recipes.orchestrator.orchestrator import Orchestrator, render
 from recipes.orchestrator.reward import GraphReward
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, run_main, terminal
-from rlm.data import Problem, is_file, load_problems, only_numbers
+from rlm.data import Problem, is_local_file, load_problems, require_numeric_answers
 from rlm.model import (
     ADAPTER_FILES,
     Device,
@@ -222,10 +222,10 @@ def main(config: OrchestratorConfig) -> int:
     agents = choose_agents(config)
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_file(config.dataset):  # of which the test split is all
+    if config.test_samples and not is_local_file(config.dataset):  # of which the test split is all
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(config.dataset, "test", **own)
-    only_numbers(config.dataset, [*train, *validation, *test])
+    require_numeric_answers(config.dataset, [*train, *validation, *test])
     check_output(config.output)
     if start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -15,9 +15,9 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlm.cli.foreign_names import hint, synonyms, with_underscores
+from rlm.cli.option_groups import group_of
 
 T = TypeVar("T")
-MAX_SHOWN = 3  # other names of an option in --help
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Flag:
     same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
     positional: bool = False
     bare: Any = None  # its value where it is typed without one
-    group: str | None = None
+    default_text: str = ""  # what --help calls the default, where its value says too little
+    hidden: bool = False  # accepted, but not in --help
+    group: str | None = None  # its heading in --help
     min: float | None = None  # bounds of a number; of a tuple field: of each item
     above: float | None = None
     max: float | None = None
@@ -74,13 +76,18 @@ class Flag:
                 if bound is not None and not holds(item, bound):
                     raise ValueError(f"{self.spelling} must be {words} {bound:g}")
 
-    def add_to(self, parser: Any) -> None:
+    @property
+    def help_text(self) -> str:
+        """Return the line of --help: what the option does, and its default."""
         items = self.default if isinstance(self.default, tuple) else [self.default]
-        words = (str(i).lower() if i is None or isinstance(i, bool) else str(i) for i in items)
-        shown = self.aliases[:MAX_SHOWN]
-        others = ", ".join(with_dashes(with_underscores(alias)) for alias in shown)
-        also = f", also {others}" if others else ""
-        text = f"{self.help}{also} (default: {','.join(words) or 'empty'})".replace("%", "%%")
+        words = {None: "none", True: "on", False: "off"}
+        values = ",".join(
+            str(words[i] if i is None or i is True or i is False else i) for i in items
+        )
+        return f"{self.help} (default: {self.default_text or values or 'empty'})"
+
+    def add_to(self, parser: Any) -> None:
+        text = argparse.SUPPRESS if self.hidden else self.help_text.replace("%", "%%")
         if self.positional:
             parser.add_argument(self.name, nargs="?", help=text)
         elif bool in members_of(self.kind):
@@ -108,13 +115,16 @@ def flag(default: Any, help: str, **about: Any) -> Any:
 def flags_of(cls: type) -> list[Flag]:
     """Return the flags of a dataclass, in the order of its fields."""
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
-    others = synonyms([field.name for field in fields])
+    others, first = synonyms([field.name for field in fields]), getattr(cls, "CHANGED_FIRST", ())
+    not_used = getattr(cls, "NOT_USED", ())
     flags = [(field, field.metadata.get("flag", Flag())) for field in fields]
     return [
         dataclasses.replace(
             flag,
             name=field.name,
             aliases=[*flag.aliases, *others.get(field.name, [])],
+            group=flag.group or (None if flag.positional else group_of(field.name, first)),
+            hidden=flag.hidden or field.name in not_used,
             kind=kinds[field.name],
             default=field.default,
         )

@@ -189,7 +189,7 @@ FOREIGN_NAMES = (
         "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy "
         "sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg "
         "vespo_lambda_pos router_aux_loss_coef neftune_noise_alpha label_smoothing_factor",
-        "not offered; docs/algorithms.md has what each --algorithm computes",
+        "not offered; docs/explanation/algorithms.md has what each --algorithm computes",
     ),
     (
         "loss_type neftune_noise_alpha label_smoothing_factor router_aux_loss_coef",
@@ -255,13 +255,13 @@ FOREIGN_NAMES = (
     # where
     (
         "use_vllm fast_inference vllm_mode vllm_server_base_url vllm_server_host vllm_server_port",
-        "type --sampler vllm --sampler-url URL (docs/vllm.md)",
+        "type --sampler vllm --sampler-url URL (docs/how-to/vllm.md)",
     ),
     (
         "gpu_memory_utilization vllm_gpu_memory_utilization vllm_tensor_parallel_size "
         "vllm_max_model_length vllm_model_impl vllm_enable_sleep_mode vllm_server_timeout "
         "vllm_group_port",
-        "it belongs to the server that --sampler-url names (docs/vllm.md)",
+        "it belongs to the server that --sampler-url names (docs/how-to/vllm.md)",
     ),
     (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode "

@@ -87,14 +87,14 @@ def _refuse(error: UsageError) -> int:
 
 
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
-    """Return the command that goes on, where the script has --resume."""
+    """Return the command that continues, where the script has --resume."""
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
     script = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else _script()
     typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
     typed += [] if "--resume" in typed else ["--resume"]
-    return f"; go on with: {shlex.join([*script, *typed])}"
+    return f"; continue with: {shlex.join([*script, *typed])}"
 
 
 def _script() -> list[str]:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -27,6 +28,7 @@ from rlm.cli.flags import (
     with_dashes,
 )
 from rlm.cli.foreign_names import hint, with_underscores
+from rlm.cli.option_groups import place_of
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
@@ -79,11 +81,20 @@ def read_options(
 ) -> Values:
     """Read the values that a preset, YAML and `argv` (default: sys.argv[1:]) set, by field."""
     fields = flags_of(cls)
-    text, aliases = "YAML or JSON file of options; the command line beats it", ["config_json"]
-    first = [Flag(text, aliases=aliases, name="config", kind=Path)]
+    text, aliases = "YAML or JSON file of options; what is typed wins over it", ["config_json"]
+    first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
     if presets:
-        first.append(Flag("start from it", name="preset", kind=str, choices=list(presets)))
-        listed = "\n  ".join(["presets:", *(f"{k}: {dict(v)}" for k, v in presets.items())])
+        first.append(
+            Flag(
+                "set of options to start from, listed below",
+                name="preset",
+                kind=str,
+                choices=list(presets),
+                default_text="no preset",
+            )
+        )
+        lines = (f"{name}: {_as_typed(values)}" for name, values in presets.items())
+        listed = "\n  ".join(["presets:", *lines])
         epilog = f"{epilog}\n\n{listed}" if epilog else listed
     typed = _read_argv([*first, *fields], argv, description=description, epilog=epilog)
     options = [*first[1:], *fields]
@@ -113,6 +124,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
+def _as_typed(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{with_dashes(name)} {value}" for name, value in values.items())
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # options stay whole
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
@@ -121,13 +141,14 @@ class _Parser(argparse.ArgumentParser):
 def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) -> Values:
     """Return what was typed: strings, bools for --x and --no-x, lists for tuple fields."""
     names = "".join(f" [{option.name}]" for option in options if option.positional)
-    style, absent = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    style, absent = _HelpFormatter, argparse.SUPPRESS
     parser = _Parser(formatter_class=style, argument_default=absent, allow_abbrev=False, **texts)
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
     flags, renamed = {"--help": "--help"}, set()  # every spelling, with dashes → the flag
-    for option in options:
+    for option in sorted(options, key=lambda option: place_of(option.group)):
         option.add_to(group(option.group) if option.group else parser)
+    for option in options:
         for key in () if option.positional else option.keys:
             flags[with_dashes(key)] = option.spelling
             if bool in members_of(option.kind):
@@ -144,7 +165,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             raise UsageError(f"{name} is given twice")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
-        name, said = token.partition("=")[0], ": it is the value of no option"
+        name, said = token.partition("=")[0], ": type the name of its option before it"
         before = known[["".join(parts) for parts in known].index(token) - 1][0]
         if any(before == option.spelling and bool in members_of(option.kind) for option in options):
             said = f": {before} takes no value"

@@ -22,8 +22,10 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file() or not name:
-        raise UsageError(f"{option} {spec}: expected FILE.py:NAME, and the file must exist")
+    if not name or path.suffix != ".py":
+        raise UsageError(f"{option} {spec}: write FILE.py:NAME, the file and what it defines")
+    if not path.is_file():
+        raise UsageError(f"{option} {spec}: the file {path} does not exist")
     module_spec = importlib.util.spec_from_file_location(f"{option[2:]}_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look it up

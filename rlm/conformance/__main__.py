@@ -3,7 +3,7 @@
     python -m rlm.conformance                                # a table; 1 if ours fails
     python -m rlm.conformance --trainer my_trainer.py:adapter --json conformance.json
 
-docs/conformance.md has the formulas, and how an adapter is written.
+docs/reference/conformance.md has the formulas, and how an adapter is written.
 """
 
 from __future__ import annotations

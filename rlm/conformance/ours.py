@@ -108,7 +108,7 @@ def _loss(given: SimpleNamespace) -> Tensor:
     kl = {"kl_weight": given.kl_weight, "kl_estimator": given.kl_estimator}
     logprobs = given.logprobs[places, :width]
     correct = given.importance_cap is not None
-    return policy_loss(logprobs, batch, config.choices, correct_sampler=correct, **kl)[0]
+    return policy_loss(logprobs, batch, config.resolved_algorithm, correct_sampler=correct, **kl)[0]
 
 
 def _group(completions: list[Completion]) -> Group:

@@ -8,11 +8,14 @@ EXPORTS = {
         "Experience NEAREST WORKED_EXAMPLE apply_experiences experience_block load_experiences "
         "similarity with_experiences"
     ),
-    "loaders": ("dataset_name is_file load_gsm8k load_jsonl load_problems only_numbers own_files"),
+    "loaders": (
+        "dataset_name dataset_parts is_local_file load_gsm8k load_jsonl load_problems own_files "
+        "require_numeric_answers"
+    ),
     "own_data": "HELD_OUT",
     "problem": "Problem as_problems",
     "prompts": (
-        "FORMATS IGNORED Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
+        "FORMATS IGNORE_INDEX Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
         "read_system_prompt render_completion render_problem render_prompt stop_token_ids"
     ),
     "word_problems": "generate_word_problems load_word_problem_table",

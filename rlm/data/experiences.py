@@ -53,10 +53,10 @@ def load_experiences(path: str | Path) -> tuple[Experience, ...]:
         raise UsageError(f"cannot read the library {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is no experience library: a JSON list of objects with a content is needed"
+            f"{path} is no experience library: expected a JSON list of objects with `content`"
         ) from error
     if not all(lesson.content for lesson in lessons):
-        raise UsageError(f"{path} holds a lesson without words")
+        raise UsageError(f"{path} holds an empty lesson")
     return lessons
 
 

@@ -127,7 +127,7 @@ def dataset_name(dataset: str) -> str:
 def dataset_parts(dataset: str) -> list[str]:
     """The data sets that a `--dataset` joins by +; a + inside a path joins nothing."""
     parts = dataset.split("+")
-    known = (is_named, is_file, is_hub)
+    known = (is_named, is_local_file, is_hub)
     return parts if all(any(is_one(part) for is_one in known) for part in parts) else [dataset]
 
 
@@ -136,7 +136,7 @@ def is_named(dataset: str) -> bool:
     return dataset_name(dataset).partition(":")[0] in SPLITS
 
 
-def is_file(dataset: str) -> bool:
+def is_local_file(dataset: str) -> bool:
     """Whether that is a file of the user's own, all of which is its test split."""
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
     return is_one and not is_named(dataset) and dataset.lower().endswith((*READERS,))
@@ -146,15 +146,15 @@ def is_hub(dataset: str) -> bool:
     """Whether that is another data set on the hub, or a directory laid out as there."""
     path, _ = split_config(dataset)
     is_one = Path(path).is_dir() or _HUB_NAME.fullmatch(path) is not None
-    return is_one and not is_named(dataset) and not is_file(dataset)
+    return is_one and not is_named(dataset) and not is_local_file(dataset)
 
 
 def own_files(dataset: str) -> set[Path]:
     """The user's own files that a `--dataset` names."""
-    return {Path(part).resolve() for part in dataset_parts(dataset) if is_file(part)}
+    return {Path(part).resolve() for part in dataset_parts(dataset) if is_local_file(part)}
 
 
-def only_numbers(dataset: str, problems: Iterable[Problem]) -> None:
+def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
     """
     Raises:
         UsageError: a problem whose answer is a choice or a text, where only numbers are verified.
@@ -199,7 +199,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
 
 def _load_own(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
     """The problems of a split of a user's file, a hub data set, or a directory laid out as one."""
-    if is_file(dataset):
+    if is_local_file(dataset):
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
         return load_hub(dataset, split, columns, rows)

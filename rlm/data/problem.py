@@ -107,6 +107,8 @@ def _refusal(source: str, number: int, error: Exception, how_many: str, row: byt
     text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(map(str, row))}: {HOW_TO_NAME}"
+    if isinstance(error, NotAnAnswer):
+        text += '; for words or letters add "answer_type": "text" or "choice"'
     return text
 
 
@@ -196,11 +198,11 @@ def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list
         raise ValueError(f"answer_type is none of {', '.join(ANSWER_TYPES)}: {kind!r}")
     if kind != "number":
         if READERS[kind](answer) is None:
-            raise NotAnAnswer(f"the reference answer is no {kind}: {answer[:40]!r}")
+            raise NotAnAnswer(f"the answer is no {kind}: {answer[:40]!r}")
     elif "####" in answer:
         solution, answer = gold_from_gsm8k(answer, calculator_marks)
     elif parse_number(answer) is None:
-        raise NotAnAnswer(f"the reference answer is not a number: {answer[:40]!r}")
+        raise NotAnAnswer(f"the answer is not a number: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
     scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}

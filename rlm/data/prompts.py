@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Llama 3's template names the day: else each day's prompt would be another one.
 DATE = "26 Jul 2024"
 MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text
-IGNORED = -100  # the label of a token that is not learned, as PyTorch's cross-entropy has it
+IGNORE_INDEX = -100  # the label of a token that is not learned: that of PyTorch's cross-entropy
 # Stands where a message goes while the chat template is rendered; no template or text contains it.
 _SENTINEL = "\ue000content\ue001"
 # Whether special tokens are split is not an argument of the tokenizer that transformers wraps but

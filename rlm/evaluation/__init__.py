@@ -5,6 +5,7 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "audit": "audit_run",
+    "config": "EvaluateConfig pairs_to_compare",
     "evaluator": "Evaluation Graded evaluate",
     "model_card": "model_card",
     "records": "RowRecord open_journal",

@@ -162,7 +162,10 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     format = FORMATS[config.get("reasoning_format", "deepseek")]
     third = MathVerify.installed()
     if not third:
-        terminal.line("math-verify is not installed (pip install -e '.[verify]'): two graders")
+        terminal.line(
+            "math-verify is not installed (pip install -e '.[verify]'): only two graders are "
+            "compared"
+        )
     with closing(MathVerify()) as second:
         result = audit_samples(read_log(file), format, second if third else None, limit)
     if not result.completions:
@@ -193,4 +196,4 @@ def _show(run_dir: Path, result: Audit) -> None:
         terminal.line(f"{count} completions: {right} says right, {wrong} says wrong; for example")
         for example in examples[:2]:
             tail = " ".join(example["completion"][-160:].split())
-            terminal.line(f"  gold {example['gold']} ({example['strict']}): …{tail}")
+            terminal.line(f"  reference answer {example['gold']} ({example['strict']}): …{tail}")

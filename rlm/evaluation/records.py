@@ -62,9 +62,9 @@ class RowRecord:
             f"{name}: {was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]
         ]
         if changed:
-            terminal.line(f"{key}: drawn again ({'; '.join(changed)})")
+            terminal.line(f"{key}: evaluated again ({'; '.join(changed)})")
             return None
-        terminal.line(f"{key}: as it was drawn before ({self.journal.path})")
+        terminal.line(f"{key}: kept from the earlier evaluation ({self.journal.path})")
         groups = [
             [grade_completion(**completion, problem=problem, format=format) for completion in group]
             for problem, group in zip(problems, line["groups"], strict=True)

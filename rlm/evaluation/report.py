@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -62,12 +61,17 @@ def points(difference: Mapping[str, float]) -> str:
 
 
 def write_report(
-    results: Mapping[str, Mapping[str, Evaluation]], data: str, about: dict, output: Path
+    results: Mapping[str, Mapping[str, Evaluation]],
+    pairs: Sequence[tuple[str, str]],
+    data: str,
+    about: dict,
+    output: Path,
 ) -> None:
     """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`.
 
     Args:
         results: of each row "greedy" and perhaps "sampled".
+        pairs: the rows that are compared, each with what it is compared to first.
 
     Raises:
         UsageError: a file cannot be written.
@@ -80,7 +84,8 @@ def write_report(
         if not found:
             continue
         rows = {name: summarize(result) for name, result in found.items()}
-        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairwise(found)}
+        known = [(a, b) for a, b in pairs if {a, b} <= found.keys()]
+        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in known}
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
         show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")

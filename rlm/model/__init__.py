@@ -6,10 +6,9 @@ import lazy_loader
 EXPORTS = {
     "adapter_info": "AdapterInfo",
     "adapters": (
-        "ADAPTER_FILES TEACH active_lora_tensors adapter_hash adapter_tensors check_adapter "
-        "check_base load_adapter "
-        "lora_layers merged_weight misfit new_adapter set_gradient_checkpointing using_adapter "
-        "using_reference"
+        "ADAPTER_FILES HOW_TO_TRAIN_SFT active_lora_tensors adapter_hash adapter_mismatch "
+        "adapter_tensors check_adapter check_base load_adapter lora_layers merged_weight "
+        "new_adapter set_gradient_checkpointing using_adapter using_reference"
     ),
     "attention": "ATTN_IMPLEMENTATION softmax_scale",
     "base": (

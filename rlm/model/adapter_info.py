@@ -103,6 +103,29 @@ class AdapterInfo:
         mapped = self.run.get("config", {}).get("columns") if same else None
         return {"dataset": dataset or self.dataset, "columns": columns or mapped}
 
+    def resolve_rank(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """Return `lora_r` and `lora_alpha` of the adapter, which training from it cannot change.
+
+        Args:
+            given: the options that were set.
+
+        Raises:
+            UsageError: one of the two was set to another value.
+        """
+        file = self.path / "adapter_config.json"
+        try:
+            settings = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            return {}  # loading it says what is wrong
+        own = {"lora_r": settings.get("r"), "lora_alpha": settings.get("lora_alpha")}
+        for name, value in own.items():
+            if value is not None and given.get(name, value) != value:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {given[name]}: the adapter {self.path} has "
+                    f"{value}, and training keeps it; leave the option out, or train a new adapter"
+                )
+        return {name: value for name, value in own.items() if value is not None}
+
     def resolve_tool(self, asked: str = "auto") -> str:
         """The tool as --tool names it: the one asked for, or for "auto" that of training.
 

@@ -27,7 +27,7 @@ from rlm.model.adapter_info import AdapterInfo
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
 
-TEACH = "run: python train_sft.py"  # how to make an adapter to start from
+HOW_TO_TRAIN_SFT = "run: python train_sft.py"  # how to make an adapter to start from
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -54,18 +54,20 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing:
         what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
-        raise UsageError(f"adapter {path} {what}; {how_to_make}")
+        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
+        others = f" (there: {', '.join(there)})" if there else f" (looked in {Path.cwd()})"
+        raise UsageError(f"adapter {path} {what}{others}; {how_to_make}")
     return path
 
 
-def misfit(adapter: Path, model: str, model_hash: str | None = None) -> str:
+def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:
     """Say why an adapter can not be put on a base; "" if it can.
 
     Args:
         model_hash: of the base; computed if it is not at hand.
     """
     try:
-        check_adapter(adapter, TEACH)
+        check_adapter(adapter, HOW_TO_TRAIN_SFT)
         check_base(adapter, model, model_hash or base_model_hash(model))
     except UsageError as error:
         return str(error)

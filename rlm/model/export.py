@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors.torch import save
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, terminal
+from rlm.model.adapter_info import AdapterInfo
 from rlm.model.adapters import ADAPTER_FILES, exported_tensors
 from rlm.runs import check_writable, replace_json, sync, writing
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+
+SHIPPED = "shipped_rlm_lora"  # the name under which the project's own adapter is kept
 
 
 def check_output(path: Path, option: str = "--output") -> None:
@@ -27,17 +31,23 @@ def check_output(path: Path, option: str = "--output") -> None:
     here = path.resolve()
     check_writable(option, here.parent)
     if Path.cwd().is_relative_to(here) or here.is_mount():
-        raise UsageError(f"{option} {path} cannot be moved away later: name a new directory")
-    previous = here.with_name(f"{here.name}.prev")
+        raise UsageError(
+            f"{option} {path} is the current folder or a mount point, which an adapter cannot "
+            "replace: name a new folder"
+        )
+    previous = _kept_as(here)
     if previous.exists() and not previous.is_dir():
-        raise UsageError(f"{option} {path}: {previous} is in the way of the adapter that is there")
+        raise UsageError(
+            f"{option} {path}: {previous} is no folder, and the adapter that is there now would be "
+            "kept under this name"
+        )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())
     )
     if not is_free and not (here / ADAPTER_FILES[0]).is_file():
         raise UsageError(
-            f"{option} {path} holds something else than an adapter, which would be replaced: name "
-            "an empty or a new directory"
+            f"{option} {path} holds files that are no adapter and would be replaced: name an empty "
+            "or a new folder"
         )
 
 
@@ -50,14 +60,15 @@ def save_adapter(
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
     Only the adapter "default" is saved. It takes the place of what stood there once its tensors
-    have been read back; that is kept beside, as `<name>.prev`.
+    have been read back; that is kept beside, as `<name>.prev`, or as `shipped_rlm_lora` if it is
+    the one that came with the project.
 
     Raises:
         UsageError: it cannot be written, or does not read back; what stood there stays.
     """
     path = path.resolve()  # what a link leads to: it leads to the new adapter afterwards
     moved = False
-    scratch, previous = path.with_name(f".{path.name}.new"), path.with_name(f"{path.name}.prev")
+    scratch, previous = path.with_name(f".{path.name}.new"), _kept_as(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -80,11 +91,21 @@ def save_adapter(
                 moved = True
             scratch.rename(path)
             sync(path.parent)
+            if previous.name == SHIPPED and moved:
+                terminal.line(f"the adapter that came with the project is now in {previous}")
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             if moved and not path.exists():
                 previous.rename(path)
             raise
+
+
+def _kept_as(path: Path) -> Path:
+    """Where `save_adapter` keeps the adapter that stands there: the shipped one for good."""
+    with suppress(UsageError):  # its run.json is broken, and that of the shipped one is not
+        if AdapterInfo.load(path).run.get("shipped"):
+            return path.with_name(SHIPPED)
+    return path.with_name(f"{path.name}.prev")
 
 
 def _check_export(policy: PeftModel, folder: Path) -> None:

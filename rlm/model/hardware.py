@@ -161,7 +161,7 @@ def default_values(
     knows_its_run = start is not None and bool(start.run)  # another tool's adapter does not
     if knows_its_run:
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
-        setup = Setup(model, dataset, start.quantize, "the start adapter's are taken")
+        setup = Setup(model, dataset, start.quantize, "taken from the start adapter")
     chosen = {"model": setup.model, "dataset": setup.dataset}
     if "model" not in values or knows_its_run:
         chosen["quantize"] = setup.quantize
@@ -181,8 +181,8 @@ def pick_quantization(quantize: str) -> str:
     if torch.cuda.is_available():
         return "4bit"
     terminal.line(
-        "a 4-bit base is for CUDA GPUs; here it would only be slow, so the base is "
-        f"loaded in full ({pick_device()}); --quantize 4bit packs it all the same"
+        f"no CUDA GPU here, so the base is loaded without quantization ({pick_device()}); "
+        "--quantize 4bit does it all the same, slowly"
     )
     return "none"
 

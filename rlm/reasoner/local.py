@@ -27,7 +27,7 @@ ADAPTER = (
     else TRAINED_ADAPTER
 )
 HOW_TO_TRAIN = (
-    "run: python train_sft.py && python train_grpo.py; or add --base: the base model, untrained"
+    "run: python train_sft.py && python train_grpo.py, or add --base for the untrained base model"
 )
 TEMPERATURE_OF_SEVERAL = 0.7  # where none is given and several answers shall differ
 MAX_NUM_SEQS = 16  # answers drawn at the same time

@@ -21,6 +21,7 @@ from rlm.cli import UsageError, terminal
 from rlm.data import Problem
 from rlm.rewards import functions
 from rlm.rewards.base import (
+    FunctionReward,
     PerCompletionReward,
     Reward,
     RewardFunction,
@@ -30,9 +31,11 @@ from rlm.rewards.base import (
 from rlm.rewards.loading import as_reward
 
 TIME_LIMIT = 60.0  # seconds that one call may take
-HANGS = 3  # time limits that a step waits for; then what is left of it goes without a verdict
-DEAD_STEPS = 3  # steps in a row in which every call failed end the run; at the start, one does
-CAUGHT = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
+MAX_TIMEOUTS = 3  # of a step; the calls that are left then go without a verdict
+MAX_FAILED_STEPS = 3  # in a row, with every call failed, end the run; at the start one does
+REWARD_ERRORS = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
+GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass
@@ -53,8 +56,8 @@ class Scorer:
         time_limit: seconds of one call of a user's own reward.
 
     Raises (when called):
-        ValueError: the reward returned another number of rewards than there are completions.
-        UsageError: every call failed.
+        UsageError: every call failed, or the reward returned another number of values than there
+            are completions.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Scorer:
         self.reward = as_reward(reward)
         self.reasoning_format, self.time_limit = reasoning_format, time_limit
         self.warned: set[str] = set()
-        self.dead_steps = DEAD_STEPS - 1  # until one call succeeds, one dead step is enough
+        self.failed_steps = MAX_FAILED_STEPS - 1  # until one call succeeds, one such step is enough
 
     def __call__(
         self,
@@ -89,13 +92,29 @@ class Scorer:
         else:
             found = self._ask_in_worker(rollouts)
         rewards = list(map(_to_reward, found))
-        failed = [value for value in rewards if isinstance(value, CAUGHT)]
+        failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
         metrics = {n: total / len(rollouts) for n, total in self.reward.pop_metrics().items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
-        values = iter(None if isinstance(value, CAUGHT) else value for value in rewards)
+        values = iter(None if isinstance(value, REWARD_ERRORS) else value for value in rewards)
         return Scores([[next(values) for _ in group] for group in groups], metrics)
+
+    def check_columns(self, problems: Sequence[Problem]) -> None:
+        """Check that the data has what a reward function asks for by name, before work begins.
+
+        Raises:
+            UsageError: a parameter without a default has no column.
+        """
+        there = set(self._columns(problems[0], False)).union(*(p.columns for p in problems))
+        for reward in _functions(self.reward):
+            parameters = inspect.signature(reward.function).parameters.values()
+            named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
+            if unknown := [name for name in named if name not in there | GIVEN]:
+                raise UsageError(
+                    f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which "
+                    f"the data does not have; there are answer, {', '.join(sorted(there))}"
+                )
 
     def _columns(self, problem: Problem, truncated: bool) -> dict[str, Any]:
         return {
@@ -111,7 +130,7 @@ class Scorer:
         try:
             found = self.reward(completion, answer, **named_columns(self.reward, columns))
             return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
-        except CAUGHT as error:
+        except REWARD_ERRORS as error:
             return error
 
     def _ask_in_worker(self, rollouts: Sequence[Rollout]) -> list[Any]:
@@ -123,9 +142,9 @@ class Scorer:
             (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, list):
                 if len(found) != len(rollouts):
-                    raise ValueError(
-                        f"the reward function returned {len(found)} rewards for {len(rollouts)} "
-                        "completions"
+                    raise UsageError(
+                        f"the reward returned {len(found)} values for {len(rollouts)} completions: "
+                        "return one for each"
                     )
                 return found
         calls = [lambda rollout=rollout: self._ask(*rollout) for rollout in rollouts]
@@ -148,7 +167,7 @@ class Scorer:
                 # In this task: wait_for's own one would hand an exit() to the loop.
                 async with asyncio.timeout(self.time_limit):
                     return await _wait_for(reward)
-            except CAUGHT as error:
+            except REWARD_ERRORS as error:
                 return error
 
         return await asyncio.gather(*map(wait, rewards))
@@ -156,16 +175,23 @@ class Scorer:
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))
         for reason in (reason for reason in reasons if reason not in self.warned):
-            terminal.line(f"warning: a reward failed, its rollout is left out: {reason}")
+            terminal.line(f"warning: the reward failed, so this completion is left out: {reason}")
             self.warned.add(reason)
-        self.dead_steps = self.dead_steps + 1 if len(failed) == calls else 0
-        if self.dead_steps >= DEAD_STEPS:
+        self.failed_steps = self.failed_steps + 1 if len(failed) == calls else 0
+        if self.failed_steps >= MAX_FAILED_STEPS:
             raise UsageError(f"the reward failed for every completion: {next(iter(reasons))}")
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer in {self.time_limit:g} seconds"
         return f"{type(error).__name__}: {error}".strip().rstrip(":")
+
+
+def _functions(reward: RewardFunction) -> list[FunctionReward]:
+    """The user's functions in a reward."""
+    own = [reward] if isinstance(reward, FunctionReward) else []
+    own = [one for one in own if inspect.isroutine(one.function)]
+    return own + [function for part in _parts(reward) for function in _functions(part)]
 
 
 def is_built_in(reward: RewardFunction) -> bool:
@@ -191,7 +217,7 @@ def _to_reward(value: Any) -> Reward | BaseException:
     """A reward as a float. NaN is no verdict and no mistake; an infinite one is a mistake."""
     if isinstance(value, UsageError):
         raise value
-    if value is None or isinstance(value, CAUGHT):
+    if value is None or isinstance(value, REWARD_ERRORS):
         return value
     try:
         number = float(value)
@@ -209,14 +235,14 @@ def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any
     its thread is left behind, makes no further call, and the next one gets a new thread.
     """
     found, hangs = list[Any](), 0
-    while len(found) < len(calls) and hangs < HANGS:
+    while len(found) < len(calls) and hangs < MAX_TIMEOUTS:
         results, stopped = queue.SimpleQueue[Any](), threading.Event()
         arguments = (calls[len(found) :], results, stopped)
         threading.Thread(target=_work, args=arguments, name="rewards", daemon=True).start()
         try:
             while len(found) < len(calls):
                 value = results.get(timeout=limit)
-                if isinstance(value, BaseException) and not isinstance(value, CAUGHT):
+                if isinstance(value, BaseException) and not isinstance(value, REWARD_ERRORS):
                     raise value  # Ctrl-C
                 found.append(value)
         except queue.Empty:

@@ -12,7 +12,10 @@ EXPORTS = {
     "checkpoints": "check_space file_hash writing",
     "directory": "RunDirectory check_writable git_commit",
     "plots": "BLUE GREY ORANGE accuracy_bars accuracy_over_time learning_curves",
-    "resume": "checkpoint_tensors data_id differences restore_tensors resume_run run_origin",
+    "resume": (
+        "check_resumable checkpoint_tensors data_id differences restore_tensors resume_run "
+        "run_origin"
+    ),
     "trackers": "PROJECT TRACKER_NAMES check_project",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

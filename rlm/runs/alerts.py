@@ -13,6 +13,7 @@ from statistics import fmean
 Row = Mapping[str, float]  # a line of metrics.jsonl
 
 WINDOW = 5  # steps that a rule averages over
+CUT_OFF = 0.1  # a larger share of completions without an end is worth a line, from step 1 on
 FLAT_STEPS = 30  # the reward of the last third of these is compared with the first third's
 FLAT_RISE = 0.01  # less than this is no rise
 FLAT_CEILING = 0.9  # above it there is little left to rise to
@@ -29,22 +30,16 @@ class Rule:
 
 RULES = (
     Rule(
-        "completion/truncated_rate",
-        lambda share: share >= 0.5,
-        "{:.0%} of the completions have no end, so no answer: raise --max-new-tokens, or train the "
-        "format longer with train_sft.py",
-    ),
-    Rule(
         "reward/zero_signal_share",
         lambda share: share >= 0.8,
-        "{:.0%} of the groups are all right or all wrong and teach nothing: problems nearer to "
-        "what the model can do, a larger --group-size, or a higher --temperature",
+        "in {:.0%} of the groups all rewards are equal, and these teach nothing: try problems "
+        "closer to what the model can do, a larger --group-size, or a higher --temperature",
     ),
     Rule(
         "policy/entropy",  # nats a token; a model trained on one format sits at 0.1 to 0.3
         lambda nats: nats < 0.02,
-        "the entropy has fallen to {:.3f} nats a token, the model hardly tries anything new: lower "
-        "--learning-rate, raise --clip-eps-high or --temperature",
+        "the entropy has fallen to {:.3f} nats a token, so the model tries little that is new: "
+        "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
     Rule(
         "loss/kl",  # nats a token, from the start adapter
@@ -55,17 +50,21 @@ RULES = (
     Rule(
         "sampler/logprob_gap_mean",  # nats a token
         lambda nats: nats > 0.1,
-        "sampler and trainer disagree by {:.2g} nats a token: try --sampler unmerged, or see "
-        "whether the server has this very model",
+        "sampler and trainer disagree by {:.2g} nats a token: try --sampler unmerged, or check "
+        "that the server has this model",
     ),
 )
 NO_REWARD = (
-    "nothing was rewarded in {} steps: read samples.jsonl and the reason/ metrics; easier "
-    "problems, a larger --group-size or an SFT stage give it something to start from"
+    "no completion of the last {} steps earned a reward: samples.jsonl says why; try easier "
+    "problems, a larger --group-size, or train_sft.py first"
+)
+TOO_SHORT = (
+    "{:.0%} of the completions were cut off before their answer: type --max-new-tokens {}, or "
+    "train the format longer with train_sft.py"
 )
 CONSTANT = (
-    "all completions of {} steps have the reward {:g}, there is nothing to compare: harder "
-    "problems, or another reward"
+    "all completions of the last {} steps have the reward {:g}, so there is nothing to learn from: "
+    "use harder problems or another reward"
 )
 FLAT = (
     "the reward has not risen in {} steps ({:.2f}, now {:.2f}): try a higher --learning-rate (LoRA "
@@ -77,9 +76,10 @@ FLAT = (
 def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
     """Find what is wrong after these steps (oldest first): rule → one line with advice."""
     recent = rows[-WINDOW:]
+    cut_off = _cut_off(recent)
     if len(recent) < WINDOW:
-        return {}
-    found = _reward_without_difference(recent)
+        return cut_off
+    found = cut_off | _reward_without_difference(recent)
     for rule in RULES:
         values = [row[rule.metric] for row in recent if rule.metric in row]
         if len(values) == WINDOW and rule.bad(fmean(values)):
@@ -93,6 +93,15 @@ def new_alerts(rows: Sequence[Row]) -> list[str]:
     """Find the alerts of the last step that the step before it did not have."""
     before = active_alerts(rows[:-1])
     return [text for rule, text in active_alerts(rows).items() if rule not in before]
+
+
+def _cut_off(recent: Sequence[Row]) -> dict[str, str]:
+    """Completions that reached the limit; their length is the limit that holds."""
+    share = fmean(row["completion/truncated_rate"] for row in recent) if recent else 0.0
+    if share <= CUT_OFF:
+        return {}
+    longer = 2 * int(max(row["completion/length_max"] for row in recent))
+    return {"completion/truncated_rate": TOO_SHORT.format(share, longer)}
 
 
 def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:

@@ -33,7 +33,7 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if repair and len(whole) < len(content):
-        logger.warning("%s: the last line was torn and is dropped", path)
+        logger.warning("%s: the last line was incomplete and is ignored", path)
         with path.open("rb+") as stream:
             stream.truncate(len(whole))
             os.fsync(stream.fileno())

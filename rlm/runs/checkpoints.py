@@ -26,7 +26,7 @@ from rlm.runs.atomic_files import replace_json, sync
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 # What reading a damaged or hostile checkpoint raises.
-DAMAGE = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
+CORRUPT_ERRORS = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
 
 
 class Checkpoints:
@@ -94,12 +94,12 @@ class Checkpoints:
             folder = self._path(step)
             try:
                 if json.loads((folder / MANIFEST).read_text(encoding="utf-8")) != _hashes(folder):
-                    raise ValueError("its files are not those of the manifest")
+                    raise ValueError("its files do not match its manifest")
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
                     raise ValueError(f"it is of step {state['step']}")
                 return load_file(folder / TENSORS), state
-            except DAMAGE as error:
+            except CORRUPT_ERRORS as error:
                 done = "damaged and set aside" if set_aside else "damaged"
                 terminal.line(f"checkpoint {folder.name} is {done}: {error}")
             if set_aside:

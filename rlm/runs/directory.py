@@ -77,8 +77,8 @@ class RunDirectory:
         check_writable("--run-dir", path)
         if not _is_run(path):
             raise UsageError(
-                f"--run-dir {path} holds other files than those of a run, which would be replaced "
-                "and deleted there: name an empty or a new directory"
+                f"--run-dir {path} holds files that are no run and would be deleted: name an empty "
+                "or a new folder"
             )
         self._lock = self._lock_directory()
         if not resume:
@@ -113,7 +113,7 @@ class RunDirectory:
         self._lock.close()
         self._lock = self._lock_directory()
         (previous / LOCK).unlink()
-        terminal.line(f"{self.path} held another run; it is kept as {previous}")
+        terminal.line(f"{self.path} held an older run, which is now {previous}")
 
     def __enter__(self) -> RunDirectory:
         self._interrupts.__enter__()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette (2008): told apart with any colour vision, and in grey by lightness.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
-RUNNING = 5  # steps
+RUNNING_MEAN_STEPS = 5  # steps
 
 Interval = Mapping[str, float]  # mean, low, high
 
@@ -109,7 +109,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
     Every axis begins at 0, so that noise looks small. A metric that was not measured has no panel.
     """
     panels = {
-        "reward/mean": f"reward; mean of {RUNNING} steps with 95 % interval",
+        "reward/mean": f"reward; mean of {RUNNING_MEAN_STEPS} steps with 95 % interval",
         "eval/accuracy": "validation accuracy, greedy, %",
         "completion/length_mean": "completion length, tokens",
         "policy/entropy": "policy entropy, nats",
@@ -184,7 +184,7 @@ def _running_mean(values: Sequence[float]) -> tuple[list[float], list[float]]:
     The problems of one step may be harder than those of the next: steps differ by a standard
     deviation, taken from neighbours (von Neumann 1941), to which learning adds little.
     """
-    windows = [values[max(0, i + 1 - RUNNING) : i + 1] for i in range(len(values))]
+    windows = [values[max(0, i + 1 - RUNNING_MEAN_STEPS) : i + 1] for i in range(len(values))]
     between = [(b - a) ** 2 for a, b in pairwise(values)] or [0.0]
     std = math.sqrt(sum(between) / len(between) / 2)
     means = [sum(window) / len(window) for window in windows]

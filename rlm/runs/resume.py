@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,25 @@ import torch
 from torch import Tensor
 
 from rlm.cli import UsageError, terminal
-from rlm.runs.checkpoints import file_hash
+from rlm.runs.checkpoints import Checkpoints, file_hash
 from rlm.runs.directory import RunDirectory
 
 RENAMED = {"skipped_in_a_row": "consecutive_skips", "rate_scale": "lr_scale"}  # keys of a state
+
+NO_CHECKPOINT = "--resume: no checkpoint in {}; start without it"
+
+
+def check_resumable(run_dir: Path) -> None:
+    """Refuse to resume where no checkpoint is, before a model is loaded.
+
+    One process of several may be on a machine without the run's directory: these are not checked.
+
+    Raises:
+        UsageError: there is none.
+    """
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if is_alone and not Checkpoints(run_dir / "checkpoints").steps():
+        raise UsageError(NO_CHECKPOINT.format(run_dir))
 
 
 def run_origin(
@@ -61,7 +77,7 @@ def resume_run(
     """
     where, changed = f"--resume: {run.path}", origin["config"].get("accept_changes")
     if loaded is None:
-        raise UsageError(f"--resume: no checkpoint in {run.path}; start without it")
+        raise UsageError(NO_CHECKPOINT.format(run.path))
     tensors, state = loaded[0], {RENAMED.get(key, key): v for key, v in loaded[1].items()}
     if not state.keys() >= {"origin", *expected_keys}:
         raise UsageError(f"{where} is a run of another script; name its own directory")
@@ -71,12 +87,12 @@ def resume_run(
         raise UsageError(f"{where} was trained on another model or adapter")
     changes = differences(began, origin, may_change, defaults)
     if changes and not changed:
-        way_on = "name what it was begun with"
+        way_on = "type what it was started with"
         if changed is not None:
-            way_on = "add --accept-changes to go on all the same"
+            way_on = "add --accept-changes to continue anyway"
         raise UsageError(
-            f"{where} was begun otherwise ({'; '.join(changes)}); {way_on}, or leave out --resume "
-            "to start anew"
+            f"{where} was started with other options or data ({'; '.join(changes)}); {way_on}, or "
+            "leave out --resume to start again"
         )
     saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:

@@ -30,7 +30,9 @@ SHOWN = ("reward/mean", "completion/truncated_rate", "sampler/logprob_gap_mean",
 class ViewConfig:
     run_dir: Path = flag(Path("runs/grpo"), "the run; as an argument without the flag too")
     compare: Path | None = flag(None, "another run, shown beside it")
-    output: Path | None = flag(None, "the file (none: rollouts.html in the run's directory)")
+    output: Path | None = flag(
+        None, "HTML file to write", default_text="rollouts.html in the run's folder"
+    )
 
 
 def main(config: ViewConfig) -> int:

@@ -88,7 +88,7 @@ class Sampler:
         self._next_id = 0
 
     @property
-    def exact(self) -> bool:
+    def matches_trainer(self) -> bool:
         """Whether tokens are drawn as training scores them: the same weights, and in fp32, where
         another order of the same sums makes no difference that counts."""
         return isinstance(self._weights, UnmergedWeights) and self.model.dtype == torch.float32

@@ -246,6 +246,6 @@ def _memory_share(policy: PreTrainedModel) -> float:
         raise UsageError(
             f"vLLM would need {1.2 * weights / 2**30:.1f} GB beside the model that is trained, "
             f"{free / 2**30:.1f} are free: take a smaller --model, --sampler auto, or another "
-            "card (docs/vllm.md)"
+            "card (docs/how-to/vllm.md)"
         )
     return math.floor(100 * (weights + KV_SHARE * (free - weights)) / total) / 100

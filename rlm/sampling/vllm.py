@@ -42,7 +42,7 @@ class VLLMSampler:
     Several servers get the prompts in turn, and all get the adapter.
     """
 
-    exact = False  # other kernels, maybe another number type: not quite what training scores
+    matches_trainer = False  # other kernels, and maybe another number type
 
     def __init__(
         self,

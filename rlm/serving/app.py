@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from rlm.serving.errors import REFUSED, Problem, as_problem
+from rlm.serving.errors import REFUSED, HTTPProblem, as_problem
 from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
@@ -64,7 +64,7 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
     app.include_router(phase1_routes(service, needs_key), dependencies=key)
     app.include_router(openai_routes(service), dependencies=key)
     app.include_router(_page_routes())
-    for kind in (Problem, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+    for kind in (HTTPProblem, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _refuse)
     return app
 
@@ -75,7 +75,7 @@ async def _watch(service: Service) -> None:
         await asyncio.sleep(WATCH_SECONDS)
         if service.engine.state != "loading" and not service.engine.alive:
             detail = "the engine does not answer"
-            service.fail_all(Problem(503, "engine_down", detail, retry_after=10))
+            service.fail_all(HTTPProblem(503, "engine_down", detail, retry_after=10))
 
 
 def _state_routes(service: Service, key: list[Any]) -> APIRouter:
@@ -124,7 +124,7 @@ def _page_routes() -> APIRouter:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer every error in the shape of Problem. A bug is raised again, for the log."""
+    """Answer every error in the shape of HTTPProblem. A bug is raised again, for the log."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     response = as_problem(error).response(request.state.request_id)

@@ -14,7 +14,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from rlm.sampling import CacheConfig, Request, Token
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
 from rlm.serving.models import Replica
 from rlm.serving.request import Limits, RunningRequest
@@ -126,7 +126,7 @@ class Engine:
         try:
             handle = self._replicas[name].sampler.add_request(drawn)
         except ValueError as error:  # larger than the cache
-            request.put(Problem(422, "validation", str(error)))
+            request.put(HTTPProblem(422, "validation", str(error)))
         else:
             self._running[name][handle] = request
 
@@ -184,10 +184,12 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
 def _fail_batch(requests: Sequence[RunningRequest]) -> None:
     """Tell the requests of a step that failed: one that was alone is to blame, of several any may
     be, so they may be sent again."""
-    again = Problem(503, "engine_down", "a step of the batch failed: send it again", retry_after=1)
+    again = HTTPProblem(
+        503, "engine_down", "a step of the batch failed: send it again", retry_after=1
+    )
     for request in requests:
         request.put(again if len(requests) > 1 else _not_computed())
 
 
-def _not_computed() -> Problem:
-    return Problem(500, "internal", "this request could not be computed")
+def _not_computed() -> HTTPProblem:
+    return HTTPProblem(500, "internal", "this request could not be computed")

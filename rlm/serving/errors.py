@@ -34,12 +34,12 @@ REFUSED = {  # for OpenAPI
     },
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_MOST_ERRORS = 20  # a body of 64 KB can hold 40,000
+_MAX_ERRORS = 20  # a body of 64 KB can hold 40,000
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 @dataclass(eq=False)
-class Problem(Exception):
+class HTTPProblem(Exception):
     """A request that gets no answer, and the response that says so."""
 
     status: int  # HTTP's
@@ -82,28 +82,28 @@ class Problem(Exception):
         return JSONResponse(self.body(request_id), self.status, headers, PROBLEM_TYPE)
 
 
-def as_problem(error: Exception) -> Problem:
+def as_problem(error: Exception) -> HTTPProblem:
     """What an exception is answered with; of a bug the client is told no more than that."""
-    if isinstance(error, Problem):
+    if isinstance(error, HTTPProblem):
         return error
     if isinstance(error, RequestValidationError):
         return invalid(error.errors())
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
-        return Problem(error.status_code, code, str(error.detail))
-    return Problem(500, "internal", "a fault of the server; the log has the request id")
+        return HTTPProblem(error.status_code, code, str(error.detail))
+    return HTTPProblem(500, "internal", "a fault of the server; the log has the request id")
 
 
-def invalid(errors: Iterable[Mapping[str, Any]]) -> Problem:
+def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     """The 422 for pydantic's `errors()` (at least one): the first places and messages, no values.
 
     The place may be a field name that the client made up: it is kept if it looks like a name.
     """
-    first = islice(errors, _MOST_ERRORS)
+    first = islice(errors, _MAX_ERRORS)
     kept = [{"loc": list(map(_place, error["loc"])), "msg": error["msg"]} for error in first]
     param = ".".join(str(part) for part in kept[0]["loc"] if part != "body")
     detail = f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"]
-    return Problem(422, "validation", detail, param=param or None, errors=kept)
+    return HTTPProblem(422, "validation", detail, param=param or None, errors=kept)
 
 
 def _place(part: int | str) -> int | str:

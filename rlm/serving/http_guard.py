@@ -18,7 +18,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlm.serving import logging as logs
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 
 
 class SlowGuard(H11Protocol):
@@ -83,7 +83,7 @@ class SlowGuard(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        body = Problem(400, "bad_request", "this is not valid HTTP").body(uuid.uuid4().hex)
+        body = HTTPProblem(400, "bad_request", "this is not valid HTTP").body(uuid.uuid4().hex)
         headers = [("content-type", "application/problem+json"), ("connection", "close")]
         for event in (
             h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),

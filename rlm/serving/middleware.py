@@ -32,10 +32,10 @@ from rlm.serving.access import (
     is_form_of_ours,
     sent_key,
 )
-from rlm.serving.errors import Problem, as_problem
+from rlm.serving.errors import HTTPProblem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
-MOST_CLIENTS = 4096  # addresses whose rate is known
+MAX_CLIENTS = 4096  # addresses whose rate is known
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {  # where the app says nothing else
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -97,20 +97,20 @@ class SecurityMiddleware:
         if key_id is None:
             # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
             if sent_key(headers) and (wait := self._failures.take()):
-                raise Problem(429, "rate_limited", "too many wrong keys", retry_after=wait)
-            raise Problem(401, "unauthorized", "a valid API key is needed")
+                raise HTTPProblem(429, "rate_limited", "too many wrong keys", retry_after=wait)
+            raise HTTPProblem(401, "unauthorized", "a valid API key is needed")
         limited = key_id if keys.required else None
         if self._settings.public:
             limited = client_address((scope["client"] or ("",))[0], headers)
         if limited is not None and (wait := self._bucket(limited).take()):
-            raise Problem(429, "rate_limited", "too many requests", retry_after=wait)
+            raise HTTPProblem(429, "rate_limited", "too many requests", retry_after=wait)
         return key_id
 
     def _bucket(self, name: str) -> Bucket:
         """The bucket of a key or an address. Addresses have no end: those unseen longest leave."""
         bucket = self._buckets.setdefault(name, Bucket(self._settings.requests_per_minute))
         self._buckets.move_to_end(name)
-        if len(self._buckets) > MOST_CLIENTS:
+        if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
         return bucket
 
@@ -129,13 +129,13 @@ def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _unknown_host(headers: Headers) -> Problem:
+def _unknown_host(headers: Headers) -> HTTPProblem:
     """The name is repeated, unlike all else that is sent: it has no sign that could do harm."""
     name = asked_host(headers)
     detail = "this server does not go by the name in Host"
     if name:
         detail += f"; if it is yours, start the server with --allow-host {name}"
-    return Problem(400, "bad_host", detail)
+    return HTTPProblem(400, "bad_host", detail)
 
 
 def check_headers(scope: Scope, settings: SecuritySettings) -> None:
@@ -146,9 +146,11 @@ def check_headers(scope: Scope, settings: SecuritySettings) -> None:
     names = [name for name, _ in headers]
     if size > settings.max_header_bytes or len(names) > settings.max_headers:
         detail = f"headers: at most {settings.max_header_bytes} bytes, {settings.max_headers} lines"
-        raise Problem(431, "headers_too_large", detail)
+        raise HTTPProblem(431, "headers_too_large", detail)
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise Problem(400, "bad_request", "Content-Length and Transfer-Encoding exclude each other")
+        raise HTTPProblem(
+            400, "bad_request", "Content-Length and Transfer-Encoding exclude each other"
+        )
 
 
 async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) -> Receive:
@@ -158,8 +160,8 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
     """
     headers: dict[bytes, bytes] = dict(scope["headers"])
     if b"content-encoding" in headers:
-        raise Problem(415, "unsupported_media_type", "send the body without Content-Encoding")
-    too_large = Problem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
+        raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
+    too_large = HTTPProblem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
     if int(headers.get(b"content-length", b"0")) > settings.max_body:  # h11 lets digits through
         raise too_large
     body, more = bytearray(), True
@@ -175,7 +177,7 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
                     raise too_large
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
-        raise Problem(408, "request_timeout", detail) from None
+        raise HTTPProblem(408, "request_timeout", detail) from None
     if body.lstrip()[:1] == b"{" and is_form_of_ours(scope["headers"], settings.allowed_origins):
         others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         scope["headers"] = [*others, (b"content-type", b"application/json")]
@@ -209,7 +211,7 @@ async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> Non
     except ClientDisconnect:
         pass
     except Exception as error:
-        if not isinstance(error, Problem):
+        if not isinstance(error, HTTPProblem):
             logs.log_error("failure", error)
         if status == 499:  # of half an answer uvicorn cuts the connection, so that it is seen
             await as_problem(error).response(request_id)(scope, receive, respond)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlm.reasoner import ReasoningStream
 from rlm.sampling import SamplingParams
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.models import ServedAdapter
 
 PING_SECONDS = 15.0  # of silence; then a stream says that it is still there
@@ -74,7 +74,7 @@ class RunningRequest:
             self.error = error
             return None
 
-    def put(self, output: list[Text] | Problem | None) -> None:
+    def put(self, output: list[Text] | HTTPProblem | None) -> None:
         """Hand over new text, a failure, or the end (None). Safe in any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
@@ -83,7 +83,7 @@ class RunningRequest:
         """The text of each step; an empty list after PING_SECONDS without any.
 
         Raises:
-            Problem: the request failed, or its time is over.
+            HTTPProblem: the request failed, or its time is over.
         """
         deadline = self.started + self.timeout
         while True:
@@ -95,11 +95,11 @@ class RunningRequest:
                 output = []
                 if time.monotonic() >= deadline:
                     late = f"not finished within {self.timeout:g} seconds"
-                    output = Problem(504, "deadline", late)
+                    output = HTTPProblem(504, "deadline", late)
             if output is None:
                 self.outcome = "finished"
                 return
-            if isinstance(output, Problem):
+            if isinstance(output, HTTPProblem):
                 self.outcome = output.code
                 raise output
             yield output

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rlm.reasoner import read_answer
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.request import RunningRequest
-from rlm.serving.schema import MOST_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
+from rlm.serving.schema import MAX_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
 from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
@@ -72,7 +72,7 @@ class ChatRequest(Strict):
     max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
@@ -116,7 +116,7 @@ def openai_routes(service: Service) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         try:
             running = await service.accept(reasoning_request(body), "openai", *_context(body))
-        except Problem as problem:
+        except HTTPProblem as problem:
             raise _in_openai_names(problem, body) from None
         if body.stream:
             return EventStream(service, running, _chunks(running, body, request.state.request_id))
@@ -156,7 +156,7 @@ def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
     return list(zip(turns[:-1:2], turns[1:-1:2], strict=True)), "\n".join(system)
 
 
-def _in_openai_names(problem: Problem, request: ChatRequest) -> Problem:
+def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
     """A refusal, by the names that the fields have in this protocol."""
     length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
@@ -211,7 +211,7 @@ async def _chunks(
                     yield chunk(row, {"reasoning_content": reasoning, "reasoning": reasoning})
                 if answer:
                     yield chunk(row, {"content": answer})
-    except Problem as problem:
+    except HTTPProblem as problem:
         yield event(problem.body(request_id))
         return
     for row, completion in enumerate(running.stream.completions):

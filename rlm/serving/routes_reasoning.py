@@ -22,11 +22,11 @@ from rlm.reasoner import (
     trace,
     verify,
 )
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.models import ServedAdapter
 from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
-    MOST_SAMPLES,
+    MAX_SAMPLES,
     PROMPT_CHARS,
     ModelReport,
     ReasoningRequest,
@@ -173,7 +173,7 @@ async def _events(
         for sample in _just_finished(running, told):
             yield sample
         yield event(_report(service, running, request, request_id).model_dump(), "done")
-    except Problem as problem:
+    except HTTPProblem as problem:
         yield event(problem.body(request_id), "error")
 
 
@@ -211,7 +211,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
             "prompt_tokens": limits.prompt_tokens,
             "max_new_tokens": limits.new_tokens,
             "tokens_per_request": limits.request_tokens,
-            "n": MOST_SAMPLES,
+            "n": MAX_SAMPLES,
             "stop": 4,
             "requests_in_queue": limits.requests,
             "tokens_in_queue": limits.tokens,

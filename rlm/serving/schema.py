@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from rlm.reasoner import Confidence, Sample, Thinking, Usage, Verification, VoteCounts
 
 PROMPT_CHARS = 8000
-MOST_SAMPLES = 16
+MAX_SAMPLES = 16
 STOP_CHARS = 64
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARS)]
@@ -46,7 +46,7 @@ class ReasoningRequest(Strict):
         description="the question",
         examples=["What is 2 + 3?"],
     )
-    n: int = Field(1, ge=1, le=MOST_SAMPLES, description="answers to draw; above 1 they vote")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="answers to draw; above 1 they vote")
     max_new_tokens: int | None = Field(
         None, ge=1, le=1_000_000, description="longest completion (none: the server's limit)"
     )

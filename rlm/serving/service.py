@@ -15,7 +15,7 @@ from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prom
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
 from rlm.serving.engine import Engine
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
 from rlm.serving.request import Limits, RunningRequest
@@ -47,14 +47,14 @@ class Service:
         # One: the tokenizer encodes one text at a time, and every thread keeps memory of its own.
         self._renderer = ThreadPoolExecutor(1, "render")
 
-    def not_ready(self) -> Problem | None:
+    def not_ready(self) -> HTTPProblem | None:
         """What keeps new requests out now."""
         if self.draining:
-            return Problem(503, "draining", "the server is shutting down", retry_after=10)
+            return HTTPProblem(503, "draining", "the server is shutting down", retry_after=10)
         if self.engine.state == "loading":
-            return Problem(503, "loading", "the model is still being loaded", retry_after=5)
+            return HTTPProblem(503, "loading", "the model is still being loaded", retry_after=5)
         if not self.engine.alive:
-            return Problem(503, "engine_down", "the engine does not answer", retry_after=10)
+            return HTTPProblem(503, "engine_down", "the engine does not answer", retry_after=10)
         return None
 
     async def accept(
@@ -71,7 +71,7 @@ class Service:
             system: said after the format's own system prompt.
 
         Raises:
-            Problem: it asks for too much, or there is no room, or the engine is not ready.
+            HTTPProblem: it asks for too much, or there is no room, or the engine is not ready.
         """
         self._admit(0)
         adapter = self._adapter(asked.adapter)
@@ -113,10 +113,10 @@ class Service:
         """Close the reasoning of a running request at its next token."""
         running = self._running.get(id)
         if running is None:
-            raise Problem(404, "not_found", "no such request is running")
+            raise HTTPProblem(404, "not_found", "no such request is running")
         running.stream.answer_now = True
 
-    def fail_all(self, problem: Problem) -> None:
+    def fail_all(self, problem: HTTPProblem) -> None:
         """Give every listener this end (the engine hangs, or time to drain is over)."""
         for running in self._running.values():
             running.put(problem)
@@ -127,7 +127,7 @@ class Service:
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self.fail_all(Problem(503, "draining", "the server is shutting down", retry_after=10))
+        self.fail_all(HTTPProblem(503, "draining", "the server is shutting down", retry_after=10))
 
     @property
     def requests(self) -> int:
@@ -145,30 +145,30 @@ class Service:
         full = self.requests >= self.limits.requests
         if full or self.tokens + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
-            raise Problem(503, "queue_full", "the queue is full", retry_after=5)
+            raise HTTPProblem(503, "queue_full", "the queue is full", retry_after=5)
 
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
         if adapter is None:
             detail = "no adapter of this name; /phase1/info lists them"
-            raise Problem(404, "adapter_not_found", detail, param="adapter")
+            raise HTTPProblem(404, "adapter_not_found", detail, param="adapter")
         return adapter
 
     def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
         new_tokens = asked.max_new_tokens or self.limits.new_tokens
         if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
             detail = "stop: the answer's own tags never stand in it, and so end nothing"
-            raise Problem(422, "validation", detail, param="stop")
+            raise HTTPProblem(422, "validation", detail, param="stop")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
         if (most := self.limits.request_tokens) and asked.n * new_tokens > most:
             fits = f"with n = {asked.n} at most {most // asked.n} fit"
             detail = f"max_new_tokens: a request may draw {most} tokens in all, so {fits}"
-            raise Problem(422, "validation", detail, param="max_new_tokens")
+            raise HTTPProblem(422, "validation", detail, param="max_new_tokens")
         default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
         temperature = default if asked.temperature is None else asked.temperature
         if asked.n > 1 and temperature == 0:
-            raise Problem(422, "validation", "n above 1 needs a temperature above 0", param="n")
+            raise HTTPProblem(422, "validation", "n above 1 needs a temperature above 0", param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
     async def _render(
@@ -186,6 +186,6 @@ class Service:
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
 
 
-def _too_much(name: str, got: int, limit: int, unit: str = "") -> Problem:
+def _too_much(name: str, got: int, limit: int, unit: str = "") -> HTTPProblem:
     unit = f" {unit}" if unit else ""
-    return Problem(422, "validation", f"{name}: {got}{unit}, the limit is {limit}", param=name)
+    return HTTPProblem(422, "validation", f"{name}: {got}{unit}, the limit is {limit}", param=name)

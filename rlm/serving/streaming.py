@@ -35,7 +35,7 @@ async def until_done(service: Service, running: RunningRequest, request: Request
     """Wait for a request to finish; leave it as soon as its client has gone.
 
     Raises:
-        Problem: it failed, or its time is over.
+        HTTPProblem: it failed, or its time is over.
         ClientDisconnect: nobody waits for the answer.
     """
     done = asyncio.create_task(running.wait())

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 
 MAX_DEPTH = 32
 _UNFIT = re.compile("[\x00\ud800-\udfff]")  # paired surrogates are one character by now
@@ -27,7 +27,7 @@ def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises a 415 unless one Content-Type among `headers` (as ASGI has them) says JSON."""
     types = [value.strip() for name, value in headers if name.lower() == b"content-type"]
     if len(types) != 1 or not _MEDIA_TYPE.fullmatch(types[0]):
-        raise Problem(415, "unsupported_media_type", "send Content-Type: application/json")
+        raise HTTPProblem(415, "unsupported_media_type", "send Content-Type: application/json")
 
 
 def parse(body: bytes) -> Any:
@@ -51,7 +51,7 @@ def parse(body: bytes) -> Any:
 
 
 def _refuse(detail: str) -> NoReturn:
-    raise Problem(400, "malformed_json", detail) from None
+    raise HTTPProblem(400, "malformed_json", detail) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

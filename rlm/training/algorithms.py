@@ -1,6 +1,7 @@
 """The algorithms as data: a row of choices each. Loads no torch.
 
-`grpo` computes what the choices say and knows no names. docs/algorithms.md has the papers.
+`grpo` computes what the choices say and knows no names. The papers are
+listed in docs/explanation/algorithms.md.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from rlm.training.memory_plan import plan_memory
 from rlm.training.run_setup import fit_prompts
 
 PROBLEMS = 32
-MANY, MOST = 0.2, 0.8  # shares from which something is worth a word, and is a fault
+NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which something is worth a word, and is a fault
 LORA_RATES = 1e-6, 1e-5, 2e-3  # nothing moves, slow, …, the policy breaks
-MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
+SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
         terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
         terminal.line(f"       -> {finding.advice}")
     if not findings:
-        terminal.line("nothing stands in the way of training")
+        terminal.line("ready to train")
     return int(any(finding.fault for finding in findings))
 
 
@@ -108,7 +108,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
     text = tokenizer.decode(render_prompt(tokenizer, "QUESTION", format))
     foreign = sorted(
         marker
-        for marker in set(MARKER.findall(text))
+        for marker in set(SPECIAL_TOKEN.findall(text))
         if len(tokenizer.encode(marker, add_special_tokens=False)) > 1
     )
     if foreign:
@@ -138,7 +138,7 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
         opened = sum(f"<{other.reasoning_tag}>" in text for text in texts) / len(texts)
-        if other != format and opened > MANY and strict < MANY:
+        if other != format and opened > NOTABLE_SHARE and strict < NOTABLE_SHARE:
             yield Finding(
                 "parser mismatch",
                 f"{opened:.0%} of the completions think inside "
@@ -146,16 +146,16 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
                 f"--reasoning-format {name}",
             )
             return
-    if lenient - strict > MANY:
+    if lenient - strict > NOTABLE_SHARE:
         why = next((r for r in drawn.reasons(True) if r not in ("correct", "wrong")), "")
         yield Finding(
             "parser mismatch",
             f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
             f"is rewarded (most often: {why})",
             "teach the format first: python train_sft.py; or reward what it writes: --reward",
-            fault=strict < 1 - MOST,
+            fault=strict < 1 - FAULT_SHARE,
         )
-    elif drawn.truncated_rate < 1 and strict < MANY:
+    elif drawn.truncated_rate < 1 and strict < NOTABLE_SHARE:
         yield Finding(
             "no answers",
             f"{strict:.0%} of the completions hold an answer that can be read",
@@ -206,7 +206,7 @@ def _signal(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
     advice = "easier problems, a larger --group-size, or more SFT first"
     if metrics["pass@1, strict"] > 0.5:
         advice = "harder problems, or a higher --temperature"
-    if share > MOST:
+    if share > FAULT_SHARE:
         yield Finding(
             "no signal",
             f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
@@ -231,11 +231,11 @@ def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]
             f"{config.learning_rate:g} breaks a policy within a few steps",
             "--learning-rate 1e-5 to 2e-4",
         )
-    if metrics["truncated"] > MANY:
+    if metrics["truncated"] > NOTABLE_SHARE:
         yield Finding(
             "truncation",
             f"{metrics['truncated']:.0%} of the completions do not end within "
             f"{config.max_new_tokens} tokens, so they have no answer",
             "raise --max-new-tokens, or teach shorter reasoning with train_sft.py",
-            fault=metrics["truncated"] > MOST,
+            fault=metrics["truncated"] > FAULT_SHARE,
         )

@@ -132,8 +132,9 @@ def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:
     micro.old_logprobs = logprobs.detach()
     if config.kl_weight:
         micro.ref_logprobs = reference_logprobs(trainer.policy, micro, config)
-    options = {"correct_sampler": not trainer.sampler.exact, "kl_weight": config.kl_weight}
-    loss, _ = policy_loss(logprobs, micro, config.choices, **options)
+    differs = not trainer.sampler.matches_trainer
+    options = {"correct_sampler": differs, "kl_weight": config.kl_weight}
+    loss, _ = policy_loss(logprobs, micro, config.resolved_algorithm, **options)
     gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
     gradient.sum().item()  # waits for a GPU to be done
 

@@ -53,6 +53,7 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
         "base_hash": state.base_hash,
         "quantize": config.quantize,
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
+        "start_adapter_hash": trainer.start_hash,
         "dataset": config.dataset,
         "step": state.best_step if state.best else len(rows),
         "accuracy": state.best_accuracy if state.best else None,

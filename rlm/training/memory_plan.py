@@ -41,8 +41,8 @@ ATTENTION_COPIES = 4
 HEADROOM = 0.9  # of what is available
 # What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
 # holes between what is kept for the backward pass, which glibc hardly fills again (docs/log.md).
-CODE = {"cpu": 3 * 2**26, "cuda": 0}
-HOLES = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
+LIBRARY_BYTES = {"cpu": 3 * 2**26, "cuda": 0}
+FRAGMENTATION = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
-    code, holes = CODE.get(device, 0), HOLES.get(device, 0)
+    code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
     asked = config.train_batch_tokens, config.checkpointing
     tokens, checkpointing, learning = _fit_micro_batch(
@@ -121,8 +121,8 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     terminal.line(f"memory: {plan}")
     if plan.peak - plan.loaded > (HEADROOM if device == "cuda" else 1) * available:
         terminal.line(
-            "warning: this may not fit into memory; --max-new-tokens, --max-num-seqs, --quantize "
-            "4bit and a smaller --model bring it down"
+            "warning: this may not fit into memory: lower --max-new-tokens or --max-num-seqs, or "
+            "use --quantize 4bit or a smaller --model"
         )
     return plan
 

@@ -35,9 +35,10 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
     few = ""
     if config.group_size < 8:
-        few = " (fewer than 8: a noisy baseline, and groups without a difference likely)"
+        few = " (fewer than 8: the group's mean is noisy, and more groups teach nothing)"
     values = {option: getattr(config, option.name) for option in fields(config)}
-    changed = {option.name: v for option, v in values.items() if v != option.default}
+    usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
+    changed = {o.name: v for o, v in values.items() if v not in (o.default, getattr(usual, o.name))}
     terminal.facts(
         "Stage 2: GRPO",
         {
@@ -49,8 +50,10 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
+            "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
             "steps": f"{config.steps_for(problems)}{limit} (the first step's line says "
             "how long they take)",
+            "signal": "share of groups whose rewards differ; the others teach nothing",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
             "run": f"{config.run_dir} (all options: config.json)",
         },
@@ -277,7 +280,7 @@ def log_step(
     if config.sample_every and metrics["step"] % config.sample_every == 0:
         first = groups[0]
         reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
-        verdict = f"reward {reward}, gold {first.problem.answer}"
+        verdict = f"reward {reward}, reference answer {first.problem.answer}"
         terminal.sample(first.problem.question, first.texts[0], verdict)
 
 

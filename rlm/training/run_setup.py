@@ -8,9 +8,9 @@ from typing import Any
 
 from rlm.cli import terminal
 from rlm.data import Problem, as_problems, drop_long_prompts, load_problems
-from rlm.model import check_output, context_window, set_gradient_checkpointing
-from rlm.rewards import CorrectnessReward
-from rlm.runs import RunDirectory
+from rlm.model import adapter_hash, check_output, context_window, set_gradient_checkpointing
+from rlm.rewards import CorrectnessReward, Scorer
+from rlm.runs import RunDirectory, check_resumable
 from rlm.training.config import GRPOConfig
 from rlm.training.finish import validate
 from rlm.training.memory_plan import plan_memory
@@ -18,7 +18,13 @@ from rlm.training.metrics import announce_run
 
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to train on and to validate on."""
+    """Load the problems to train on and to validate on.
+
+    Raises:
+        UsageError: they cannot be loaded, or the run to resume has no checkpoint.
+    """
+    if config.resume:
+        check_resumable(config.run_dir)
     own = {"columns": config.columns, "rows": config.split}
     train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed, **own)
     if not config.eval_samples:
@@ -36,12 +42,15 @@ def prepare_run(
         UsageError: no problem is there, or none that fits.
     """
     config = trainer.config
+    trainer.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
     problems = as_problems(dataset)
     is_empty = eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset))
     eval_problems = [] if is_empty else as_problems(eval_dataset, "eval_dataset")
     problems = fit_prompts(trainer, problems)
     if eval_problems:
         eval_problems = fit_prompts(trainer, eval_problems, "validation problems")
+    if isinstance(trainer.scorer, Scorer):
+        trainer.scorer.check_columns(problems)
     steps = config.steps_for(len(problems))
     trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
     announce_run(trainer, len(problems), len(eval_problems))
@@ -49,15 +58,15 @@ def prepare_run(
     shared = sum(problem.question in questions for problem in eval_problems)
     if shared:
         terminal.line(
-            f"{shared} of {len(eval_problems)} validation problems are trained on too: accuracy on "
-            "these says nothing of new ones; leave them out of one of the two"
+            f"warning: {shared} of {len(eval_problems)} validation problems are training problems "
+            "too: their accuracy says nothing about new problems; remove them from one of the two"
         )
     is_strict = isinstance(getattr(trainer.scorer, "reward", None), CorrectnessReward)
     if is_strict and config.sft_adapter is None:
         terminal.line(
-            "the start is a bare model and the reward is 1 only for the right number between the "
-            "right tags, so it will likely earn nothing and learn nothing: teach it the tags first "
-            f"(python train_sft.py --model {trainer.model_name}), or pay for them too "
+            "warning: training starts from a bare model, and only a right number in the right tags "
+            "is rewarded, so it will likely learn nothing: teach the tags first (python "
+            f"train_sft.py --model {trainer.model_name}), or reward them too "
             "(reward_fn=[FormatReward(), CorrectnessReward()])"
         )
     return problems, eval_problems

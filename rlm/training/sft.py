@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from rlm.cli import terminal, to_dict
-from rlm.data import IGNORED
+from rlm.data import IGNORE_INDEX
 from rlm.model import ADAPTER_FILES, ATTN_IMPLEMENTATION, Device, adapter_tensors
 from rlm.runs import (
     RunDirectory,
@@ -86,7 +86,7 @@ class SFTTrainer(trl.SFTTrainer):
         packed = model.config._attn_implementation == ATTN_IMPLEMENTATION
         batch = pack_examples(inputs, model.device.type, packed)
         logprobs, _ = token_logprobs(model, batch, 1.0)
-        count = (inputs["labels"][:, 1:] != IGNORED).sum()
+        count = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         return -logprobs.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:

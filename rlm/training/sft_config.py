@@ -8,76 +8,120 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import check_values, flag, takes_aliases
-from rlm.data import FORMATS
+from rlm.data import FORMATS, own_files
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
+MAX_SAMPLES = 400  # where the data is no file of the user's
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
 @takes_aliases
 @dataclass(frozen=True)
 class SFTConfig:
-    model: str | None = flag(None, "hub id, directory, or smollm2-135m (default: by the machine)")
-    dataset: str | None = flag(None, "as for GRPO, and openmathinstruct")
-    columns: str | None = flag(
-        None, "columns of a file or hub data set: question=NAME,answer=NAME,solution=NAME"
+    CHANGED_FIRST = (
+        *("model", "dataset", "max_samples", "output", "adapter"),
+        *("epochs", "batch_size", "micro_batch", "learning_rate", "max_length"),
     )
-    split: str | None = flag(None, "its rows to train on, as in train[:500] (none: train)")
-    max_samples: int = flag(400, "training examples, of each in A+B", min=1)
+
+    model: str | None = flag(
+        None,
+        "base model: hub id, folder, or smollm2-135m",
+        default_text="that of --adapter, else one that fits this machine",
+    )
+    dataset: str | None = flag(
+        None,
+        "examples to learn from: gsm8k, openmathinstruct, word-problems, elementary, FILE.jsonl, "
+        "or several as A+B",
+        default_text="that of --adapter, else one that fits the model",
+    )
+    columns: str | None = flag(
+        None,
+        "columns of a file or hub data set, as in question=NAME,answer=NAME,solution=NAME",
+        default_text="those of --adapter, else question, answer, solution",
+    )
+    split: str | None = flag(
+        None, "rows of a file or hub data set, as in train[:500]", default_text="train"
+    )
+    max_samples: int | None = flag(
+        MAX_SAMPLES,
+        "learn from at most this many examples of each data set; none: all",
+        min=1,
+        default_text=f"{MAX_SAMPLES}, but all of a file of yours",
+    )
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
     reasoning_format: str | None = flag(
-        None, "tags (none: those of --adapter, else deepseek)", choices=tuple(FORMATS)
+        None,
+        "tags around reasoning and answer",
+        choices=tuple(FORMATS),
+        default_text="those of --adapter, else deepseek",
     )
     system_prompt: str | None = flag(
-        None, "text or file (none: the start adapter's, else it asks for the tags)"
+        None,
+        "system prompt: a text or a file",
+        default_text="that of --adapter, else one that asks for the tags",
     )
     tool: str = flag(
         "none",
-        "the adapter is meant for: calculator (the solutions keep their <<a*b=c>>), FILE.py:NAME, "
-        "none (not given: that of --adapter)",
+        "tool that the model learns to use: calculator, FILE.py:NAME, or none",
+        default_text="that of --adapter",
     )
-    max_length: int = flag(
-        1024, "longest example in tokens; longer ones are left out and counted", min=1
-    )
+    max_length: int = flag(1024, "leave out examples with more tokens", min=1)
     epochs: int = flag(1, "passes over the examples", min=1)
-    batch_size: int = flag(16, "examples per optimizer step", min=1)
-    micro_batch: int = flag(8, "examples per forward pass", min=1)
+    batch_size: int = flag(16, "examples in an optimizer step", min=1)
+    micro_batch: int = flag(8, "examples in a forward pass", min=1)
     learning_rate: float = flag(
-        1e-3, "peak; LoRA wants about ten times full fine-tuning's", above=0
+        1e-3,
+        "peak learning rate; LoRA needs about ten times that of full fine-tuning",
+        above=0,
+        default_text=f"0.001, or {GPU_DEFAULTS['learning_rate']:g} if a GPU picks the model",
     )
-    warmup_share: float = flag(0.05, "share of the steps in which the rate rises", min=0, max=1)
-    adapter: Path | None = flag(None, "adapter to go on from (none: a new one)")
+    warmup_share: float = flag(
+        0.05, "share of the steps in which the learning rate rises to its peak", min=0, max=1
+    )
+    adapter: Path | None = flag(
+        None, "adapter to continue training", default_text="a new one is made"
+    )
     lora_r: int = flag(16, "rank of a new adapter", min=1)
-    lora_alpha: int = flag(32, "scale of a new adapter, over its rank", min=1)
-    lora_dropout: float = flag(0.0, "dropout inside the adapter", min=0, max=1)
-    quantize: str = flag("none", "quantize the base (bitsandbytes)", choices=QUANTIZATIONS)
-    use_4bit: bool = flag(False, "the same as --quantize 4bit", same_as=("quantize", "4bit"))
-    dtype: str = flag("auto", "number type (auto: measured)", choices=("auto", *DTYPES))
-    use_8bit: bool = flag(False, "the same as --quantize 8bit", same_as=("quantize", "8bit"))
-    attn_implementation: str = flag("auto", "attention", choices=ATTENTIONS, old=["attn"])
+    lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
+    lora_dropout: float = flag(0.0, "dropout inside a new adapter", min=0, max=1)
+    quantize: str = flag(
+        "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
+    )
+    use_4bit: bool = flag(
+        False, "the same as --quantize 4bit", same_as=("quantize", "4bit"), hidden=True
+    )
+    dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
+    use_8bit: bool = flag(
+        False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
+    )
+    attn_implementation: str = flag(
+        "auto",
+        "attention; auto: the fastest",
+        choices=(*ATTENTIONS, "flash_attention_2"),
+        old=["attn"],
+    )
     eval_samples: int = flag(
-        50, "validation problems whose loss is measured at the end (0: none)", min=0
+        50, "validation problems whose loss is measured at the end; 0: none", min=0
     )
     max_minutes: float | None = flag(
-        None, "stop at the step after this many minutes, and save", above=0
+        None, "stop after this many minutes, and save", above=0, default_text="no limit"
     )
-    tracker: str = flag("none", "show the run there too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(False, "the same as --tracker wandb", same_as=("tracker", "wandb"))
+    tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
+    use_wandb: bool = flag(
+        False, "the same as --tracker wandb", same_as=("tracker", "wandb"), hidden=True
+    )
     wandb_project: str | None = flag(
-        None, f"project at the tracker (none: WANDB_PROJECT, else {PROJECT})"
+        None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )
-    seed: int = flag(0, "seed of data order and adapter")
-    output: Path = flag(
-        Path("weights/sft_lora"),
-        "where the adapter goes",
-    )
-    run_dir: Path = flag(Path("runs/sft"), "where log and checkpoints go")
-    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
+    seed: int = flag(0, "random seed of the example order and a new adapter")
+    output: Path = flag(Path("weights/sft_lora"), "folder for the adapter")
+    run_dir: Path = flag(Path("runs/sft"), "folder for log and checkpoints")
+    resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     dry_run: int = flag(
-        0, "train nothing: print so many examples (alone: 3), and what is left out", bare=3, min=0
+        0, "train nothing; print this many examples (alone: 3) and the counts", bare=3, min=0
     )
 
     def __post_init__(self) -> None:
@@ -89,7 +133,7 @@ class SFTConfig:
                 f"{self.micro_batch}"
             )
         if self.adapter and self.lora_dropout:
-            raise ValueError("--lora-dropout is of a new adapter; that of --adapter has its own")
+            raise ValueError("--lora-dropout is for a new adapter; --adapter keeps its own")
         if self.lora_dropout == 1:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         if self.adapter and self.output.resolve() == self.adapter.resolve():
@@ -98,14 +142,17 @@ class SFTConfig:
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
-        from rlm.model import TEACH, AdapterInfo, check_adapter, default_values
+        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter, default_values
 
         adapter = given.get("adapter")
-        start = AdapterInfo.load(check_adapter(adapter, TEACH)) if adapter else None
+        start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT)) if adapter else None
         values = default_values(given, start, GPU_DEFAULTS)
         if start is not None:
             values["tool"] = start.resolve_tool(given.get("tool", "auto"))
-            values |= start.resolve_data(values.get("dataset"), values.get("columns"))
+            values |= start.resolve_rank(given)
+            values |= start.resolve_data(values["dataset"], given.get("columns"))
+        if "max_samples" not in values and own_files(values["dataset"]):
+            values["max_samples"] = None
         asked = given.get("system_prompt")
         values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         return values

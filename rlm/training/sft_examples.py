@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlm.cli import UsageError, terminal
-from rlm.data import IGNORED, Format, Problem, render_completion, render_problem
+from rlm.data import (
+    IGNORE_INDEX,
+    Format,
+    Problem,
+    dataset_name,
+    dataset_parts,
+    render_completion,
+    render_problem,
+)
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import MicroBatch, Rollout, pack_rollouts
 
@@ -43,10 +51,10 @@ def to_examples(
 
 
 def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format) -> Example:
-    """`input_ids` and `labels` of one problem; labels are ids on the completion, IGNORED before."""
+    """Make `input_ids` and `labels` of one problem: the prompt's labels are IGNORE_INDEX."""
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
-    return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
+    return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + completion}
 
 
 def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> MicroBatch:
@@ -65,7 +73,7 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> Mi
         [row[:length] for row, length in zip(inputs[name].tolist(), lengths, strict=True)]
         for name in ("input_ids", "labels")
     )
-    learned = [[label != IGNORED for label in row] for row in labels]
+    learned = [[label != IGNORE_INDEX for label in row] for row in labels]
     prompts = [max(1, row.index(True)) for row in learned]
     shared = min(common_prefix_length(ids), *prompts) if packed else 0
     cuts = [shared] * len(ids) if shared else prompts
@@ -83,7 +91,7 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> Mi
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
     """Print the rendered text: the part without a loss, and the part that is learned."""
-    prompt = example["labels"].count(IGNORED)
+    prompt = example["labels"].count(IGNORE_INDEX)
     parts = {"prompt, no loss": slice(prompt), "completion, learned": slice(prompt, None)}
     for what, part in parts.items():
         ids = example["input_ids"][part]
@@ -95,3 +103,19 @@ def show_counts(problems: int, examples: int, max_length: int, what: str = "prob
     """Print how many of the problems that were read are used."""
     left_out = f"{problems - examples} left out (over --max-length {max_length} tokens)"
     terminal.line(f"{what}: {problems} read, {examples} used, {left_out}")
+
+
+def is_countable(dataset: str) -> bool:
+    """Whether a data set has a size: a generator has none, and OpenMathInstruct is read in part."""
+    names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
+    return not names & {"word-problems", "elementary", "openmathinstruct"}
+
+
+def limit_line(used: int, available: int | None) -> str:
+    """Say how many examples --max-samples leaves.
+
+    >>> limit_line(400, 885)
+    '400 of 885 examples (--max-samples)'
+    """
+    of_all = "" if available is None else f" of {available:,}"
+    return f"{used:,}{of_all} examples (--max-samples)"

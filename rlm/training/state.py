@@ -203,8 +203,8 @@ class TrainingState:
         self._load(loaded[0])
         self.consecutive_skips, self.lr_scale = 0, 0.5
         terminal.line(
-            f"{MAX_CONSECUTIVE_SKIPS} updates in a row had no finite gradient: weights of step "
-            f"{loaded[1]['step']} again, half the learning rate from here on"
+            f"{MAX_CONSECUTIVE_SKIPS} updates in a row had no finite gradient: continuing from the "
+            f"weights of step {loaded[1]['step']} with half the learning rate"
         )
 
     def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:

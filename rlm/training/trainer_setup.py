@@ -16,14 +16,14 @@ from rlm.api_client import APIClient
 from rlm.cli import UsageError, terminal
 from rlm.data import stop_token_ids
 from rlm.model import (
-    TEACH,
+    HOW_TO_TRAIN_SFT,
     AdapterInfo,
     Device,
+    adapter_mismatch,
     check_adapter,
     check_base,
     load_adapter,
     load_base,
-    misfit,
     new_adapter,
     pick_device,
     pick_quantization,
@@ -48,7 +48,7 @@ ARGUMENTS = {
     "train_dataset": "trainer.train(dataset)",
     "eval_dataset": "trainer.train(dataset, eval_dataset)",
     "processing_class": "tokenizer=",
-    "tools": "tool=: one object, which writes into completions (docs/tools.md)",
+    "tools": "tool=: one object, which writes into completions (docs/how-to/tools.md)",
     "peft_config": "config=GRPOConfig(lora_r=..., lora_alpha=...)",
     "use_accelerate": "nothing: torchrun or accelerate launch starts several processes",
 }
@@ -93,16 +93,17 @@ def resolve_start(
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
     if config.batch_size < processes:
-        raise UsageError(f"--batch-size {config.batch_size}: fewer than {processes} processes")
+        too_small = f"--batch-size {config.batch_size} is too small"
+        raise UsageError(f"{too_small}: {processes} processes need a problem each")
     if config.sampler == "vllm" and not config.sampler_url:
         split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
     if adapter == DEFAULT_SFT_ADAPTER:
-        if problem := misfit(adapter, model, base_hash):
+        if problem := adapter_mismatch(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
             adapter = None
     elif adapter is not None:
-        check_adapter(adapter, TEACH)
+        check_adapter(adapter, HOW_TO_TRAIN_SFT)
         check_base(adapter, model, base_hash)
     start = AdapterInfo.load(adapter) if adapter else AdapterInfo(Path())
     if adapter is not None and start.quantize != quantize:
@@ -156,9 +157,9 @@ def make_sampler(
         return Sampler(policy, tokenizer, **options, tool=tool)
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
-            f"warning: with --quantize {config.quantize} another model samples than the one that "
-            "is trained, if the server's is not packed alike (sampler/logprob_gap_mean shows it); "
-            "use --quantize none"
+            f"warning: --quantize {config.quantize} changes the model that is trained, but not the "
+            "one that vLLM samples from (sampler/logprob_gap_mean shows how far they differ): use "
+            "--quantize none"
         )
 
     def export() -> Path:

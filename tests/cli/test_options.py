@@ -1,7 +1,10 @@
 """Options: where a value may come from, what is refused, and the one line a mistake is worth."""
 
+import ast
 import errno
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,9 +13,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlm.cli.flags import check_values, flag, say_once
+from inference import InferenceConfig
+from recipes.experience import evaluate as experience_evaluate
+from recipes.experience import train as experience_train
+from recipes.experience.select import SelectConfig
+from recipes.orchestrator import evaluate as orchestrator_evaluate
+from recipes.orchestrator.ask import AskConfig
+from recipes.orchestrator.config import OrchestratorConfig
+from recipes.orchestrator.simulate import SimulateConfig
+from rlm.cli.flags import check_values, flag, flags_of, say_once
 from rlm.cli.main import run_main
+from rlm.cli.option_groups import FIRST, GROUPS
 from rlm.cli.options import UsageError, parse, read_options, resolve_config, to_dict
+from rlm.evaluation import EvaluateConfig
+from rlm.training import PRESETS as GRPO_PRESETS
+from rlm.training import GRPOConfig, SFTConfig
+from server import ServerConfig
+
+ROOT = Path(__file__).parents[2]
 
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 
@@ -27,7 +45,8 @@ class Config:
     dtype: str = flag("bf16", "weights", choices=["bf16", "fp32"], old=["precision"], group="model")
     fp32: bool = flag(False, "the same as --dtype fp32", same_as=("dtype", "fp32"))
     steps: tuple[int, ...] = flag((1, 2), "evaluate at")
-    layers: tuple[str, ...] | None = flag(None, "adapt these")
+    layers: tuple[str, ...] | None = flag(None, "adapt these", default_text="every layer")
+    top_k: int = flag(0, "always 0", hidden=True)
     tags: tuple[str, ...] = flag((), "labels")
     output: Path = flag(Path("runs"), "folder")
 
@@ -309,10 +328,73 @@ def test_help_names_every_field_and_default(capsys, monkeypatch):
         assert part in text
     for part in ["--steps int,...", "--dtype bf16|fp32", "--output path", "--config", "tiny:"]:
         assert part in text
-    assert "also --batch, --micro-batch (default: 8)" in " ".join(text.split())
-    for default in ["1e-05", "8", "none", "true", "bf16", "1,2", "empty", "runs"]:
+    for default in ["1e-05", "8", "none", "on", "bf16", "1,2", "every layer", "empty", "runs"]:
         assert f"(default: {default})" in " ".join(text.split())
     assert "_" not in text[text.index("options:") : text.index("presets:")]
+    assert "top-k" not in text  # and is taken all the same
+    assert read("--top-k", "3").top_k == 3
+    assert "tiny: --batch-size 1 --learning-rate 0.5" in text
+
+
+SCRIPTS = {
+    "train_sft.py": SFTConfig,
+    "train_grpo.py": GRPOConfig,
+    "evaluate.py": EvaluateConfig,
+    "inference.py": InferenceConfig,
+    "server.py": ServerConfig,
+    "-m recipes.orchestrator.train": OrchestratorConfig,
+    "-m recipes.orchestrator.evaluate": orchestrator_evaluate.EvaluateConfig,
+    "-m recipes.orchestrator.ask": AskConfig,
+    "-m recipes.orchestrator.simulate": SimulateConfig,
+    "-m recipes.experience.train": experience_train.TrainConfig,
+    "-m recipes.experience.evaluate": experience_evaluate.EvaluateConfig,
+    "-m recipes.experience.select": SelectConfig,
+}
+
+
+@pytest.mark.parametrize("cls", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_long_list_of_options_is_in_groups_under_the_ten_that_people_change_first(cls):
+    flags = [option for option in flags_of(cls) if not option.positional]
+    if len(flags) < 10:
+        assert {option.group for option in flags} == {None}
+        return
+    assert len([option for option in flags if option.group == FIRST]) == 10
+    assert set(cls.CHANGED_FIRST) <= {option.name for option in flags}
+    assert {option.group for option in flags} <= {FIRST, *GROUPS}
+
+
+def test_every_name_in_the_table_of_groups_is_an_option_somewhere():
+    names = {option.name for cls in SCRIPTS.values() for option in flags_of(cls)}
+    assert {name for group in GROUPS.values() for name in group.split()} <= names
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_examples_of_help_can_be_copied(script):
+    """Each is read as it stands: options that exist, values of their kinds, no contradictions."""
+    cls = SCRIPTS[script]
+    module = script.removeprefix("-m ").replace(".", "/").removesuffix("/py") + ".py"
+    text = ast.get_docstring(ast.parse((ROOT / module).read_text())).replace("\\\n", " ")
+    found = re.findall(rf"^ *(?:\w+=\S+ )?python {re.escape(script)}(?= |$)(.*)", text, re.M)
+    assert found
+    for options in found:
+        parse(cls, shlex.split(options, comments=True), presets=GRPO_PRESETS)
+
+
+REASONS = {
+    "--top-p 0.9": "the loss assumes that completions are sampled from the whole distribution",
+    "--top-k 50": "the loss assumes that completions are sampled from the whole distribution",
+    "--lora-dropout 0.1": "would not be the one that sampled",
+    "--no-use-lora": "only LoRA adapters are trained here",
+}
+
+
+@pytest.mark.parametrize(("typed", "reason"), REASONS.items())
+def test_an_option_with_one_legal_value_is_not_listed_and_refused_with_a_reason(typed, reason):
+    with pytest.raises(UsageError, match=reason):
+        parse(GRPOConfig, typed.split())
+    assert parse(GRPOConfig, ["--top-p", "1", "--top-k", "0", "--lora-dropout", "0", "--use-lora"])
+    hidden = {option.spelling for option in flags_of(GRPOConfig) if option.hidden}
+    assert typed.split()[0].replace("--no-", "--") in hidden
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "a.json")

@@ -16,7 +16,7 @@ from rlm.conformance.ours import ours
 from rlm.training import advantages, batches, logprobs, loss
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "conformance.md").read_text(encoding="utf-8")
 CASES = load_cases()
 
 

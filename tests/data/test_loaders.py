@@ -13,7 +13,7 @@ from pyarrow import Table, parquet
 from rlm.cli.options import UsageError
 from rlm.data.loaders import (
     OPENMATH_POOL,
-    is_file,
+    is_local_file,
     load_gsm8k,
     load_jsonl,
     load_problems,
@@ -122,11 +122,8 @@ BAD_LINES = {
     "question is empty": {"question": "  ", "answer": "1"},
     "question is neither text nor a number": {"question": ["?"], "answer": "1"},
     "answer is neither text nor a number": {"question": "?", "answer": True},
-    "the reference answer is not a number (line 31: 'seven or 8')": {
-        "question": "?",
-        "answer": "seven or 8",
-    },
-    "the reference answer is not a number (line 31: 'nan')": b'{"question": "?", "answer": NaN}',
+    "the answer is not a number (line 31: 'seven or 8')": {"question": "?", "answer": "seven or 8"},
+    "the answer is not a number (line 31: 'nan')": b'{"question": "?", "answer": NaN}',
     "no number after ####": {"question": "?", "answer": "so\n#### many"},
     "can't decode byte 0xff": b'{"question": "\xff", "answer": "1"}',
     "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
@@ -295,9 +292,9 @@ def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
     file = tmp_path / "a+b.jsonl"
     file.write_text(Path(write(*numbered(20))).read_text())
     assert len(load_problems(str(file), "test")) == 20
-    assert is_file(str(file))
+    assert is_local_file(str(file))
     spec = f"elementary+{SAMPLE}"
-    assert not is_file(spec)
+    assert not is_local_file(spec)
     assert own_files(spec) == {Path(SAMPLE).resolve()}
     assert own_files("elementary+gsm8k:/a+b") == set()
     assert "unknown data set 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")

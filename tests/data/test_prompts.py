@@ -15,7 +15,7 @@ from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import (
     FORMATS,
-    IGNORED,
+    IGNORE_INDEX,
     encode_text,
     end_of_turn_id,
     render_completion,
@@ -124,7 +124,7 @@ def test_sft_learns_the_completion_with_one_end_token_and_nothing_else(template,
     example = to_example(tokenizer, problem, format)
     prompt = render_prompt(tokenizer, problem.question, format)
     assert example["input_ids"][: len(prompt)] == prompt  # what GRPO and inference will see
-    assert example["labels"][: len(prompt)] == [IGNORED] * len(prompt)
+    assert example["labels"][: len(prompt)] == [IGNORE_INDEX] * len(prompt)
     learned = example["labels"][len(prompt) :]
     assert learned == example["input_ids"][len(prompt) :]
     end = end_of_turn_id(tokenizer)

@@ -9,11 +9,13 @@ import pytest
 
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
+from rlm.evaluation.config import pairs_to_compare
 from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
 from rlm.evaluation.report import show_table, write_report
 from rlm.evaluation.statistics import summarize_scores
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
+from rlm.model.adapters import ADAPTER_FILES, adapter_hash
 from rlm.runs.plots import _running_mean, accuracy_bars, accuracy_over_time, learning_curves
 from rlm.sampling import Completion, prompt_seed
 
@@ -107,7 +109,8 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
         Evaluation([problem()] * 4, [[g] for g in groups])
         for groups in ([right, wrong, wrong, wrong], [right, right, right, wrong])
     )
-    write_report({"base": {"greedy": worse}, "SFT": {"greedy": better}}, "toys", {}, tmp_path)
+    rows = {"base": {"greedy": worse}, "SFT": {"greedy": better}}
+    write_report(rows, [("base", "SFT")], "toys", {}, tmp_path)
     said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]["compared"]
     assert list(said) == ["SFT − base"]
     for grading in ("strict", "lenient"):
@@ -296,3 +299,20 @@ def test_learning_curves_show_what_was_measured_from_zero_on(tmp_path, monkeypat
     assert titles == ["validation accuracy", "completion length", "completions cut off"]
     assert [axes.get_ylim() for axes in panels] == [(0, 54), (0, pytest.approx(34.56)), (0, 5)]
     assert panels[0].lines[0].get_xydata().tolist() == [[0, 25], [3, 50]]
+
+
+@pytest.mark.parametrize("recorded", ["this", "another", None])
+def test_grpo_is_compared_with_sft_only_if_it_was_trained_from_it(recorded, tmp_path, capsys):
+    """weights/final_rlm_lora may be the shipped adapter, and weights/sft_lora the user's own."""
+    adapters = {"SFT": tmp_path / "sft", "GRPO": tmp_path / "grpo"}
+    for name, path in adapters.items():
+        path.mkdir()
+        for file in ADAPTER_FILES:
+            (path / file).write_text(name)
+    start = {"this": adapter_hash(adapters["SFT"]), "another": "0" * 16}.get(recorded)
+    (adapters["GRPO"] / "run.json").write_text(json.dumps({"start_adapter_hash": start}))
+    pairs = pairs_to_compare(["base", "base, 4-shot", "SFT", "GRPO"], adapters)
+    before_grpo = "SFT" if recorded == "this" else "base"
+    assert pairs == [("base", "base, 4-shot"), ("base, 4-shot", "SFT"), (before_grpo, "GRPO")]
+    assert ("not with SFT" in capsys.readouterr().out) == (recorded != "this")
+    assert pairs_to_compare(["base", "SFT"], {"SFT": adapters["SFT"]}) == [("base", "SFT")]

@@ -42,3 +42,22 @@ def test_a_broken_run_json_is_one_line(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UsageError, match=r"run\.json is not valid JSON"):
         AdapterInfo.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"lora_r": 16, "lora_alpha": 32}, None),  # what it has
+        ({"lora_r": 64}, "--lora-r 64: the adapter .* has 16"),
+        ({"lora_r": 16, "lora_alpha": 7}, "--lora-alpha 7: the adapter .* has 32"),
+    ],
+)
+def test_an_adapter_to_start_from_keeps_its_rank(given, said, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32}')
+    start = AdapterInfo.load(tmp_path)
+    if said:
+        with pytest.raises(UsageError, match=said):
+            start.resolve_rank(given)
+    else:  # the run records what the adapter has
+        assert start.resolve_rank(given) == {"lora_r": 16, "lora_alpha": 32}

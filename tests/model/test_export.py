@@ -1,6 +1,7 @@
 """Export of an adapter: only an adapter is replaced, whole or not at all."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ def export(tokenizer, tmp_path):
         save_adapter(policy, tokenizer, path, {"number": number})
 
     return save
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def number(folder):
@@ -46,7 +50,7 @@ def test_what_is_in_the_way_of_the_old_adapter_is_left_alone(export, tmp_path):
     export(1)
     check_output(tmp_path / "lora")
     (tmp_path / "lora.prev").write_text("a file")
-    with pytest.raises(UsageError, match="is in the way of the adapter"):
+    with pytest.raises(UsageError, match="is no folder, and the adapter"):
         check_output(tmp_path / "lora")
 
 
@@ -102,3 +106,22 @@ def test_a_save_that_fails_brings_no_older_adapter_back(export, tmp_path, monkey
         export(3)
     assert not (tmp_path / "lora").exists()  # .prev is the first
     assert number(tmp_path / "lora.prev") == 1
+
+
+def test_the_adapter_that_came_with_the_project_is_kept_for_good(export, tmp_path, capsys):
+    output, shipped = tmp_path / "final_rlm_lora", tmp_path / "shipped_rlm_lora"
+    export(1, output)
+    run = json.loads((output / "run.json").read_text())
+    (output / "run.json").write_text(json.dumps(run | {"shipped": True}))
+    for i in (2, 3, 4):
+        check_output(output)
+        export(i, output)
+        said = capsys.readouterr().out
+        assert (f"is now in {shipped}" in said) == (i == 2)  # said when it is moved
+        assert (number(output), number(shipped)) == (i, 1)
+
+
+def test_the_tracked_adapter_says_that_it_came_with_the_project():
+    """benchmarks/ship.py writes it so; without this, train_grpo.py would replace it."""
+    run = json.loads((ROOT / "weights/final_rlm_lora/run.json").read_text())
+    assert run["shipped"] is True

@@ -9,7 +9,7 @@ from scripted_server import ScriptedServer
 
 from recipes.experience import evaluate, select
 from recipes.experience.agent import GENERATORS
-from recipes.experience.answers import shown, tokens_of, vote_score
+from recipes.experience.answers import format_attempt, tokens_of, vote_score
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
 from rlm.cli.main import run_main
@@ -96,7 +96,7 @@ def test_a_rule_is_no_example_and_a_gold_is_no_rule():
     assert select._rule(critic, group) is None
     assert select._rule(critic, group).content == GOOD
     tagged = "<think>\n2 * 144 = 288\n</think>\n<answer>288</answer>"
-    assert shown(group.right[0], own) == tagged
+    assert format_attempt(group.right[0], own) == tagged
 
 
 def test_a_vote_of_three_by_hand():

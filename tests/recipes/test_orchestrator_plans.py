@@ -9,7 +9,7 @@ from scripted_llm import ScriptedLLM
 from recipes.orchestrator import evaluate, simulate
 from recipes.orchestrator.agents import Call
 from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.plans import WHOLE, oracle_plan, random_plan
+from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan, random_plan
 from recipes.orchestrator.runner import Runner
 from rlm.cli import UsageError
 from rlm.data import load_problems
@@ -77,11 +77,11 @@ def test_random_plans_are_right_sometimes_and_always_can_be_read():
     rng = random.Random(0)
     problem = Problem("p", "6 pens at $13 and 1,002 more?", "80", PENS.solution)
     drawn = [random_plan(rng, problem) for _ in range(200)]
-    shares = [drawn.count(plan) / 200 for plan in (oracle_plan(problem), WHOLE)]
+    shares = [drawn.count(plan) / 200 for plan in (oracle_plan(problem), WHOLE_PROBLEM)]
     assert all(0.15 < share < 0.35 for share in shares)
-    assert all("{agentA}" in plan.texts[1] for plan in drawn if plan != WHOLE)
+    assert all("{agentA}" in plan.texts[1] for plan in drawn if plan != WHOLE_PROBLEM)
     assert {"1002"} <= {word for plan in drawn for word in plan.texts[0].strip("?").split()}
-    assert random_plan(rng, Problem("p", "how many?", "1")) == WHOLE
+    assert random_plan(rng, Problem("p", "how many?", "1")) == WHOLE_PROBLEM
 
 
 # --- the simulated solver ------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_the_simulation_is_a_function_of_its_seed_and_says_what_it_can_not_do(tm
 
 
 def test_trained_is_paired_with_the_cold_start_and_the_best_rival(capsys):
-    def row(*answers, graph=WHOLE):
+    def row(*answers, graph=WHOLE_PROBLEM):
         problems = [Problem(f"p{i}", f"{i}?", "1") for i in range(len(answers))]
         runner = Runner(ScriptedLLM(lambda call: answers[int(call.text[0])]), 9)
         return [[run] for run in runner.run(problems, [graph] * len(answers))]
@@ -145,7 +145,7 @@ def test_trained_is_paired_with_the_cold_start_and_the_best_rival(capsys):
         "orchestrator, trained − orchestrator, untrained": 50,
         "orchestrator, trained − single agent": 25,
     }
-    evaluate.show_learned(rows)
+    evaluate.show_changed_graphs(rows)
     shown = capsys.readouterr().out.splitlines()
     assert shown[1:4] == [
         "0? [1]", "  before, right: {problem} | {problem}", "  after, right: {problem} | {problem}!"

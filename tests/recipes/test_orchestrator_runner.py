@@ -107,21 +107,11 @@ def test_nothing_is_run_where_no_graph_is_valid():
     assert (none.rewards, none.metrics) == ([], {})
 
 
-@pytest.mark.parametrize(
-    ("final", "gold", "reward"),
-    [
-        ("so [1,080]", "1080", 1.0),
-        ("[72.0]", "72", 1.0),
-        ("it is 72", "72", 1.0),
-        ("<think>1 + 1</think><answer>2</answer>", "2", 1.0),
-        ("[1] or [2]", "2", 0.0),
-        ("<think>2", "2", 0.0),
-        ("no idea", "2", 0.0),
-    ],
-)
-def test_the_verifier_is_exact(final, gold, reward):
-    scorer = reward_of(ScriptedLLM(lambda call: final))
-    assert scorer([Problem("p", "how many?", gold)], [[BAD, BAD]]).rewards == [[reward, reward]]
+def test_the_last_text_is_graded_leniently():
+    """What that takes for an answer: tests/grading."""
+    for final, reward in (("so [2]", 1.0), ("[1] or [2]", 0.0)):
+        scorer = reward_of(ScriptedLLM(lambda call, final=final: final))
+        assert scorer([Problem("p", "how many?", "2")], [[BAD]]).rewards == [[reward]]
 
 
 def test_agents_are_read_by_the_tags_of_their_adapter(tmp_path):

@@ -179,7 +179,7 @@ def test_invalid_graphs_are_trained_against(base, tmp_path):
 class Writes(ScriptedSampler):
     """An orchestrator that writes what the test says: by problem, the graphs of its group."""
 
-    exact = True
+    matches_trainer = True
 
 
 def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
@@ -453,11 +453,6 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*orchestrator*.yaml")))
-def test_a_config_that_comes_with_the_project_is_one(file):
-    assert parse(OrchestratorConfig, ["--config", str(file)]).model == "smollm2-135m"
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -470,10 +465,10 @@ def test_a_config_that_comes_with_the_project_is_one(file):
         ("--agent-max-tokens 0", "at least 1"),
         ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),
-        ("--doctor", "--doctor is train_grpo.py's"),
-        ("--plan", "--plan is train_grpo.py's"),
-        ("--reward nope.py:f", "--reward is train_grpo.py's"),
-        ("--reasoning-format simple", "--reasoning-format is train_grpo.py's"),
+        ("--doctor", "--doctor is an option of train_grpo.py"),
+        ("--plan", "--plan is an option of train_grpo.py"),
+        ("--reward nope.py:f", "--reward is an option of train_grpo.py"),
+        ("--reasoning-format simple", "--reasoning-format is an option of train_grpo.py"),
     ],
 )
 def test_contradictions_are_one_line(typed, message):

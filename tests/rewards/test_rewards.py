@@ -86,8 +86,20 @@ def test_a_plain_function_has_trls_contract():
 def test_a_function_gets_only_what_it_takes():
     scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
     assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
-    with pytest.raises(ValueError, match="1 rewards for 4"):
+    with pytest.raises(UsageError, match="1 values for 4"):
         Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
+
+
+def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
+    def reward(completions, answer, level, ground_truth, weight=1.0):
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        UsageError, match=r"reward asks for ground_truth, .* there are answer, .*lev"
+    ):
+        Scorer([CorrectnessReward(), reward]).check_columns(PROBLEMS)
+    Scorer(lambda completion, reference_answer, level: 0.0).check_columns(PROBLEMS)
+    Scorer(lambda prompts, completions, **columns: []).check_columns(PROBLEMS)
 
 
 def test_a_reward_class_needs_only_call():

@@ -17,6 +17,7 @@ GOOD = {
     "reward/std": 0.49,
     "reward/zero_signal_share": 0.4,
     "completion/truncated_rate": 0.02,
+    "completion/length_max": 96,
     "policy/entropy": 0.12,
     "loss/kl": 0.0,
     "sampler/logprob_gap_mean": 3e-6,
@@ -40,7 +41,7 @@ def test_a_good_run_is_silent():
 @pytest.mark.parametrize(
     ("metric", "silent", "bad", "advice"),
     [
-        ("completion__truncated_rate", 0.49, 0.5, "50% of the completions have no end"),
+        ("completion__truncated_rate", 0.1, 0.12, "12% of the completions were cut off"),
         ("reward__zero_signal_share", 0.79, 0.8, "--group-size"),
         ("policy__entropy", 0.021, 0.019, "fallen to 0.019 nats"),
         ("loss__kl", 1.0, 1.1, "--kl-weight"),
@@ -60,10 +61,17 @@ def test_one_bad_step_is_no_warning_and_neither_is_a_short_run():
     assert active_alerts(rows(WINDOW - 1, policy__entropy=0.0)) == {}
 
 
+def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_type():
+    (text,) = active_alerts(rows(1, completion__truncated_rate=0.34)).values()
+    assert text.startswith("34% of the completions were cut off")
+    assert "--max-new-tokens 192" in text  # twice the limit that the longest one reached
+    assert active_alerts(rows(1, completion__truncated_rate=0.1)) == {}
+
+
 def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
     nothing = rows(reward__mean=0.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert list(active_alerts(nothing)) == ["reward"]  # and not the zero-signal groups once more
-    assert "nothing was rewarded in 5 steps" in active_alerts(nothing)["reward"]
+    assert "no completion of the last 5 steps earned a reward" in active_alerts(nothing)["reward"]
     everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert "have the reward 1" in active_alerts(everything)["reward"]
     changing = [*rows(4, reward__std=0.0), *rows(1, reward__std=0.0, reward__mean=0.5)]
@@ -112,7 +120,7 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
             log_step(trainer, metrics, [], torch.zeros(0, 2))
             said.append(capsys.readouterr().out)
-    assert ["warning: " in text for text in said] == [False] * (WINDOW - 1) + [True, False, False]
-    (line,) = [line for line in said[WINDOW - 1].splitlines() if line.startswith("warning: ")]
-    assert "75% of the completions have no end" in line
+    assert ["warning: " in text for text in said] == [True] + [False] * (WINDOW + 1)
+    (line,) = [line for line in said[0].splitlines() if line.startswith("warning: ")]
+    assert "75% of the completions were cut off" in line
     assert "--max-new-tokens" in line

@@ -187,8 +187,8 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     assert "merged copy" in merged.description
     assert "as asked" in unmerged.description
     # Only the same weights in fp32 draw as training scores.
-    assert (merged.exact, unmerged.exact) == (False, True)
-    assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).exact
+    assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
+    assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).matches_trainer
     monkeypatch.setattr("rlm.sampling.weights.available_memory", lambda device: 1000)
     assert "would take" in Sampler(model, tokenizer).description
     with pytest.raises(UsageError, match="not of the Llama family"):

@@ -51,7 +51,7 @@ def test_a_group_a_prompt_with_tokens_and_logprobs_from_the_server(server, sampl
     assert [c.token_ids for c in group] == [[10, END], [11, 12, 13]]  # the end token is kept
     assert [c.logprobs for c in group] == [[-0.25, -0.5], [-1.0, -2.0, -3.0]]
     assert [c.truncated for c in group] == [False, True]
-    assert not sampler.exact  # so importance weights are on
+    assert not sampler.matches_trainer  # so importance weights are on
     assert sampler.description == f"vLLM at {server.url}"
     assert server.asked("completions") == [
         {

@@ -15,7 +15,7 @@ from secured_server import SecuredServer, request, small_app
 
 from rlm.cli.options import UsageError
 from rlm.serving.access import AllowedHosts, Bucket, Keys, client_address, read_origins
-from rlm.serving.middleware import MOST_CLIENTS, SecurityMiddleware, SecuritySettings, add_cors
+from rlm.serving.middleware import MAX_CLIENTS, SecurityMiddleware, SecuritySettings, add_cors
 from rlm.serving.request import Limits
 from rlm.tools import Calculator
 
@@ -305,10 +305,10 @@ def test_a_public_server_limits_each_address_and_not_this_machine(monkeypatch):
 def test_addresses_that_were_not_seen_for_long_are_forgotten():
     settings = SecuritySettings(Keys([]), AllowedHosts(), public=True, requests_per_minute=1)
     middleware = SecurityMiddleware(None, settings)
-    for i in range(MOST_CLIENTS + 5):
+    for i in range(MAX_CLIENTS + 5):
         middleware._bucket(str(i))
         middleware._bucket("0").take()  # still here
-    assert len(middleware._buckets) == MOST_CLIENTS
+    assert len(middleware._buckets) == MAX_CLIENTS
     assert middleware._bucket("0").take() > 0
     assert "1" not in middleware._buckets
 

@@ -58,7 +58,9 @@ def drip(sock: socket.socket, start: bytes, byte: bytes = b"a") -> int:
 
 def test_the_limits_are_the_documented_ones():
     """The other tests set them shorter."""
-    documented = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    documented = (Path(__file__).parents[2] / "docs" / "reference" / "serving.md").read_text(
+        encoding="utf-8"
+    )
     assert UVICORN["http"] is SlowGuard
     guard = (SlowGuard.header_seconds, SlowGuard.body_seconds, SlowGuard.write_seconds)
     assert (*guard, SlowGuard.max_connections) == (10, 15, 30, 500)

@@ -17,7 +17,7 @@ from secured_server import KEY, OTHER_KEY, SecuredServer, request, small_app
 from rlm.cli.options import UsageError
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts, Bucket, Keys, load_keys, new_key
-from rlm.serving.errors import Problem, invalid
+from rlm.serving.errors import HTTPProblem, invalid
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 
 AUTH = f"Authorization: Bearer {KEY}"
@@ -53,7 +53,7 @@ def test_types_of_errors():
     kinds = {400: "invalid_request", 401: "authentication", 404: "invalid_request"}
     kinds |= {429: "rate_limit", 500: "server", 503: "server", 504: "server"}
     for status, kind in kinds.items():
-        problem = Problem(status, "internal", "x")
+        problem = HTTPProblem(status, "internal", "x")
         assert problem.body("")["error"]["type"] == f"{kind}_error"
         headers = problem.response("").headers
         assert ("www-authenticate" in headers) == (status == 401)

@@ -56,31 +56,12 @@ def server(tokenizer):
 # --- one question ---------------------------------------------------------------------------------
 
 
-def test_a_prompt_alone_is_answered(server):
-    response = server.post({"prompt": "What is two and three?"})
-    body = response.json()
-    assert (response.status_code, body["response"]) == (200, ADD)
-    assert body["trace"] == [{"step": 0, "content": "2 + 3 = 5"}, {"step": 1, "content": "5"}]
-    assert body["thinking"] == {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None}
-    assert body["confidence"]["value"] == pytest.approx(1.0)
-    assert body["usage"]["completion_tokens"] == len(ADD) + 1
-    assert response.headers["X-Request-ID"] == body["request_id"]
-
-
 def test_the_reasoning_in_one_line_is_cut_into_sentences(server):
-    trace = server.post({"prompt": "one line"}).json()["trace"]
+    response = server.post({"prompt": "one line"})
+    trace = response.json()["trace"]
+    assert response.headers["X-Request-ID"] == response.json()["request_id"]
     assert [s["content"] for s in trace] == ["First 1.5 + 2.", "Then 3!", "Done?", "4"]
     assert [s["step"] for s in trace] == [0, 1, 2, 3]
-
-
-def test_several_samples_vote(server):
-    body = server.post({"prompt": "vote", "n": 4, "return_samples": True}).json()
-    vote = {"n": 4, "valid": 3, "winner": "5", "agreement": 0.5, "counts": {"5": 2, "6": 1}}
-    assert body["vote"] == vote
-    assert body["confidence"] == {"value": 0.5, "method": "vote_share", "calibrated": False}
-    assert (body["final_answer"], body["warnings"]) == ("5", [])
-    assert [sample["final_answer"] for sample in body["samples"]] == ["5", "5", "6", None]
-    assert body["samples"][3]["thinking"]["status"] == "absent"
 
 
 def test_the_first_sample_is_not_shown_if_it_was_overruled(server):
@@ -112,20 +93,6 @@ def test_tokens_are_drawn_as_asked_for_or_as_documented(
     for job in submitted:
         assert (job.params, job.n) == (SamplingParams(3, temperature, top_p), asked.get("n", 1))
     assert len(submitted) == 2
-
-
-def test_an_expected_answer_is_verified(server):
-    right = server.post({"prompt": "two and three", "expected_answer": "5.0"}).json()["verifier"]
-    assert (right["correct"], right["reason"]) == (True, "correct")
-    wrong = server.post({"prompt": "two and three", "expected_answer": "6"}).json()["verifier"]
-    assert (wrong["correct"], wrong["correct_lenient"], wrong["reason"]) == (False, False, "wrong")
-
-
-def test_a_budget_is_kept_and_reported(server):
-    body = server.post({"prompt": "long", "thinking_budget": 12}).json()
-    assert body["thinking"]["status"] == "forced"
-    assert body["thinking"]["tokens"] <= 12
-    assert (body["thinking"]["budget"], body["final_answer"]) == (12, "7")
 
 
 @pytest.mark.parametrize("said", ["9**9**9**9", "9" * 250, "__import__('os').abort()"])

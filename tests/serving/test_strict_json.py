@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlm.serving.errors import Problem
+from rlm.serving.errors import HTTPProblem
 from rlm.serving.strict_json import parse, require_json
 
 REFUSED = {
@@ -53,7 +53,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED.keys())
 def test_refused(body):
-    with pytest.raises(Problem) as info:
+    with pytest.raises(HTTPProblem) as info:
         parse(body)
     assert (info.value.status, info.value.code) == (400, "malformed_json")
     assert "secret" not in info.value.detail
@@ -89,7 +89,7 @@ def test_what_json_writes_comes_back(value, ascii_only):
 def test_any_bytes_are_a_value_or_a_problem(body):
     try:
         value = parse(body)
-    except Problem:
+    except HTTPProblem:
         return
     assert value == json.loads(body)
 
@@ -118,6 +118,6 @@ def test_json_media_types():
     ],
 )
 def test_other_media_types(headers):
-    with pytest.raises(Problem) as info:
+    with pytest.raises(HTTPProblem) as info:
         require_json(headers)
     assert (info.value.status, info.value.code) == (415, "unsupported_media_type")

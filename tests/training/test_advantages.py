@@ -1,4 +1,4 @@
-"""Advantages against values measured on TRL 1.16, and what a group can teach."""
+"""What a group can teach, and the penalty for length. Values by hand: tests/conformance."""
 
 import math
 
@@ -10,23 +10,6 @@ from rlm.training.advantages import Group, group_advantages, has_signal, overlon
 from rlm.training.config import GRPOConfig
 
 NAN = math.nan
-
-
-@pytest.mark.parametrize(
-    ("rewards", "scale_by_std", "expected"),
-    [
-        ([1, 0, 0, 0], True, [1.499700, -0.499900, -0.499900, -0.499900]),
-        ([1, 1, 0, 0], True, [0.865875, 0.865875, -0.865875, -0.865875]),
-        ([1, 0], True, [0.707007, -0.707007]),
-        ([1] + [0] * 7, True, [2.474174] + [-0.353453] * 7),
-        ([1] + [0] * 7, False, [0.875] + [-0.125] * 7),
-        ([1, 0, NAN, 0], True, [1.154501, -0.577250, 0, -0.577250]),
-        ([0, 1, 1, 1], False, [-0.75, 0.25, 0.25, 0.25]),
-    ],
-)
-def test_advantages_are_trls(rewards, scale_by_std, expected):
-    got = group_advantages(torch.tensor([rewards], dtype=torch.float32), scale_by_std)
-    assert got[0].tolist() == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("row", [[1.0] * 4, [0.0] * 4, [0.3] * 4, [NAN] * 4, [NAN, 1, NAN, NAN]])

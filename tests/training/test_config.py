@@ -5,10 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlm.cli.options import UsageError, parse, to_dict
+from rlm.cli.options import UsageError, parse, resolve_config, to_dict
 from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
 from rlm.training.config import GRPOConfig
+from rlm.training.sft_config import SFTConfig
+from rlm.training.sft_examples import is_countable, limit_line
 
 EVERY_PRESET = {"top_p": 1.0, "top_k": 0, "lora_dropout": 0.0, "use_lora": True, "kl_weight": 0.0}
 GRPO = {
@@ -111,7 +114,7 @@ def test_options_change_the_formula():
 def test_unchanged_options_leave_the_table_as_it_is():
     for name, algorithm in ALGORITHMS.items():
         config = GRPOConfig(algorithm=name, max_new_tokens=500)
-        assert config.choices == algorithm
+        assert config.resolved_algorithm == algorithm
         assert algorithm.formula() in algorithms_help()
 
 
@@ -132,8 +135,8 @@ def test_an_unknown_preset_names_the_five():
     [
         ({"top_p": 0.95}, "distribution"),
         ({"top_k": 50}, "distribution"),
-        ({"lora_dropout": 0.1}, "ratio"),
-        ({"use_lora": False}, "never written"),
+        ({"lora_dropout": 0.1}, "the one that sampled"),
+        ({"use_lora": False}, "never changed"),
         ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
         ({"overlong_buffer": 97}, "longer than"),
         ({"overlong_penalty": 1.0}, "at most 0"),
@@ -188,7 +191,8 @@ def test_dashes_underscores_and_the_seeds_flags():
 
 
 def test_the_docs_have_every_formula_and_source():
-    text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2] / "docs/explanation/algorithms.md"
+    text = page.read_text(encoding="utf-8")
     for name, algorithm in ALGORITHMS.items():
         page = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert f"> {algorithm.formula()}\n" in page
@@ -196,3 +200,45 @@ def test_the_docs_have_every_formula_and_source():
         assert "Differs:" in page
     for name in PRESETS:
         assert f"`{name}`" in text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "on_cpu", "on_gpu"),
+    [
+        ("word-problems:1", 96, 96),
+        ("elementary+word-problems", 96, 96),
+        ("gsm8k", 256, 512),
+        ("openai/gsm8k", 256, 512),
+        ("elementary+mine.jsonl", 256, 512),
+    ],
+)
+def test_the_length_of_completions_follows_the_data(dataset, on_cpu, on_gpu, monkeypatch):
+    given = ["--model", "m", "--sft-adapter", "none", "--dataset", dataset]
+    for has_gpu, tokens in ((False, on_cpu), (True, on_gpu)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert resolve_config(GRPOConfig, given).max_new_tokens == tokens
+        typed = resolve_config(GRPOConfig, [*given, "--max-new-tokens", "7"])
+        assert typed.max_new_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("typed", "limit"),
+    [
+        (["--dataset", "gsm8k"], 400),
+        (["--dataset", "mine.jsonl"], None),  # all of a file of the user's
+        (["--dataset", "mine.jsonl", "--max-samples", "5"], 5),
+        (["--dataset", "gsm8k", "--max-samples", "none"], None),
+    ],
+)
+def test_how_many_examples_sft_learns_from(typed, limit):
+    assert resolve_config(SFTConfig, ["--model", "m", *typed]).max_samples == limit
+
+
+def test_examples_that_a_limit_leaves_out_are_counted():
+    assert limit_line(400, 885) == "400 of 885 examples (--max-samples)"
+    assert limit_line(400, None) == "400 examples (--max-samples)"  # a generator has no size
+    assert [is_countable(d) for d in ("a.jsonl", "gsm8k", "gsm8k+elementary")] == [
+        True,
+        True,
+        False,
+    ]

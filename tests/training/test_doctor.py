@@ -83,7 +83,7 @@ def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
     }
     assert run_doctor(trainer, PROBLEMS) == 0
     out = capsys.readouterr().out
-    assert "nothing stands in the way" in out
+    assert "ready to train" in out
     assert "on 32 problems" in out
     assert "GB at the peak" in out
 

@@ -104,7 +104,7 @@ def test_nothing_is_started_before_the_run_directory_is_ours(model_dir, tmp_path
     config = a_config(tmp_path)
     config.run_dir.mkdir()
     (config.run_dir / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="holds other files"):
+    with pytest.raises(UsageError, match="holds files that are no run"):
         train(model_dir, config)
     assert not record.exists()
     with pytest.raises(UsageError, match="an environment of its own"):

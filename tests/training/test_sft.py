@@ -19,7 +19,7 @@ import rlm.training.sft
 import train_sft
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
-from rlm.data.prompts import FORMATS, IGNORED
+from rlm.data.prompts import FORMATS, IGNORE_INDEX
 from rlm.model.adapters import new_adapter
 from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.base import load_base
@@ -37,7 +37,7 @@ SHARED = [([3, 4, *ids], 2 + prompt) for ids, prompt in ROWS] + [([3, 4, 5, 9], 
 
 
 def example(ids, prompt):
-    return {"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]}
+    return {"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]}
 
 
 def trainer_of(cls, folder, rows=ROWS, **options):
@@ -102,7 +102,7 @@ def test_what_all_examples_begin_with_is_computed_once():
     inputs = {
         "input_ids": pad_sequence(rows, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
     }
     packed = pack_examples(inputs, "cpu", packed=True)
     # The last token of each is learned, and nothing is predicted from it.
@@ -252,7 +252,9 @@ def test_a_signal_ends_it_and_the_old_adapter_stays(
     assert [file.name for file in (tmp_path / "sft").iterdir()] == ["adapter_config.json"]
     assert (tmp_path / "sft" / "adapter_config.json").read_text() == "an older one's"
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'run'} is saved up to step 1; go on with: python" in said.splitlines()[-1]
+    assert (
+        f"{tmp_path / 'run'} is saved up to step 1; continue with: python" in said.splitlines()[-1]
+    )
     assert said.endswith("--epochs 9 --resume\n")
     assert "Traceback" not in said
 
@@ -389,7 +391,7 @@ def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
     torch.nn.init.normal_(next(t for n, t in wet.named_parameters() if "lora_B" in n))
     assert not torch.equal(wet(ids).logits, wet(ids).logits)  # each pass drops other units
     assert sft("--adapter", tmp_path / "start", "--lora-dropout", 0.1) == 2
-    assert "--lora-dropout is of a new adapter" in capsys.readouterr().err
+    assert "--lora-dropout is for a new adapter" in capsys.readouterr().err
 
 
 def test_an_output_that_is_no_adapter_is_refused_first(sft, tmp_path, capsys):

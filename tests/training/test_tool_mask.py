@@ -237,17 +237,3 @@ def test_vllm_takes_no_tool(model_dir, tmp_path):
         GRPOTrainer(str(model_dir), config_of(tmp_path, tool="abacus"))
     with pytest.raises(TypeError, match="a tool has a name"):
         GRPOTrainer(str(model_dir), config_of(tmp_path), tool=print)
-
-
-def test_an_adapter_says_which_tool_it_was_trained_with(tmp_path):
-    def info(tool):
-        (tmp_path / "run.json").write_text(json.dumps({"config": {"tool": tool}}))
-        return AdapterInfo.load(tmp_path)
-
-    assert info("calculator").resolve_tool() == "calculator"
-    assert info("calculator").resolve_tool("none") == "none"
-    assert info(None).resolve_tool() == AdapterInfo(tmp_path).resolve_tool() == "none"
-    own = info("mine.py:Shout")
-    assert own.resolve_tool("none") == "none"
-    with pytest.raises(UsageError, match=r"with the tool mine\.py:Shout: name it again"):
-        own.resolve_tool()

@@ -221,7 +221,7 @@ function showResult(result) {
   show("live", final === null ? "Done, without a final answer" : `Answer: ${final}`);
 }
 
-/** In the words of the API, which docs/serving.md explains. */
+/** In the words of the API, which docs/reference/serving.md explains. */
 function factsOf({ verifier, details, confidence, usage, timings, ...result }) {
   return [
     ["Verdict", verifier && `${verifier.correct ? "✓" : "✗"} expected: ${verifier.expected}`],

@@ -1,0 +1,109 @@
+"""Shows an experience library that helps: the bare model, and lessons that were kept by trial.
+
+Starts this project's server with the base model, lets it answer problems of a kind that it does not
+know, keeps the worked examples that make more held-out problems right, and compares: no library,
+the library, and placebo lessons, on problems that no lesson came from. No weights change.
+
+    python -m recipes.experience.demo        (`make demo-experience`)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+
+from recipes.experience import evaluate, select
+from recipes.experience.agent import GENERATORS, OWN_SERVER
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
+
+START_SECONDS = 180  # until the server answers
+
+
+@dataclass
+class DemoConfig:
+    model: str = flag("smollm2-135m", "the model that answers, without an adapter")
+    adapter: Path | None = flag(None, "ask this adapter instead of the bare model")
+    dataset: str = flag("word-problems:1", "what it answers")
+    split: str = flag("test_families", "the part of it: kinds of problems that no stage trains on")
+    problems: int = flag(240, "problems of the table", min=1)
+    max_tokens: int = flag(96, "longest reply", min=1)
+    run_dir: Path = flag(Path("runs/demo_experience"), "where all of it goes")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+@contextmanager
+def own_server(config: DemoConfig) -> Iterator[str]:
+    """Run server.py on a free port of this machine; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    who = ["--adapter", str(config.adapter)] if config.adapter else ["--base"]
+    command = [sys.executable, "server.py", *who, "--model", config.model, "--port", str(port)]
+    command += ["--max-prompt-tokens", "2048", "--requests-per-minute", "1000000"]
+    environment = {name: value for name, value in os.environ.items() if name != "RLM_API_KEY"}
+    with (config.run_dir / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        wait_until_ready(process, f"http://127.0.0.1:{port}", config.run_dir / "server.log")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
+    """
+    Raises:
+        UsageError: it ended, or did not answer in time.
+    """
+    end = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            if httpx2.get(f"{url}/ready", timeout=2).status_code == 200:
+                return
+        except httpx2.TransportError:
+            pass  # not listening yet
+        time.sleep(0.3)
+    process.kill()
+    raise UsageError(f"the server did not start; {log} says why")
+
+
+def main(config: DemoConfig) -> int:
+    began = time.monotonic()
+    shutil.rmtree(config.run_dir, ignore_errors=True)
+    config.run_dir.mkdir(parents=True)
+    folders = {"run_dir": config.run_dir, "api_config": config.run_dir / "api_config.json"}
+    asked = {"dataset": config.dataset, "split": config.split, "max_tokens": config.max_tokens}
+    asked |= {"instructions": False} | folders
+    terminal.line("[1 of 3] the server loads the model")
+    with own_server(config) as url:
+        roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": url})
+        folders["api_config"].write_text(json.dumps(roles))
+        terminal.line("\n[2 of 3] attempts, and lessons made of them that are tried one by one")
+        tried = {"kinds": ("example",), "groups": 10, "held_out": 240, "trial_size": 120}
+        select.main(select.SelectConfig(library_dir=config.run_dir, **tried, **asked))
+        library = config.run_dir / select.LIBRARY
+        if not json.loads(library.read_text(encoding="utf-8")):
+            terminal.line("No lesson helped, so none was kept: there is nothing to compare.")
+            return 0
+        terminal.line("\n[3 of 3] the library on problems that no lesson came from")
+        table = {"library": (library,), "placebo": True, "max_problems": config.problems}
+        evaluate.main(evaluate.EvaluateConfig(samples=1, temperature=0.0, **table, **asked))
+    terminal.line(f"{terminal.duration(time.monotonic() - began)} in all; {library} is the library")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, DemoConfig, description=__doc__)

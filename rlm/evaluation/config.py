@@ -1,0 +1,187 @@
+"""The options of evaluation: what `evaluate.py --help` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlm.cli import UsageError, check_values, flag, terminal
+from rlm.data import FORMATS, Format, own_files
+from rlm.model import QUANTIZATIONS, AdapterInfo
+
+ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
+MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    CHANGED_FIRST = (
+        *("model", "dataset", "split", "max_samples", "sft_adapter", "adapter"),
+        *("samples", "max_new_tokens", "output", "resume"),
+    )
+
+    model: str | None = flag(
+        None,
+        "base model: hub id, folder, or smollm2-135m",
+        default_text="the base of the last adapter",
+    )
+    dataset: str | None = flag(
+        None,
+        "problems, named as for training",
+        default_text="those of the last adapter, else word-problems",
+    )
+    split: str | None = flag(
+        None,
+        "part of the data set, as in test[:200]",
+        default_text="test; validation for a file of yours that was trained on",
+    )
+    columns: str | None = flag(
+        None,
+        "columns of a file or hub data set, as for training",
+        default_text="those of the last adapter, if the data set is its own",
+    )
+    max_samples: int | None = flag(200, "evaluate at most this many problems; none: all", min=1)
+    sft_adapter: Path | None = flag(
+        Path("weights/sft_lora"), "adapter of the SFT row; none leaves the row out"
+    )
+    adapter: Path | None = flag(
+        Path("weights/final_rlm_lora"), "adapter of the GRPO row; none leaves the row out"
+    )
+    base_only: bool = flag(False, "evaluate the base model alone; needs --model")
+    few_shot: int = flag(
+        4, "worked examples in the prompt, for a second row of the base; 0: no such row", min=0
+    )
+    samples: int = flag(
+        0, "also sample this many completions of each problem: mean@k, maj@k and pass@k", min=0
+    )
+    temperature: float = flag(1.0, "temperature of these samples", above=0)
+    max_new_tokens: int = flag(
+        MAX_NEW_TOKENS,
+        "longest completion, in tokens",
+        min=1,
+        default_text=f"{MAX_NEW_TOKENS}, or more if an adapter was trained with more",
+    )
+    reasoning_format: str | None = flag(
+        None,
+        "tags around reasoning and answer",
+        choices=tuple(FORMATS),
+        default_text="those of the last adapter, else deepseek",
+    )
+    system_prompt: str | None = flag(
+        None, "system prompt: a text or a file", default_text="that of the last adapter"
+    )
+    tool: str = flag(
+        "none",
+        "tool that writes into completions: calculator, FILE.py:NAME, or none",
+        default_text="that of the last adapter",
+    )
+    quantize: str = flag(
+        "auto",
+        "load the base with fewer bits, by bitsandbytes; auto: as in training",
+        choices=("auto", *QUANTIZATIONS),
+    )
+    audit_reward: bool = flag(
+        False, "evaluate nothing; compare graders on the completions of --run-dir"
+    )
+    run_dir: Path = flag(Path("runs/grpo"), "folder of that training run")
+    seed: int = flag(0, "random seed of problems, worked examples and sampling")
+    output: Path = flag(Path("runs/evaluation"), "folder for figures, picture and completions")
+    resume: bool = flag(False, "evaluate only rows that are missing in --output, or outdated there")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete the config from the adapters' run.json: `resolve_config` calls it.
+
+        The last adapter counts; a default one that is not there makes no row.
+
+        Raises:
+            UsageError: a named adapter is not there, nothing says which model, or the tags differ.
+        """
+        if given.get("audit_reward"):
+            return {"max_samples": None, **given}  # all that the run has
+        from rlm.model import check_adapter
+
+        values, base_only = dict(given), given.get("base_only")
+        infos: list[AdapterInfo] = []
+        for name, (option, script) in ({} if base_only else ADAPTERS).items():
+            path = values.setdefault(option, getattr(cls, option))
+            if option not in given and not path.exists():
+                terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
+                values[option] = None
+            elif path:
+                infos.append(AdapterInfo.load(check_adapter(path, f"run: python {script}")))
+        if not infos and not (base_only and given.get("model")):
+            raise UsageError("no adapter to evaluate; train one, or --base-only --model NAME")
+        last = infos[-1] if infos else AdapterInfo(Path())
+        asked = given.get("model"), given.get("quantize", "auto")
+        values["model"], values["quantize"] = last.resolve_base(*asked)
+        values |= last.resolve_data(given.get("dataset"), given.get("columns"))
+        values["dataset"] = values["dataset"] or "word-problems"
+        values["split"] = given.get("split") or default_split(values["dataset"], infos)
+        names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
+        prompts = {info.resolve_system_prompt(given.get("system_prompt")) for info in infos}
+        differ = "different system prompts" if len(prompts) > 1 else ""
+        differ = f"different tags ({', '.join(names)})" if len({*names}) > 1 else differ
+        if differ:
+            raise UsageError(
+                f"the adapters were trained with {differ}: evaluate them one by one, with "
+                "--sft-adapter none or --adapter none"
+            )
+        values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
+        values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
+        values["tool"] = last.resolve_tool(given.get("tool", "auto"))
+        trained_with = [info.run.get("config", {}).get("max_new_tokens") or 0 for info in infos]
+        values.setdefault("max_new_tokens", max(MAX_NEW_TOKENS, *trained_with, 0))
+        return values
+
+    @property
+    def format(self) -> Format:
+        """The tags and the system prompt."""
+        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The adapters to evaluate, by row name."""
+        options = {} if self.base_only else ADAPTERS
+        paths = {name: getattr(self, option) for name, (option, _) in options.items()}
+        return {name: path for name, path in paths.items() if path}
+
+
+def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
+    """Return the split that no adapter was trained on."""
+    trained = {file for info in adapters for file in own_files(info.dataset or "")}
+    if not own_files(dataset) & trained:
+        return "test"
+    terminal.line(f"{dataset} was used for training: only its validation problems are evaluated")
+    _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
+    return f"validation{bracket}{cut}"
+
+
+def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[tuple[str, str]]:
+    """Return which rows are compared: each with the one above it.
+
+    The GRPO row is compared with the SFT row only if GRPO started from that very adapter, as its
+    run.json records; otherwise it is compared with the base, and a line says so.
+
+    Args:
+        rows: names of the rows, from the base on.
+        adapters: row name → adapter.
+    """
+    from rlm.model import adapter_hash
+
+    pairs = [(rows[i], rows[i + 1]) for i in range(len(rows) - 1)]
+    if not {"SFT", "GRPO"} <= adapters.keys():
+        return pairs
+    sft, grpo = adapters["SFT"], adapters["GRPO"]
+    if AdapterInfo.load(grpo).run.get("start_adapter_hash") == adapter_hash(sft):
+        return pairs
+    terminal.line(
+        f"GRPO is compared with the base, not with SFT: nothing records that {grpo} was trained "
+        f"from {sft}"
+    )
+    return [("base", "GRPO") if pair == ("SFT", "GRPO") else pair for pair in pairs]

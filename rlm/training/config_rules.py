@@ -1,0 +1,106 @@
+"""Rules over several options of GRPO training: what one sets for others, and what contradicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlm.data import dataset_name, dataset_parts
+from rlm.training.algorithms import ALGORITHMS
+
+SHORT, ON_CPU, ON_GPU = 96, 256, 512  # tokens
+GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
+MAX_NEW_TOKENS = (
+    f"{SHORT} for word-problems and elementary, else {ON_GPU} on a GPU and {ON_CPU} without one"
+)
+
+
+def choose_max_new_tokens(dataset: str) -> int:
+    """Return how many tokens completions may have where no option says it."""
+    import torch
+
+    names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
+    if names <= GENERATED:
+        return SHORT
+    return ON_GPU if torch.cuda.is_available() else ON_CPU
+
+
+def set_clip_bounds(config: Any) -> None:
+    """Spread a GRPOConfig's --clip-eps, and forget it: a later `replace` of it is refused.
+
+    Raises:
+        ValueError: it sets nothing, because both bounds are given.
+    """
+    bounds = [n for n in ("clip_eps_low", "clip_eps_high") if getattr(config, n) is None]
+    if config.clip_eps is not None and not bounds:
+        raise ValueError(
+            "--clip-eps sets --clip-eps-low and --clip-eps-high where they are not given, and both "
+            "are; leave it out"
+        )
+    for name in bounds:
+        object.__setattr__(config, name, config.clip_eps)
+    object.__setattr__(config, "clip_eps", None)
+
+
+def follow_algorithm(config: Any) -> None:
+    """Set what the algorithm of a GRPOConfig decides and no option does."""
+    algorithm = ALGORITHMS[config.algorithm]
+    token_level = config.fixed_length_normalizer is None and algorithm.aggregation == "token"
+    by_constant = not config.token_level_loss and algorithm.aggregation == "constant"
+    values = {
+        "use_std_normalization": algorithm.scale_by_std,
+        "token_level_loss": token_level,
+        "fixed_length_normalizer": config.max_new_tokens if by_constant else None,
+        "clip_eps_low": algorithm.clip_eps_low,
+        "clip_eps_high": algorithm.clip_eps_high,
+        "dynamic_sampling": algorithm.dynamic_sampling,
+        "overlong_buffer": int(algorithm.overlong_share * config.max_new_tokens),
+    }
+    for name, value in values.items():
+        if getattr(config, name) is None:
+            object.__setattr__(config, name, value)
+
+
+def refuse_contradictions(config: Any) -> None:
+    """Refuse options of a GRPOConfig that contradict each other, or that its loss rules out.
+
+    Raises:
+        ValueError: the first contradiction; the message says what to change.
+    """
+    looks, by_vllm = config.doctor or config.plan, config.sampler == "vllm"
+    starts_server = by_vllm and config.sampler_url is None
+    overwrites = config.output.resolve() == (config.sft_adapter or Path()).resolve()
+    refused = {
+        "--steps and --num-epochs contradict each other; give one of them": (
+            config.steps is not None and config.num_epochs is not None
+        ),
+        "--kl-target needs a --kl-weight above 0 to start from": (
+            config.kl_target and not config.kl_weight
+        ),
+        "--top-p must be 1 and --top-k 0 in training: the loss assumes that completions are "
+        "sampled from the whole distribution": config.top_p != 1 or config.top_k != 0,
+        "--lora-dropout must be 0 in training: with dropout the trained model would not be the "
+        "one that sampled": config.lora_dropout != 0,
+        "--no-use-lora: only LoRA adapters are trained here, the base model is never changed": (
+            not config.use_lora
+        ),
+        "--token-level-loss divides by the tokens of a step, --fixed-length-normalizer by a "
+        "constant; give one of them": config.token_level_loss and config.fixed_length_normalizer,
+        f"--overlong-buffer {config.overlong_buffer} is longer than --max-new-tokens "
+        f"{config.max_new_tokens}: every completion would be punished": (
+            config.overlong_buffer > config.max_new_tokens
+        ),
+        "--sampler-url needs --sampler vllm": config.sampler_url is not None and not by_vllm,
+        "--vllm-command needs --sampler vllm, and no --sampler-url": (
+            config.vllm_command != "vllm serve" and not starts_server
+        ),
+        "--tool does not work with --sampler vllm: vLLM cannot write into a completion while it "
+        "is generated": config.tool != "none" and by_vllm,
+        "--doctor and --plan look at a start; leave out --resume": looks and config.resume,
+        "--doctor and --plan are two commands; give one of them": config.doctor and config.plan,
+        "--plan times our own sampler; leave out --sampler vllm": config.plan and by_vllm,
+        "--output would overwrite --sft-adapter; name another folder": overwrites,
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise ValueError(reason)

@@ -1,0 +1,53 @@
+"""`make demo-experience`: against a scripted model, and its server as a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from scripted_server import ScriptedServer
+
+from recipes.experience import demo
+from rlm.cli import UsageError
+from tests.recipes.test_experience_select import Pupil, problem
+from tests.recipes.test_experience_train import write_problems
+
+
+def test_the_demo_ends_with_a_table_of_library_and_placebo(tmp_path, monkeypatch, capsys):
+    rows = [problem(("gross", "score")[n % 2], n) for n in range(2, 600)]
+    rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
+    data = write_problems(tmp_path / "all.jsonl", rows)
+    with ScriptedServer(Pupil()) as server:
+
+        @contextmanager
+        def scripted(config):
+            yield server.url
+
+        monkeypatch.setattr(demo, "own_server", scripted)
+        config = demo.DemoConfig(dataset=str(data), problems=30, run_dir=tmp_path / "run")
+        assert demo.main(config) == 0
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["rows"]
+    assert found["selected_experiences"]["accuracy"]["mean"] == 1.0
+    assert found["selected_experiences"]["difference"]["low"] > 0
+    assert "placebo of selected_experiences" in capsys.readouterr().out
+
+
+def test_a_server_that_ends_is_said_in_one_line(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    with pytest.raises(UsageError, match=r"the server did not start; .*server\.log says why"):
+        demo.wait_until_ready(process, "http://127.0.0.1:9", tmp_path / "server.log")
+
+
+@pytest.mark.slow
+def test_the_demo_asks_a_server_of_its_own(model_dir, tmp_path, monkeypatch, capsys):
+    small = {"problems": 2, "groups": 1, "held_out": 6, "trial_size": 6, "kinds": ("example",)}
+    selection = demo.select.SelectConfig
+    monkeypatch.setattr(
+        demo.select, "SelectConfig", lambda **options: selection(**(options | small))
+    )
+    config = demo.DemoConfig(model=str(model_dir), max_tokens=8, run_dir=tmp_path / "run")
+    assert demo.main(config) == 0  # a random model is never right
+    assert "No lesson helped, so none was kept" in capsys.readouterr().out
