@@ -110,7 +110,7 @@ def test_where_there_is_no_such_package_ours_is_not_taken_for_it(as_a_script):
         importlib.import_module("evaluate")
     assert error.value.name == "evaluate"
     assert "evaluate" not in sys.modules
-    assert load_script("evaluate").EvaluateConfig.__module__ == "rlm.scripts.evaluate"
+    assert load_script("evaluate").main.__module__ == "rlm.scripts.evaluate"
 
 
 def test_of_a_checkout_a_script_is_one_module():

@@ -156,7 +156,7 @@ def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
     assert record.message == (
         f"{path}: 200 of 209 rows used, 9 left out: 7 not JSON (Expecting value) "
         "(line 1; line 2; line 3; line 4; line 5; and 2 more); "
-        "2 the reference answer is not a number (line 8: 'seven'; line 9: '8 or 9')"
+        "2 the answer is not a number (line 8: 'seven'; line 9: '8 or 9')"
     )
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (

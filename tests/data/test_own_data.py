@@ -248,8 +248,7 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert sorted(answers(test)) == [*range(100, 110)]
     [record] = caplog.records
     assert record.message == (
-        f"{folder}:easy test: 10 of 11 rows used, 1 left out: "
-        "1 the reference answer is not a number"
+        f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number"
     )
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")
     assert {*answers(few)} < {*range(20)}
