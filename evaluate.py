@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from rlm.cli import Interrupted, UsageError, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, drop_long_prompts, load_problems, render_problem
+from rlm.data import Problem, drop_long_prompts, load_problems, render_problem
 from rlm.evaluation import (
     EvaluateConfig,
     Evaluation,
@@ -50,6 +50,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     try:
         count = config.few_shot + len(problems)  # as many more as could have to be left out
         choice = {"seed": config.seed, "calculator_marks": config.tool == Calculator.name}
+        choice["columns"] = config.columns
         train = load_problems(config.dataset, "train", max_samples=count, **choice)
         usable = [p for p in train if p.solution and p.question not in evaluated]
         if len(usable) < config.few_shot:
@@ -57,7 +58,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     except UsageError as error:
         terminal.line(f"no few-shot row: {error}")
         return []
-    write = FORMATS[config.reasoning_format].completion
+    write = config.format.completion
     return [(p.question, write(p.solution, p.answer)) for p in usable[: config.few_shot]]
 
 
@@ -66,7 +67,7 @@ def fit_window(
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
     """Return the problems whose prompts leave room for an answer in the model's window, and the
     examples of the few-shot row if they do with these, too; say what is left out."""
-    render = partial(render_problem, tokenizer, format=FORMATS[config.reasoning_format])
+    render = partial(render_problem, tokenizer, format=config.format)
     limit = (window or sys.maxsize) - config.max_new_tokens
     why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
     problems = drop_long_prompts(problems, render, limit, why)
@@ -98,7 +99,7 @@ def evaluate_row(
 
     started, results = time.monotonic(), {}
     sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model), tool=tool)
-    format = FORMATS[config.reasoning_format]
+    format = config.format
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind in kinds:
         k, temperature = plan[kind]
@@ -146,6 +147,7 @@ def made_of(
         "adapter": adapter_hash(adapter) if adapter else None,
         **{f"--{name.replace('_', '-')}": getattr(config, name) for name in options},
         **({} if config.tool == "none" else {"--tool": config.tool}),
+        **({} if config.system_prompt is None else {"--system-prompt": config.system_prompt}),
         "data": data_id("problems", asked),
         "shown": data_id("examples", examples),
         "device": device,
@@ -172,9 +174,8 @@ def main(config: EvaluateConfig) -> int:
     device, weights = pick_device(), base_model_hash(config.model)
     for path in config.adapters.values():
         check_base(path, config.model, weights)
-    problems = load_problems(
-        config.dataset, config.split, max_samples=config.max_samples, seed=config.seed
-    )
+    choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
+    problems = load_problems(config.dataset, config.split, **choice)
     tokenizer, journal = load_tokenizer(config.model), open_journal(config.output, config.resume)
     base = load_base(config.model, device, quantize=config.quantize)
     asked = len(problems)

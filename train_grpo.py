@@ -123,7 +123,8 @@ class GRPOTrainer:
         self.base_hash = base_model_hash(self.model_name)
         start = tool, self.model_name, self.base_hash, self.distributed.size
         self.config, tool = resolve_start(config or GRPOConfig(), *start)
-        config, self.format = self.config, FORMATS[self.config.reasoning_format]
+        config = self.config
+        self.format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         self.model = self.policy  # its name elsewhere

@@ -71,6 +71,7 @@ def main(config: SFTConfig) -> int:
         check_resumable(config.run_dir)
     load_tool(config.tool)  # a mistake in its name comes up now
     marks = {"calculator_marks": config.tool == Calculator.name}
+    marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
     load_examples = partial(load_problems, config.dataset, "train", **choice)
     problems = load_examples(max_samples=config.max_samples)
@@ -96,9 +97,12 @@ def train(
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
     start = AdapterInfo.load(config.adapter) if config.adapter else AdapterInfo(Path())
-    config = replace(config, reasoning_format=start.resolve_format(config.reasoning_format))
+    tags = start.resolve_format(config.reasoning_format)
+    prompt = start.resolve_system_prompt(config.system_prompt)
+    config = replace(config, reasoning_format=tags, system_prompt=prompt)
     tokenizer = load_tokenizer(config.model)
-    format, limits = FORMATS[config.reasoning_format], (config.dataset, config.max_length)
+    format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
+    limits = config.dataset, config.max_length
     examples = to_examples(tokenizer, problems, format, *limits)
     held_out = to_examples(tokenizer, validation, format, *limits)
     if not examples:

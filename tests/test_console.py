@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlm.cli import main as command_lines
+from rlm.rewards import load_reward
 from rlm.scripts import COMMANDS, SCRIPTS, load_script, main
 from rlm.training import GRPOConfig
 
@@ -48,8 +50,28 @@ def test_the_command_itself_answers(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("rlm 0.")
     assert console(monkeypatch, "fly") == 2
     assert capsys.readouterr().err == (
-        "error: unknown command 'fly': one of sft, grpo, evaluate, ask, serve, doctor\n"
+        "error: unknown command 'fly': one of sft, grpo, evaluate, ask, serve, doctor, reward\n"
     )
+
+
+def test_a_template_of_a_reward_runs_as_it_is(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    assert console(monkeypatch, "reward", str(file)) == 0
+    assert "a reward that runs as it is" in capsys.readouterr().err
+    done = subprocess.run(
+        [sys.executable, file], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["1.1", "0.0", "0.0"]
+    reward = load_reward(f"{file}:reward")
+    right = "<think>\n3 + 5 = 8\n</think>\n<answer>8</answer>"
+    texts = [right, right.replace("3 + 5", "3 + 5 " + "+ 0 " * 200)]
+    assert [reward(text, "8", is_truncated=False, level=2) for text in texts] == [1.1, 1.0]
+    assert f"train_grpo.py --reward {file}:reward --doctor" in file.read_text()
+    assert console(monkeypatch, "reward", str(file)) == 2
+    assert "File exists" in capsys.readouterr().err
+    for wrong in (["mine.txt"], [], ["--help"]):
+        assert console(monkeypatch, "reward", *wrong) == (0 if wrong == ["--help"] else 2)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +110,7 @@ def test_where_there_is_no_such_package_ours_is_not_taken_for_it(as_a_script):
         importlib.import_module("evaluate")
     assert error.value.name == "evaluate"
     assert "evaluate" not in sys.modules
-    assert load_script("evaluate").evaluate_row.__module__ == "rlm.scripts.evaluate"
+    assert load_script("evaluate").main.__module__ == "rlm.scripts.evaluate"
 
 
 def test_of_a_checkout_a_script_is_one_module():

@@ -292,7 +292,7 @@ def test_a_dry_run_says_why_rows_were_left_out(model_dir, caplog):
     arguments = ["--dataset", f"openmathinstruct:{OPENMATH}", "--eval-samples", 0, "--dry-run", 1]
     assert run(train_sft, "--model", model_dir, *arguments) == 0
     reasons = "1 with code (--keep-code keeps them); 2 wrong; 1 without a number for an answer"
-    assert f"4 of 6 left out: {reasons}" in caplog.text
+    assert f"2 of 6 rows used, 4 left out: {reasons}" in caplog.text
 
 
 def test_grpos_dry_run_is_its_plan(model_dir, tmp_path, capsys):

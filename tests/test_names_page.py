@@ -29,7 +29,6 @@ def test_a_flag_that_is_taken_sets_something(flag):
     ("argv", "says"),
     [
         (["--gradient_accumulation", "4"], "--train-batch-size"),
-        (["--split", "train"], "--eval-samples"),
         (["--log_steps", "10"], "every step is logged"),
         (["--use_flash_attention"], "--attn-implementation"),
     ],

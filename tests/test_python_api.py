@@ -183,7 +183,7 @@ def test_rows_and_problems_are_taken_alike():
         ([Problem("a", "?", "1"), 3], "row 2 of dataset is 3: needed"),
         ([{"input": "?", "target": 1}], "dataset has the columns input, target: needed are rows"),
         ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: needed"),
-        ([{"question": "?", "answer": "many"}], "the answer 'many' is not a number"),
+        ([{"question": "?", "answer": "many"}], "the answer is not a number: 'many'"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
             "dataset is a dict of train: give one of these",

@@ -135,7 +135,7 @@ class RemoteLLM:
 def agents_format(agents: AgentModel | RemoteLLM) -> Format:
     """Return the tags that the agents were trained with."""
     adapter = agents.adapter if isinstance(agents, AgentModel) else None
-    return FORMATS[AdapterInfo.load(adapter).reasoning_format if adapter else "deepseek"]
+    return AdapterInfo.load(adapter).format if adapter else FORMATS["deepseek"]
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:

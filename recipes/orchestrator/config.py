@@ -32,6 +32,7 @@ class OrchestratorConfig(GRPOConfig):
         "reward_timeout",
         "num_epochs",
         "reasoning_format",
+        "system_prompt",
         "tool",
     )
 

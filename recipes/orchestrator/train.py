@@ -223,7 +223,8 @@ def main(config: OrchestratorConfig) -> int:
     train, validation = load_data(config)
     test = []
     if config.test_samples and not is_local_file(config.dataset):  # of which the test split is all
-        test = load_problems(config.dataset, "test", max_samples=config.test_samples)
+        own = {"columns": config.columns, "max_samples": config.test_samples}
+        test = load_problems(config.dataset, "test", **own)
     require_numeric_answers(config.dataset, [*train, *validation, *test])
     check_output(config.output)
     if start_is_missing:

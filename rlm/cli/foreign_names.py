@@ -16,6 +16,8 @@ SYNONYMS = {
     "model_name_or_path": "model",
     "dataset_file": "dataset",
     "dataset_name": "dataset",
+    "dataset_split": "split",
+    "dataset_train_split": "split",
     "max_seq_length": "max_length",
     "max_completion_length": "max_new_tokens",
     "num_generations": "group_size",
@@ -34,6 +36,7 @@ SYNONYMS = {
     "beta": "kl_weight",
     "mask_truncated_completions": "mask_truncated",
     "gradient_checkpointing": "checkpointing",
+    "lora_rank": "lora_r",
     "load_in_4bit": "use_4bit",
     "load_in_8bit": "use_8bit",
     "eval_steps": "eval_every",
@@ -48,10 +51,11 @@ SYNONYMS = {
 FOREIGN_NAMES = (
     # data
     (
-        "split dataset_split dataset_train_split dataset_test_split dataset_config",
-        "training reads the train split and validates on --eval-samples problems kept back; "
-        "leave it out (--dataset FILE.jsonl for data of yours)",
+        "dataset_test_split",
+        "--eval-samples problems kept back from --split are validated on; evaluate.py takes any "
+        "split",
     ),
+    ("dataset_config", "type --dataset NAME:CONFIG"),
     (
         "shuffle_dataset data_seed shuffle",
         "the order of the data is drawn by --seed; leave it out",
@@ -63,8 +67,8 @@ FOREIGN_NAMES = (
         "out; leave it out",
     ),
     (
-        "system_prompt chat_template chat_template_path chat_template_kwargs eos_token pad_token",
-        "prompts have the model's own chat template and the system prompt of --reasoning-format",
+        "chat_template chat_template_path chat_template_kwargs eos_token pad_token",
+        "prompts have the model's own chat template; --system-prompt sets its system message",
     ),
     # batches
     (
@@ -95,6 +99,7 @@ FOREIGN_NAMES = (
         "per_device_eval_batch_size",
         "the validation loss of --eval-samples examples is taken --micro-batch at a time",
     ),
+    ("auto_find_batch_size", "type --micro-batch, a number of examples"),
     (
         "auto_find_batch_size",
         "micro-batches are planned by memory unless --train-batch-tokens sets them; leave it out",
@@ -136,6 +141,25 @@ FOREIGN_NAMES = (
         "the adapter after the last step is written, then its loss on --eval-samples validation "
         "problems is measured",
     ),
+    (
+        "eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
+        "prediction_loss_only include_for_metrics batch_eval_metrics label_names",
+        "validation is of --eval-samples problems, and of nothing else; leave it out",
+    ),
+    (
+        "save_only_model save_on_each_node enable_jit_checkpoint ignore_data_skip "
+        "restore_callback_states_from_checkpoint",
+        "a checkpoint holds all that --resume needs; leave it out",
+    ),
+    (
+        "log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level_replica "
+        "skip_memory_metrics log_unique_prompts log_multimodal",
+        "the main process writes all metrics to --run-dir; leave it out",
+    ),
+    (
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "--tracker trackio keeps the run on this machine; leave it out",
+    ),
     # the algorithm
     (
         "loss_type",
@@ -167,10 +191,27 @@ FOREIGN_NAMES = (
         "vespo_lambda_pos router_aux_loss_coef neftune_noise_alpha label_smoothing_factor",
         "not offered; docs/explanation/algorithms.md has what each --algorithm computes",
     ),
-    ("optim optim_args adam_beta1 adam_beta2 adam_epsilon", "the optimizer is PyTorch's AdamW"),
+    (
+        "loss_type neftune_noise_alpha label_smoothing_factor router_aux_loss_coef",
+        "not offered: the loss is the cross-entropy of the completions of at most --max-length "
+        "tokens",
+    ),
+    (
+        "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon",
+        "the optimizer is PyTorch's AdamW",
+    ),
+    ("full_determinism", "what a step draws is decided by --seed alone; leave it out"),
+    (
+        "vllm_structured_outputs_regex",
+        "not offered: completions are free text, and --reward scores them",
+    ),
+    (
+        "max_tool_calling_iterations",
+        "a --tool writes as often as the completion calls it; --max-new-tokens ends it",
+    ),
     ("lr_scheduler_kwargs", "type --lr-schedule and --min-lr-ratio"),
     (
-        "lr_scheduler_type lr_schedule weight_decay max_grad_norm",
+        "lr_scheduler_type lr_scheduler_kwargs lr_schedule weight_decay max_grad_norm",
         "not an option here: after --warmup-share the rate falls by a cosine, weight decay is 0, "
         "gradients are scaled down to norm 1",
     ),
@@ -195,27 +236,31 @@ FOREIGN_NAMES = (
         "the number type is the fastest that the machine computes in; leave it out",
     ),
     (
-        "gradient_checkpointing_kwargs activation_checkpointing activation_offloading",
+        "gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
+        "activation_offloading",
         "type --checkpointing",
     ),
     (
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-        "activation_offloading",
+        "activation_checkpointing_kwargs activation_offloading",
         "it is on where there is a GPU; a smaller --micro-batch takes less memory too",
     ),
     (
         "model_init_kwargs device_map trust_remote_code model_revision cache_implementation",
         "not offered; --model, --quantize and --attn-implementation say how it is loaded",
     ),
+    ("use_cache", "the cache is on in sampling and off in learning; leave it out"),
+    ("torch_empty_cache_steps", "free memory is handed back between sampling and learning"),
     ("disable_dropout", "--lora-dropout is 0 in training; leave it out"),
     # where
     (
-        "use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port",
+        "use_vllm fast_inference vllm_mode vllm_server_base_url vllm_server_host vllm_server_port",
         "type --sampler vllm --sampler-url URL (docs/how-to/vllm.md)",
     ),
     (
-        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length "
-        "vllm_model_impl vllm_enable_sleep_mode vllm_server_timeout vllm_group_port",
+        "gpu_memory_utilization vllm_gpu_memory_utilization vllm_tensor_parallel_size "
+        "vllm_max_model_length vllm_model_impl vllm_enable_sleep_mode vllm_server_timeout "
+        "vllm_group_port",
         "it belongs to the server that --sampler-url names (docs/how-to/vllm.md)",
     ),
     (
@@ -225,25 +270,34 @@ FOREIGN_NAMES = (
         "the correction is on where --sampler computes other numbers than training; leave it out",
     ),
     (
-        "use_transformers_paged use_transformers_continuous_batching",
+        "use_transformers_paged use_transformers_continuous_batching "
+        "transformers_continuous_batching_config",
         "batching is continuous already: --max-num-seqs completions at a time",
     ),
     ("device use_cpu no_cuda", "a GPU is used if there is one; CUDA_VISIBLE_DEVICES= hides it"),
     (
-        "deepspeed fsdp fsdp_config accelerator_config parallelism_config ddp_backend local_rank",
+        "deepspeed fsdp fsdp_config accelerator_config parallelism_config ddp_backend local_rank "
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_timeout "
+        "ds3_gather_for_generation",
         "not offered: each GPU holds the whole model; torchrun starts a process for each and "
         "shares out the --batch-size problems",
     ),
     (
+        "average_tokens_across_devices",
+        "the loss of an update has one denominator over all processes; leave it out",
+    ),
+    (
         "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel "
-        "cast_lm_head_to_fp32 pad_to_multiple_of",
+        "liger_kernel_config cast_lm_head_to_fp32 pad_to_multiple_of",
         "not offered; the layers are fused as the machine needs it",
     ),
+    ("debug", "type --doctor, or --plan"),
+    ("debug", "type --dry-run, which shows examples of --max-samples"),
     ("run_name logging_dir", "type --run-dir, whose name is the run's"),
     (
         "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push "
         "hub_revision log_completions_hub_repo",
-        "nothing is uploaded; the adapter is in --output",
+        "training uploads nothing; inference.py uploads the adapter in --output",
     ),
     (
         "overwrite_output_dir",
@@ -252,6 +306,8 @@ FOREIGN_NAMES = (
     (
         "do_train do_predict disable_tqdm remove_unused_columns group_by_length "
         "dataloader_num_workers dataloader_pin_memory dataloader_drop_last log_level "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
+        "dataloader_multiprocessing_context train_sampling_strategy length_column_name "
         "ddp_find_unused_parameters",
         "not needed for --output; leave it out",
     ),

@@ -9,13 +9,14 @@ from collections.abc import Collection
 FIRST = "options that people change first"
 GROUPS = {
     "model and data": (
-        "model dataset max_samples max_problems problems split "
+        "model dataset columns split max_samples max_problems problems "
         "max_prompt_length max_length sft_adapter adapter adapters base base_only "
-        "reasoning_format tool keep_code few_shot experiences nearest library graph_form "
-        "agent_model agent_adapter agent_url agent_key max_agents api_config role"
+        "reasoning_format system_prompt tool keep_code few_shot experiences nearest library "
+        "graph_form agent_model agent_adapter agent_url agent_key max_agents api_config role"
     ),
     "start and output": (
-        "start_questions start_from library_dir run_dir output merge gguf gguf_type json"
+        "start_questions start_from library_dir run_dir output merge gguf gguf_type "
+        "push_to_hub yes json"
     ),
     "sampling": (
         "max_new_tokens temperature top_p top_k max_num_seqs sampler sampler_url vllm_command "

@@ -9,13 +9,14 @@ EXPORTS = {
         "similarity with_experiences"
     ),
     "loaders": (
-        "HELD_OUT dataset_name dataset_parts is_local_file load_gsm8k load_jsonl load_problems "
-        "own_files require_numeric_answers"
+        "dataset_name dataset_parts is_local_file load_gsm8k load_jsonl load_problems own_files "
+        "require_numeric_answers"
     ),
+    "own_data": "HELD_OUT",
     "problem": "Problem as_problems",
     "prompts": (
         "FORMATS IGNORE_INDEX Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
-        "render_completion render_problem render_prompt stop_token_ids"
+        "read_system_prompt render_completion render_problem render_prompt stop_token_ids"
     ),
     "word_problems": "generate_word_problems load_word_problem_table",
 }

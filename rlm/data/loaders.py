@@ -1,4 +1,4 @@
-"""Problems with gold answers: GSM8K, OpenMathInstruct-1, AIME, word problems, any JSONL file.
+"""Problems with reference answers: published data sets, word problems, any hub data set or file.
 
 `load_problems` takes what a user writes after `--dataset`:
 
@@ -8,7 +8,9 @@
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
     elementary, elementary:1-2, …                 its everyday arithmetic, one to three steps
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
-    FILE.jsonl                                    one problem a line; data/README.md has the fields
+    FILE.jsonl, FILE.csv, FILE.parquet            a problem a row; data/README.md has the fields
+    org/name, org/name:CONFIG                     any other data set on the hub
+    DIRECTORY, DIRECTORY:CONFIG                   a copy of one, laid out as on the hub
     elementary+gsm8k:PATH                         several, joined by +; max_samples is of each
 
 Train and validation share no question, and test none with them, but for a file of your own, all of
@@ -19,7 +21,6 @@ so that scores of runs with different seeds compare.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -28,10 +29,11 @@ from pathlib import Path
 
 from rlm.cli import UsageError
 from rlm.data import word_problems
+from rlm.data.columns import parse_columns
+from rlm.data.own_data import PUBLISHED_TRAIN, hold_out, load_file, load_hub, split_config
 from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row, parse_rows
-from rlm.data.sources import HUB, PARQUET, find_published, read_hub, read_lines, read_parquet
+from rlm.data.sources import HUB, READERS, find_published, read_hub, read_lines
 
-PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
 SPLITS: dict[str, tuple[str, ...]] = {
     # validation is carved out of train here
     "gsm8k": ("train", "validation", "test", PUBLISHED_TRAIN),
@@ -46,11 +48,10 @@ NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, h
 # OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
 # (or max_samples, if that is more), and train is a sample of these.
 OPENMATH_POOL = 5000
-HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
 # Made if max_samples is None: of train, and of every other split.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
-JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def load_problems(
@@ -59,12 +60,19 @@ def load_problems(
     *,
     max_samples: int | None = None,
     seed: int = 0,
+    columns: str | None = None,
+    rows: str | None = None,
     keep_code: bool = False,
     calculator_marks: bool = False,
 ) -> list[Problem]:
     """Load what `dataset` names (see the module's docstring); no network unless it names the hub.
 
     Args:
+        split: of a file or hub data set also with a slice of its rows, as in test[:200].
+        columns: of files and hub data sets: which column is which field, as in
+            "question=prompt,answer=target".
+        rows: of files and hub data sets: what train and validation are made of, as in
+            train[:500]; None is all of train.
         max_samples: at most so many of each data set; None is all, and of word-problems 2000
             (train) or 500, of elementary 8000 or 500.
         keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.
@@ -76,29 +84,35 @@ def load_problems(
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
     options = {"keep_code": keep_code, "calculator_marks": calculator_marks}
+    own = {"columns": columns, "rows": rows}
     parts = dataset_parts(dataset)
     if len(parts) > 1:
         choice = {"max_samples": max_samples, "seed": seed, **options}
-        return _mix([load_problems(part, split, **choice) for part in parts], split, seed)
+        mixed = [
+            load_problems(part, split, **choice, **({} if is_named(part) else own))
+            for part in parts
+        ]
+        return _mix(mixed, split, seed)
+    if not is_named(dataset):
+        problems = _load_own(dataset, split, parse_columns(columns), rows)
+        if split == "train":
+            random.Random(seed).shuffle(problems)
+        return problems[:max_samples]
     dataset = dataset_name(dataset)
     name, colon, rest = dataset.partition(":")
-    if name not in SPLITS and not is_local_file(dataset):
-        known = ", ".join(known for known in SPLITS if known != "rollouts")
-        raise UsageError(f"unknown data set {dataset!r}; use {known} or a FILE.jsonl")
-    splits = SPLITS.get(name, ("train", "validation", "test"))
-    if split not in splits:
-        raise UsageError(f"{dataset} has no split {split!r}; it has {', '.join(splits)}")
+    for option, value in {"--columns": columns, "--split": rows}.items():
+        if value:
+            raise UsageError(f"{option} is for files and hub data sets, not for {name}")
+    if split not in SPLITS[name]:
+        raise UsageError(f"{dataset} has no split {split!r}; it has {', '.join(SPLITS[name])}")
 
     if name in TRAIN_SIZES:
         levels = rest if colon else "1-4"
         return _word_problems(name, levels, split, max_samples, seed, calculator_marks)
     if name == "rollouts" and not rest:
         raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
-    if name in SPLITS:
-        path = Path(rest) if colon else None
-        problems = _load_published(name, path, split, max_samples, **options)
-    else:
-        problems = _hold_out(load_jsonl(dataset), split, dataset)
+    path = Path(rest) if colon else None
+    problems = _load_published(name, path, split, max_samples, **options)
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems[:max_samples]
@@ -113,7 +127,8 @@ def dataset_name(dataset: str) -> str:
 def dataset_parts(dataset: str) -> list[str]:
     """The data sets that a `--dataset` joins by +; a + inside a path joins nothing."""
     parts = dataset.split("+")
-    return parts if all(is_named(part) or is_local_file(part) for part in parts) else [dataset]
+    known = (is_named, is_local_file, is_hub)
+    return parts if all(any(is_one(part) for is_one in known) for part in parts) else [dataset]
 
 
 def is_named(dataset: str) -> bool:
@@ -122,9 +137,16 @@ def is_named(dataset: str) -> bool:
 
 
 def is_local_file(dataset: str) -> bool:
-    """Whether that is a JSONL file of the user's own, all of which is its test split."""
+    """Whether that is a file of the user's own, all of which is its test split."""
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
-    return is_one and not is_named(dataset) and dataset.lower().endswith(JSONL_SUFFIXES)
+    return is_one and not is_named(dataset) and dataset.lower().endswith((*READERS,))
+
+
+def is_hub(dataset: str) -> bool:
+    """Whether that is another data set on the hub, or a directory laid out as there."""
+    path, _ = split_config(dataset)
+    is_one = Path(path).is_dir() or _HUB_NAME.fullmatch(path) is not None
+    return is_one and not is_named(dataset) and not is_local_file(dataset)
 
 
 def own_files(dataset: str) -> set[Path]:
@@ -175,6 +197,19 @@ def load_jsonl(path: str | Path) -> list[Problem]:
     return parse_rows(read_lines(file), str(file), file.stem, parse_row)
 
 
+def _load_own(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
+    """The problems of a split of a user's file, a hub data set, or a directory laid out as one."""
+    if is_local_file(dataset):
+        return load_file(dataset, split, columns, rows)
+    if is_hub(dataset):
+        return load_hub(dataset, split, columns, rows)
+    known = ", ".join(known for known in SPLITS if known != "rollouts")
+    raise UsageError(
+        f"unknown data set {dataset!r}; use {known}, a data set of the hub (org/name), a file "
+        f"({', '.join(READERS)}) or a directory"
+    )
+
+
 def _load_published(
     name: str,
     path: Path | None,
@@ -195,11 +230,11 @@ def _load_published(
         source, rows = name, read_hub(name, stored)
     else:
         file = path if one_file else find_published(path, name, stored)
-        source, rows = str(file), (read_parquet if file.suffix == PARQUET else read_lines)(file)
+        source, rows = str(file), READERS.get(file.suffix, read_lines)(file)
     problems = parse_rows(rows, source, f"{name}-{stored}", parse, limit=limit)
     if name != "gsm8k" and (not one_file or split == "test"):
         return problems
-    return _hold_out(problems, split, source, in_order=name == "gsm8k")
+    return hold_out(problems, split, source, in_order=name == "gsm8k")
 
 
 def _mix(parts: Sequence[list[Problem]], split: str, seed: int) -> list[Problem]:
@@ -232,28 +267,3 @@ def _word_problems(
         return word_problems.generate_word_problems(split, count, seed, wanted, **choice)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for
         raise UsageError(f"{name}:{levels}: {error}") from error
-
-
-def _hold_out(
-    problems: list[Problem], split: str, source: str, *, in_order: bool = False
-) -> list[Problem]:
-    """All of the problems to test; else train or validation, which have no question in common.
-
-    Validation gets the first questions, or those with the smallest hashes, and comes in the order
-    of these, as test does: nothing depends on the order of a file, and many are sorted by topic or
-    difficulty.
-    """
-    ordered = (
-        problems
-        if in_order
-        else sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
-    )
-    if split in ("test", PUBLISHED_TRAIN):
-        return ordered
-    questions = list(dict.fromkeys(problem.question for problem in ordered))
-    if len(questions) < 2:
-        raise UsageError(f"{source}: one question is too few for a train and a validation split")
-    held_out = set(questions[: min(HELD_OUT, max(1, len(questions) // 10))])
-    if split == "validation":
-        return [problem for problem in ordered if problem.question in held_out]
-    return [problem for problem in problems if problem.question not in held_out]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlm.cli import UsageError
+from rlm.data.columns import (
+    FINAL_LINE,
+    HOW_TO_NAME,
+    LeftOut,
+    MissingColumn,
+    Row,
+    read_chat,
+    without_tags,
+)
 from rlm.grading import ANSWER_TYPES, READERS, gold_from_gsm8k, parse_number, split_completion
 
 logger = logging.getLogger(__name__)
@@ -25,10 +32,8 @@ NEEDED = (
     f"needed are rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
     "Problems"
 )
+CHAT_FIELDS = {"messages", "completion"}  # `rlm.data.columns.read_chat` finds the answer in them
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-
-Row = Mapping[str, Any]
-_FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Problem:
     answer_type: str = "number"
 
 
-class LeftOut(Exception):
-    """A row that is well-formed but not wanted; the text says of what kind."""
+class NotAnAnswer(ValueError):
+    """A reference answer is not of its row's `answer_type`."""
 
 
 def parse_rows(
@@ -55,6 +60,7 @@ def parse_rows(
     prefix: str,
     parse: Callable[[Row, str], Sequence[Problem]],
     limit: int | None = None,
+    quiet: bool = False,
 ) -> list[Problem]:
     """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
 
@@ -62,38 +68,66 @@ def parse_rows(
         parse: (row, id if it has none) → its problems; raises ValueError for a bad row, LeftOut for
             one that is not wanted.
         limit: stop at so many problems.
+        quiet: do not report what is left out: it was said of the same rows.
 
     Raises:
         UsageError: no good row, or a larger share of bad ones than MAX_BAD_SHARE.
     """
     problems: dict[str, Problem] = {}
-    left_out, bad, report = Counter[str](), 0, list[str]()
+    unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
+    row: bytes | Row = {}
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
             for problem in parse(row, f"{prefix}-{number}"):
                 if problem.id in problems:
-                    raise ValueError(f"the id {problem.id!r} is there twice")
+                    raise ValueError(f"the id is there twice: {problem.id!r}")
                 problems[problem.id] = problem
         except LeftOut as kind:
-            left_out[str(kind)] += 1
+            unwanted[str(kind)] += 1
         except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
-            bad += 1
-            if bad <= BAD_LINES_SHOWN:
-                report.append(f"line {number}: {error}")
+            bad.append((number, error))
         if len(problems) == limit:
             break
-    total = len(problems) + left_out.total() + bad
-    if bad > MAX_BAD_SHARE * total:
-        raise UsageError(f"{source}: {report[0]} ({bad} of {total} lines are bad; repair these)")
-    report += [f"and {bad - BAD_LINES_SHOWN} more"] * (bad > BAD_LINES_SHOWN)
-    report += [f"{count} {kind}" for kind, count in left_out.items()]
+    left_out = len(bad) + unwanted.total()
+    total = len(problems) + left_out
+    if len(bad) > MAX_BAD_SHARE * total:
+        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", row))
+    reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
-        raise UsageError(f"{source} holds no problems ({'; '.join(report) or 'it is empty'})")
-    if report:
-        text = f"{source}: {total - len(problems)} of {total} left out: {'; '.join(report)}"
-        logger.warning("%s", text)
+        raise UsageError(f"{source} holds no problems ({'; '.join(reasons) or 'it is empty'})")
+    if reasons and not quiet:
+        used = f"{len(problems)} of {total} rows used, {left_out} left out"
+        logger.warning("%s: %s: %s", source, used, "; ".join(reasons))
     return list(problems.values())
+
+
+def _refusal(source: str, number: int, error: Exception, how_many: str, row: bytes | Row) -> str:
+    """Say in one line why a file of bad rows is refused, and what its columns are."""
+    text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
+    if isinstance(error, MissingColumn) and isinstance(row, Mapping):
+        text += f"; the columns are {', '.join(map(str, row))}: {HOW_TO_NAME}"
+    if isinstance(error, NotAnAnswer):
+        text += '; for words or letters add "answer_type": "text" or "choice"'
+    return text
+
+
+def _by_reason(bad: Sequence[tuple[int, Exception]]) -> list[str]:
+    """Count bad lines by what is wrong with them: `2 not a JSON object (line 4; line 7)`.
+
+    A detail, such as the text of an answer, follows the reason after a colon.
+    """
+    places: dict[str, list[str]] = {}
+    for number, error in bad:
+        reason, colon, detail = str(error).partition(": ")
+        places.setdefault(reason, []).append(f"line {number}{colon}{detail}")
+    shown = {reason: found[:BAD_LINES_SHOWN] for reason, found in places.items()}
+    more = {reason: len(found) - len(shown[reason]) for reason, found in places.items()}
+    return [
+        f"{len(found)} {reason} ({'; '.join(shown[reason])}"
+        + (f"; and {more[reason]} more)" if more[reason] else ")")
+        for reason, found in places.items()
+    ]
 
 
 def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list[Problem]:
@@ -117,7 +151,10 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         if not isinstance(row, Problem | Mapping):
             raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    if not all(set(fields) & columns.keys() for fields in (QUESTION_FIELDS, ANSWER_FIELDS)):
+    is_chat = bool(CHAT_FIELDS & columns.keys())
+    if not is_chat and not all(
+        set(fields) & columns.keys() for fields in (QUESTION_FIELDS, ANSWER_FIELDS)
+    ):
         raise UsageError(f"{name} has the columns {', '.join(map(str, columns))}: {NEEDED}")
 
     def parse(row: Problem | Row, default_id: str) -> Sequence[Problem]:
@@ -142,8 +179,7 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     name = next((name for name in names if row.get(name) is not None), None)
     value = default if name is None else row[name]
     if value is None:
-        there = ", ".join(map(str, row))
-        raise ValueError(f"no field {' or '.join(names)}; it has {there}")
+        raise MissingColumn(f"no field {' or '.join(names)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{name} is neither text nor a number")
     text = str(value).strip() or default
@@ -155,22 +191,22 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
 
 def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list[Problem]:
     """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
+    row = read_chat(row)
     answer, solution = _text(row, *ANSWER_FIELDS), ""
     kind = _text(row, "answer_type", default="number")
     if kind not in ANSWER_TYPES:
-        raise ValueError(f"answer_type {kind!r} is none of {', '.join(ANSWER_TYPES)}")
+        raise ValueError(f"answer_type is none of {', '.join(ANSWER_TYPES)}: {kind!r}")
     if kind != "number":
         if READERS[kind](answer) is None:
-            raise ValueError(f"the answer {answer[:40]!r} is no {kind}")
+            raise NotAnAnswer(f"the answer is no {kind}: {answer[:40]!r}")
     elif "####" in answer:
         solution, answer = gold_from_gsm8k(answer, calculator_marks)
     elif parse_number(answer) is None:
-        advice = 'for words or letters add "answer_type": "text" or "choice"'
-        raise ValueError(f"the answer {answer[:40]!r} is not a number; {advice}")
+        raise NotAnAnswer(f"the answer is not a number: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
     scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
-    name = _text(row, "id", default=default_id)
+    name, solution = _text(row, "id", default=default_id), without_tags(solution)
     return [Problem(name, question, answer, solution, columns, answer_type=kind)]
 
 
@@ -202,7 +238,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
         if rollout["is_correct"]:
             reasoning, text = split_completion(_text(rollout, "solution"))
             # What comes before the answer: the thinking if it was shown, else all but the last line
-            solution = (reasoning or _FINAL_LINE.sub("", text)).strip()
+            solution = (reasoning or FINAL_LINE.sub("", text)).strip()
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []
     if not problems:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli import UsageError, find_choice, terminal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # Llama 3's template names the day: else each day's prompt would be another one.
 DATE = "26 Jul 2024"
+MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text
 IGNORE_INDEX = -100  # the label of a token that is not learned: that of PyTorch's cross-entropy
 # Stands where a message goes while the chat template is rendered; no template or text contains it.
 _SENTINEL = "\ue000content\ue001"
@@ -33,10 +35,18 @@ _ENCODING = threading.Lock()
 
 @dataclass(frozen=True)
 class Format:
-    """Two tag names: a completion is reasoning in one, then the final number in the other."""
+    """Two tag names: a completion is reasoning in one, then the final number in the other.
+
+    own_prompt: a user's system prompt in place of the one that asks for the tags.
+    """
 
     reasoning_tag: str
     answer_tag: str
+    own_prompt: str | None = None
+
+    def with_prompt(self, text: str | None) -> Format:
+        """The same tags with a user's system prompt; "" is a chat without one, None the usual."""
+        return replace(self, own_prompt=text)
 
     @property
     def tags(self) -> dict[str, str]:
@@ -54,6 +64,8 @@ class Format:
 
     def ask_for(self, answer_type: str) -> str:
         """The system prompt for one of `rlm.grading.text.ANSWER_TYPES`."""
+        if self.own_prompt is not None:
+            return self.own_prompt
         what = {"number": "final number", "choice": "letter of your choice", "text": "final answer"}
         return (
             f"Reason inside <{self.reasoning_tag}></{self.reasoning_tag}>, then give the "
@@ -114,6 +126,25 @@ def _render_template(
         ) from error
 
 
+def read_system_prompt(text: str | None) -> str | None:
+    """What --system-prompt says: a file's text if it names a file, else itself.
+
+    Raises:
+        UsageError: it looks like a file's name, and there is none, or no text is in it.
+    """
+    if text is None or len(text) > MAX_FILE_NAME or "\n" in text:
+        return text
+    path = Path(text).expanduser()
+    if not path.is_file():
+        if path.suffix in (".txt", ".md"):
+            raise UsageError(f"--system-prompt {text}: no such file")
+        return text
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--system-prompt {text} cannot be read: {error}") from error
+
+
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False
 ) -> list[int]:
@@ -146,6 +177,8 @@ def render_prompt(
         UsageError: the tokenizer has no chat template, or the template alters the messages.
     """
     messages, texts = [], []
+    if system_prompt is None:
+        system_prompt = format.own_prompt
     if system_prompt is None:
         messages.append({"role": "system", "content": format.ask_for(answer_type)})
     elif system_prompt:  # somebody's text, a model's perhaps

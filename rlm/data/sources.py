@@ -1,9 +1,11 @@
-"""Sources of rows: JSONL and parquet files, and the Hugging Face hub."""
+"""Sources of rows: JSONL, CSV and parquet files, and the Hugging Face hub."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, beside
     "aime2025": {"path": "math-ai/aime25"},
 }
 HUB_TIMEOUT = 5.0  # seconds
+JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
 PARQUET = ".parquet"
+MAX_CELL = 2**24  # characters in a field of a CSV file; Python's own limit is 131,072
 
 
 def find_published(directory: Path, name: str, split: str) -> Path:
@@ -62,27 +66,78 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     yield from enumerate(table.to_pylist(), 1)
 
 
+def read_csv(path: Path, separator: str = ",") -> Iterator[tuple[int, Row]]:
+    """The rows of a CSV file whose first line names the columns, numbered from 1, all as text."""
+    csv.field_size_limit(MAX_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            for number, row in enumerate(csv.DictReader(stream, delimiter=separator), 1):
+                row.pop(None, None)  # cells beyond the last column
+                yield number, row
+    except OSError as error:
+        raise UsageError(f"cannot read the data file {path}: {error.strerror}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the data file {path}: {error}") from error
+
+
+# How a file of the user's own is read, by what its name ends with.
+READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
+    **dict.fromkeys(JSONL_SUFFIXES, read_lines),
+    ".csv": read_csv,
+    ".tsv": lambda path: read_csv(path, "\t"),
+    PARQUET: read_parquet,
+}
+
+
 def read_hub(name: str, split: str) -> Iterator[tuple[int, Row]]:
-    """The rows of a data set on the hub, or in the hub's cache on this machine."""
+    """The rows of a published data set on the hub, or in the hub's cache on this machine."""
+    yield from read_dataset(name, {"split": split} | HUB[name])
+
+
+def read_dataset(name: str, arguments: dict[str, Any]) -> Iterator[tuple[int, Row]]:
+    """The rows that `datasets.load_dataset` finds, numbered from 1.
+
+    Args:
+        name: for messages.
+        arguments: of load_dataset; path is a name on the hub, or a directory laid out as there.
+    """
+    import datasets
+
+    with _reaching_hub(name, arguments["path"]):
+        yield from enumerate(datasets.load_dataset(**arguments), 1)
+
+
+def split_names(name: str, path: str, config: str | None) -> list[str]:
+    """The splits of a data set on the hub, or in a directory laid out as there."""
+    import datasets
+
+    with _reaching_hub(name, path):
+        return datasets.get_dataset_split_names(path, config)
+
+
+@contextmanager
+def _reaching_hub(name: str, path: str) -> Iterator[None]:
+    """Look in the cache at once where the hub does not answer; a failure is one line."""
     import datasets
     import httpx2
     from huggingface_hub import HfApi
 
-    hub = {"split": split} | HUB[name]
     was_offline = datasets.config.HF_HUB_OFFLINE
     try:
-        try:
-            HfApi().dataset_info(hub["path"], timeout=HUB_TIMEOUT)
-        except (OSError, httpx2.HTTPError):  # a refusal comes up again below
-            # load_dataset would retry for 23 s before it looks in its cache. Now it looks at once.
-            datasets.config.HF_HUB_OFFLINE = True
-        yield from enumerate(datasets.load_dataset(**hub), 1)
+        if not Path(path).is_dir():
+            try:
+                HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
+            except (OSError, httpx2.HTTPError):  # a refusal comes up again below
+                # load_dataset would retry for 23 s before it looks in its cache.
+                datasets.config.HF_HUB_OFFLINE = True
+        yield
     except (OSError, ValueError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
         offline = isinstance(error, ConnectionError)
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
+        local = f"--dataset {name}:PATH" if name in HUB else "--dataset DIRECTORY"
         raise UsageError(
             f"data set {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
-            f"(--dataset {name}:PATH for downloaded files)"
+            f"({local} for downloaded files)"
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline

@@ -7,6 +7,7 @@ EXPORTS = {
     "audit": "audit_run",
     "config": "EvaluateConfig pairs_to_compare",
     "evaluator": "Evaluation Graded evaluate",
+    "model_card": "model_card",
     "records": "RowRecord open_journal",
     "report": "GRADINGS percent points show_table write_report",
     "statistics": (

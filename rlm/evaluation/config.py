@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, check_values, flag, terminal
-from rlm.data import FORMATS, own_files
+from rlm.data import FORMATS, Format, own_files
 from rlm.model import QUANTIZATIONS, AdapterInfo
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -34,8 +34,13 @@ class EvaluateConfig:
     )
     split: str | None = flag(
         None,
-        "part of the data set",
+        "part of the data set, as in test[:200]",
         default_text="test; validation for a file of yours that was trained on",
+    )
+    columns: str | None = flag(
+        None,
+        "columns of a file or hub data set, as for training",
+        default_text="those of the last adapter, if the data set is its own",
     )
     max_samples: int | None = flag(200, "evaluate at most this many problems; none: all", min=1)
     sft_adapter: Path | None = flag(
@@ -63,6 +68,9 @@ class EvaluateConfig:
         "tags around reasoning and answer",
         choices=tuple(FORMATS),
         default_text="those of the last adapter, else deepseek",
+    )
+    system_prompt: str | None = flag(
+        None, "system prompt: a text or a file", default_text="that of the last adapter"
     )
     tool: str = flag(
         "none",
@@ -112,19 +120,29 @@ class EvaluateConfig:
         last = infos[-1] if infos else AdapterInfo(Path())
         asked = given.get("model"), given.get("quantize", "auto")
         values["model"], values["quantize"] = last.resolve_base(*asked)
-        values["dataset"] = given.get("dataset") or last.dataset or "word-problems"
+        values |= last.resolve_data(given.get("dataset"), given.get("columns"))
+        values["dataset"] = values["dataset"] or "word-problems"
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
         names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
-        if len({*names}) > 1:
+        prompts = {info.resolve_system_prompt(given.get("system_prompt")) for info in infos}
+        differ = "different system prompts" if len(prompts) > 1 else ""
+        differ = f"different tags ({', '.join(names)})" if len({*names}) > 1 else differ
+        if differ:
             raise UsageError(
-                f"the adapters were trained with different tags ({', '.join(names)}): evaluate "
-                "them one by one, with --sft-adapter none or --adapter none"
+                f"the adapters were trained with {differ}: evaluate them one by one, with "
+                "--sft-adapter none or --adapter none"
             )
         values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
+        values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
         values["tool"] = last.resolve_tool(given.get("tool", "auto"))
         trained_with = [info.run.get("config", {}).get("max_new_tokens") or 0 for info in infos]
         values.setdefault("max_new_tokens", max(MAX_NEW_TOKENS, *trained_with, 0))
         return values
+
+    @property
+    def format(self) -> Format:
+        """The tags and the system prompt."""
+        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -140,7 +158,8 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     if not own_files(dataset) & trained:
         return "test"
     terminal.line(f"{dataset} was used for training: only its validation problems are evaluated")
-    return "validation"
+    _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
+    return f"validation{bracket}{cut}"
 
 
 def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[tuple[str, str]]:

@@ -18,9 +18,11 @@ EXPORTS = {
     "export": "check_output save_adapter write_run",
     "gguf_export": "check_convertible write_gguf",
     "hardware": (
-        "Device EMBEDDED_MODEL available_memory default_setup default_values model_download "
+        "Device EMBEDDED_MODEL available_memory default_setup default_values licence_of "
+        "model_download "
         "peak_memory_gb pick_device pick_quantization prepare_process release_memory"
     ),
+    "hub": "collect_uploads hub_base public_dataset push_to_hub show_uploads",
     "merge": "check_new merge_adapter save_merged",
     "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",

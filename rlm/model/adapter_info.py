@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError
+from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.tools import Calculator
 
 
@@ -17,7 +18,8 @@ class AdapterInfo:
     """An adapter's base model and how it was trained; defaults where another tool made it.
 
     quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    tool: as --tool names it. run: all of run.json.
+    system_prompt: a user's own; None: the format's. tool: as --tool names it.
+    run: all of run.json.
     """
 
     path: Path
@@ -27,6 +29,7 @@ class AdapterInfo:
     dataset: str | None = None
     stage: str = "unknown"  # sft | grpo | orchestrator | …
     reasoning_format: str = "deepseek"
+    system_prompt: str | None = None
     tool: str = "none"
     run: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,6 +56,7 @@ class AdapterInfo:
             dataset=run.get("dataset"),
             stage=run.get("stage", "unknown"),
             reasoning_format=run.get("config", {}).get("reasoning_format") or "deepseek",
+            system_prompt=run.get("config", {}).get("system_prompt"),
             tool=run.get("config", {}).get("tool") or "none",
             run=run,
         )
@@ -83,6 +87,21 @@ class AdapterInfo:
                 f"{was_taught}; leave the option out, or name another adapter (or none)"
             )
         return asked or self.reasoning_format
+
+    @property
+    def format(self) -> Format:
+        """The tags and the system prompt of training."""
+        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+
+    def resolve_system_prompt(self, asked: str | None = None) -> str | None:
+        """The system prompt that is asked for (a text or a file), else that of training."""
+        return self.system_prompt if asked is None else read_system_prompt(asked)
+
+    def resolve_data(self, dataset: str | None, columns: str | None) -> dict[str, str | None]:
+        """The data set, and what its columns are: those of training if it is the same one."""
+        same = dataset in (None, self.dataset)
+        mapped = self.run.get("config", {}).get("columns") if same else None
+        return {"dataset": dataset or self.dataset, "columns": columns or mapped}
 
     def resolve_rank(self, given: Mapping[str, Any]) -> dict[str, int]:
         """Return `lora_r` and `lora_alpha` of the adapter, which training from it cannot change.

@@ -134,6 +134,13 @@ def model_download(name: str) -> str:
     return "; licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
 
 
+def licence_of(name: str) -> str:
+    """The licence of a base that is known here; "" of others."""
+    known = {model: licence for model, licence, _ in GPU_MODELS.values()}
+    known |= dict.fromkeys((EMBEDDED_MODEL, "Qwen/Qwen2.5-0.5B-Instruct"), "Apache 2.0")
+    return known.get(name, "")
+
+
 def default_values(
     given: Mapping[str, Any], start: AdapterInfo | None, gpu_defaults: Mapping[str, Any]
 ) -> dict[str, Any]:

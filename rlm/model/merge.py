@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlm.cli import UsageError
-from rlm.data import FORMATS, stop_token_ids
+from rlm.data import stop_token_ids
 from rlm.model.adapter_info import AdapterInfo
 from rlm.model.adapters import check_adapter, check_base, load_adapter
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
@@ -89,7 +89,7 @@ def save_merged(
                 "base": info.base_model or merged.config.name_or_path,
                 "hash": info.base_hash or "no hash recorded",
                 "adapter": adapter,
-                "system_prompt": FORMATS[info.reasoning_format].ask_for("number"),
+                "system_prompt": info.format.ask_for("number"),
             }
             (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
             mode = (scratch / "README.md").stat().st_mode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm.data import FORMATS, render_prompt
+from rlm.data import render_prompt
 from rlm.model import AdapterInfo
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
@@ -78,7 +78,7 @@ def load_rlm_model(
         check_base(adapter, model, base_model_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
     tokenizer = load_tokenizer(model)
-    loaded.rlm_format = FORMATS[info.reasoning_format]
+    loaded.rlm_format = info.format
     options = {"max_num_seqs": MAX_NUM_SEQS, "dtype": sampling_dtype(loaded), "tool": tool}
     loaded.rlm_sampler = Sampler(loaded, tokenizer, **options)
     return loaded, tokenizer

@@ -10,7 +10,7 @@ from rlm.rewards.functions import (
     ReasoningQualityReward,
     StepsReward,
 )
-from rlm.rewards.loading import as_reward, load_reward
+from rlm.rewards.loading import as_reward, load_reward, write_reward_template
 from rlm.rewards.scorer import Scorer, Scores
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "StepsReward",
     "as_reward",
     "load_reward",
+    "write_reward_template",
 ]

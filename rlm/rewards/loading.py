@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, load_from_file
@@ -27,6 +28,22 @@ def as_reward(
     if isinstance(reward, list | tuple):
         return CombinedReward(reward)
     return adapt_reward(reward)
+
+
+def write_reward_template(path: Path) -> None:
+    """Write a reward to begin with, which runs as it is, to a new file.
+
+    Raises:
+        UsageError: it is no .py file, it exists already, or it cannot be written.
+    """
+    if path.suffix != ".py":
+        raise UsageError(f"{path}: name a new file that ends with .py")
+    text = Path(__file__).with_name("template.py").read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(text.replace("FILE", str(path)))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def load_reward(spec: str | None) -> RewardFunction | None:

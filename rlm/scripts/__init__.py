@@ -7,7 +7,7 @@ module `evaluate` would hide Hugging Face's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from rlm import __version__
-from rlm.cli import tell
+from rlm.cli import UsageError, tell
 
 # Command → script, and options that come before the user's.
 COMMANDS = {
@@ -36,6 +36,7 @@ HELP = """usage: rlm COMMAND [options]
   rlm evaluate   as python evaluate.py: accuracy with intervals
   rlm ask        as python inference.py: one question, or a prompt loop
   rlm serve      as python server.py: an HTTP server with a page
+  rlm reward     writes a reward of your own to begin with: rlm reward mine.py
   rlm doctor     as python train_grpo.py --doctor: why is a reward flat?
 
 rlm COMMAND --help lists the options of a command; rlm --version says which rlm this is.
@@ -86,14 +87,32 @@ def give_way(name: str, search: Iterable[str] | None = None) -> None:
     spec.loader.exec_module(module)
 
 
+def _write_reward(options: Sequence[str]) -> int:
+    """Write the template of a reward; the exit code."""
+    from rlm.rewards import write_reward_template
+
+    if len(options) != 1 or options[0].startswith("-"):
+        tell("usage: rlm reward FILE.py (a new file, for --reward FILE.py:reward)")
+        return 0 if options == ["--help"] else 2
+    try:
+        write_reward_template(Path(options[0]))
+    except UsageError as error:
+        tell(f"error: {error}")
+        return 2
+    tell(f"{options[0]}: a reward that runs as it is; try it: python {options[0]}")
+    return 0
+
+
 def main() -> NoReturn:
     """Run `rlm COMMAND options` as `python SCRIPT.py options`."""
     command, *options = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "--version"):
         sys.stdout.write(f"rlm {__version__}\n" if command == "--version" else HELP)
         sys.exit(0)
+    if command == "reward":
+        sys.exit(_write_reward(options))
     if command not in COMMANDS:
-        tell(f"error: unknown command {command!r}: one of {', '.join(COMMANDS)}")
+        tell(f"error: unknown command {command!r}: one of {', '.join([*COMMANDS, 'reward'])}")
         sys.exit(2)
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]

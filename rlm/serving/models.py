@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError, terminal
-from rlm.data import FORMATS, Format, render_prompt
+from rlm.data import Format, render_prompt
 from rlm.model import (
     ADAPTER_FILES,
     EMBEDDED_MODEL,
@@ -112,7 +112,7 @@ def find_models(
     def tool_of(info: AdapterInfo) -> Tool | None:
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
-    format = FORMATS[own.reasoning_format]
+    format = own.format
     adapters = {BASE: ServedAdapter(BASE, None, None, "base", format, tool_of(own))}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
@@ -121,8 +121,7 @@ def find_models(
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
-        format = FORMATS[info.reasoning_format]
-        served = ServedAdapter(path.name, path, digest, info.stage, format, own_tool)
+        served = ServedAdapter(path.name, path, digest, info.stage, info.format, own_tool)
         adapters[path.name] = served
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 

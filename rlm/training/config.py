@@ -53,6 +53,14 @@ class GRPOConfig:
         "training problems: gsm8k, word-problems, elementary, FILE.jsonl, or several as A+B",
         default_text="that of --sft-adapter, else one that fits the model",
     )
+    columns: str | None = flag(
+        None,
+        "columns of a file or hub data set, as in question=NAME,answer=NAME,solution=NAME",
+        default_text="those of --sft-adapter, else question, answer, solution",
+    )
+    split: str | None = flag(
+        None, "rows of a file or hub data set, as in train[:500]", default_text="train"
+    )
     max_samples: int | None = flag(
         None, "train on at most this many problems of each data set", min=1, default_text="all"
     )
@@ -70,6 +78,11 @@ class GRPOConfig:
         "tags around reasoning and answer",
         choices=tuple(FORMATS),
         default_text="those of --sft-adapter, else deepseek",
+    )
+    system_prompt: str | None = flag(
+        None,
+        "system prompt: a text or a file",
+        default_text="that of --sft-adapter, else one that asks for the tags",
     )
     tool: str = flag(
         "none",
@@ -295,8 +308,11 @@ class GRPOConfig:
         if start is not None:
             values["tool"] = start.resolve_tool(given.get("tool", "auto"))
             values |= start.resolve_rank(given)
+            values |= start.resolve_data(values["dataset"], given.get("columns"))
         if "max_new_tokens" not in values:
             values["max_new_tokens"] = choose_max_new_tokens(values["dataset"])
+        asked = given.get("system_prompt")
+        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}

@@ -25,10 +25,12 @@ def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
     """
     if config.resume:
         check_resumable(config.run_dir)
-    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed)
+    own = {"columns": config.columns, "rows": config.split}
+    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed, **own)
     if not config.eval_samples:
         return train, []
-    return train, load_problems(config.dataset, "validation", max_samples=config.eval_samples)
+    limit = config.eval_samples
+    return train, load_problems(config.dataset, "validation", max_samples=limit, **own)
 
 
 def prepare_run(

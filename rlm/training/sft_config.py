@@ -37,6 +37,14 @@ class SFTConfig:
         "or several as A+B",
         default_text="that of --adapter, else one that fits the model",
     )
+    columns: str | None = flag(
+        None,
+        "columns of a file or hub data set, as in question=NAME,answer=NAME,solution=NAME",
+        default_text="those of --adapter, else question, answer, solution",
+    )
+    split: str | None = flag(
+        None, "rows of a file or hub data set, as in train[:500]", default_text="train"
+    )
     max_samples: int | None = flag(
         MAX_SAMPLES,
         "learn from at most this many examples of each data set; none: all",
@@ -49,6 +57,11 @@ class SFTConfig:
         "tags around reasoning and answer",
         choices=tuple(FORMATS),
         default_text="those of --adapter, else deepseek",
+    )
+    system_prompt: str | None = flag(
+        None,
+        "system prompt: a text or a file",
+        default_text="that of --adapter, else one that asks for the tags",
     )
     tool: str = flag(
         "none",
@@ -137,8 +150,11 @@ class SFTConfig:
         if start is not None:
             values["tool"] = start.resolve_tool(given.get("tool", "auto"))
             values |= start.resolve_rank(given)
+            values |= start.resolve_data(values["dataset"], given.get("columns"))
         if "max_samples" not in values and own_files(values["dataset"]):
             values["max_samples"] = None
+        asked = given.get("system_prompt")
+        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         return values
 
     def steps(self, examples: int) -> int:

@@ -112,6 +112,8 @@ def resolve_start(
         terminal.line(f"{adapter} was trained with --quantize {start.quantize}, now {now}")
     if adapter is not None and start.tool != config.tool:
         terminal.line(f"{adapter} was trained with --tool {start.tool}, now --tool {config.tool}")
+    if adapter is not None and config.system_prompt not in (None, start.system_prompt):
+        terminal.line(f"{adapter} was trained with another system prompt than --system-prompt")
     config = replace(
         config,
         sft_adapter=adapter,
@@ -119,6 +121,7 @@ def resolve_start(
         use_4bit=quantize == "4bit",
         use_8bit=quantize == "8bit",
         reasoning_format=start.resolve_format(config.reasoning_format),
+        system_prompt=start.resolve_system_prompt(config.system_prompt),
     )
     return config, tool
 

@@ -89,6 +89,7 @@ def test_what_those_lines_mean():
         ("--num_train_epochs 0.5", {"num_epochs": 0.5}),
         ("--epochs 2", {"num_epochs": 2}),
         ("--lr 0.5", {"learning_rate": 0.5}),
+        ("--dataset_train_split train[:5]", {"split": "train[:5]"}),
     ],
 )
 def test_other_synonyms_of_grpo(typed, values):
@@ -114,7 +115,8 @@ def test_synonyms_of_sft(typed, values):
 
 
 REFUSED = {
-    "split": "training reads the train split",
+    "dataset_test_split": "evaluate.py takes any split",
+    "dataset_config": "--dataset NAME:CONFIG",
     "gradient_accumulation": "an update is over all completions of a step",
     "gradient_accumulation_steps": "--train-batch-size",
     "log_steps": "every step is logged",
@@ -128,7 +130,7 @@ REFUSED = {
     "use_flash_attention": "--attn-implementation",
     "target_modules": "all linear layers",
     "steps_per_generation": "--updates-per-batch",
-    "push_to_hub": "nothing is uploaded",
+    "push_to_hub": "training uploads nothing",
     "logging_dir": "--run-dir",
     "deepspeed": "torchrun",
     "reward_funcs": "--reward FILE.py:NAME",
@@ -166,7 +168,7 @@ def test_the_same_name_is_answered_by_what_a_script_has():
         ("--grop_size", "; did you mean --group-size?"),
         ("--num_generation", "; did you mean --group-size?"),  # by another name of it
         ("--num_epoch", "; did you mean --num-epochs?"),
-        ("--spilt", ""),
+        ("--spilt", "; did you mean --split?"),
         ("--steepness", ""),
     ],
 )
@@ -190,6 +192,45 @@ def test_every_sentence_is_of_some_use():
             shown = [foreign_names.hint(name, known) for known in keys if name not in known]
             assert f": {sentence}" in shown, (name, sentence)
             assert sentence[-1] != "."
+
+
+# --- all of TRL's --------------------------------------------------------------------------------
+
+# Fields of the same name: taken as they are. A new one has to mean the same to stand here.
+SAME_NAME = {
+    "GRPOConfig": "learning_rate warmup_steps weight_decay max_grad_norm seed temperature top_p "
+    "top_k",
+    "SFTConfig": "learning_rate seed max_length",
+}
+STAGES = [("GRPOConfig", GRPOConfig), ("SFTConfig", SFTConfig)]
+
+
+def trl_fields(name):
+    """Of the installed TRL; those of transformers' TrainingArguments are among them."""
+    return [
+        field.name for field in dataclasses.fields(getattr(importlib.import_module("trl"), name))
+    ]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), STAGES)
+def test_every_field_of_trls_config_is_taken_or_answered(theirs, ours):
+    known = {key: flag.name for flag in flags_of(ours) for key in flag.keys}
+    own = {flag.name for flag in flags_of(ours)}
+    assert own & {*trl_fields(theirs)} == {*SAME_NAME[theirs].split()}
+    for name in trl_fields(theirs):
+        if name in known:
+            assert name in own or name in foreign_names.SYNONYMS
+        else:
+            assert foreign_names.hint(name, known).startswith(": "), name
+
+
+@pytest.mark.parametrize(("theirs", "ours"), STAGES)
+def test_every_synonym_of_trls_is_on_the_page(theirs, ours):
+    page = (Path(__file__).parents[2] / "docs/how-to/coming-from.md").read_text()
+    known = {key: flag.name for flag in flags_of(ours) for key in flag.keys}
+    taken = {name: known[name] for name in trl_fields(theirs) if name in known}
+    for name, option in taken.items():
+        assert name == option or f"| `{name}` | `{option}` |" in page, (name, option)
 
 
 # --- clip_eps, num_epochs, projects -------------------------------------------------------------

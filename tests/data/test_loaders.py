@@ -122,8 +122,8 @@ BAD_LINES = {
     "question is empty": {"question": "  ", "answer": "1"},
     "question is neither text nor a number": {"question": ["?"], "answer": "1"},
     "answer is neither text nor a number": {"question": "?", "answer": True},
-    "the answer 'seven or 8' is not a number": {"question": "?", "answer": "seven or 8"},
-    "the answer 'nan' is not a number": b'{"question": "?", "answer": NaN}',
+    "the answer is not a number (line 31: 'seven or 8')": {"question": "?", "answer": "seven or 8"},
+    "the answer is not a number (line 31: 'nan')": b'{"question": "?", "answer": NaN}',
     "no number after ####": {"question": "?", "answer": "so\n#### many"},
     "can't decode byte 0xff": b'{"question": "\xff", "answer": "1"}',
     "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
@@ -140,26 +140,38 @@ def test_a_bad_line_is_left_out_and_named_and_a_file_of_them_refused(write, capl
     assert len(load_jsonl(path)) == 40
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith(f"{path}: 1 of 41 left out: line 31: ")
-    assert reason in record.message
+    assert record.message.startswith(f"{path}: 40 of 41 rows used, 1 left out: 1 ")
+    assert reason in record.message or f"{reason} (line 31" in record.message
+    assert "(line 31" in record.message
     path = write(BAD_LINES[reason])  # and no good one
     message = refusal(path, "test")
     assert message.startswith(f"{path}: line 1: ")
-    assert reason in message
+    assert reason.partition(" (line 31: ")[0] in message
 
 
-def test_bad_lines_are_shown_and_counted_and_too_many_refused(write, caplog):
-    load_jsonl(write(*[b"oops"] * 7, *numbered(200)))
+def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
+    wrong = [{"question": "?", "answer": text} for text in ("seven", "8 or 9")]
+    load_jsonl(path := write(*[b"oops"] * 7, *wrong, *numbered(200)))
     [record] = caplog.records
-    assert record.message.count("line ") == 5
-    assert record.message.endswith("and 2 more")
+    assert record.message == (
+        f"{path}: 200 of 209 rows used, 9 left out: 7 not JSON (Expecting value) "
+        "(line 1; line 2; line 3; line 4; line 5; and 2 more); "
+        "2 the answer is not a number (line 8: 'seven'; line 9: '8 or 9')"
+    )
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (
         f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair these)"
     )
     row = {**GOOD, "id": "a"}
     assert len(load_jsonl(write(row, *numbered(30), row))) == 31
-    assert "line 32: the id 'a' is there twice" in caplog.text
+    assert "1 the id is there twice (line 32: 'a')" in caplog.text
+
+
+def test_what_is_left_out_is_said_once_for_train_and_validation(write, caplog):
+    path = write(b"oops", *numbered(30))
+    for split in ("train", "validation"):
+        load_problems(path, split)
+    assert len(caplog.records) == 1
 
 
 def test_byte_order_mark_crlf_and_blank_lines_do_no_harm(write, caplog):
@@ -239,7 +251,7 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
             "train",
             "gsm8k, openmathinstruct, aime2024, aime2025, word-problems, elementary",
         ),
-        ("data", "train", "unknown data set 'data'"),
+        ("no/such/data", "train", "unknown data set 'no/such/data'"),
         ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:7", "train", "unknown level"),

@@ -1,0 +1,131 @@
+"""Uploads a trained adapter, or a merged model, to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlm.cli import UsageError, terminal
+from rlm.model.adapter_info import AdapterInfo
+from rlm.model.hardware import EMBEDDED_MODEL
+
+# What other programs need to load it; nothing else of a folder is uploaded.
+SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Of run.json: what loading needs, and what was measured. The rest names places on this machine.
+PUBLISHED = (
+    "stage", "base_model", "base_hash", "quantize", "dataset", "step", "examples", "commit",
+    "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on", "seconds",
+)  # fmt: skip
+PUBLISHED_CONFIG = (
+    "reasoning_format", "system_prompt", "tool", "algorithm", "steps", "batch_size", "group_size",
+    "max_new_tokens", "learning_rate", "epochs", "lora_r", "lora_alpha", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file of the repository: its name there, and its content (a file's path, or bytes)."""
+
+    name: str
+    content: Path | bytes
+
+    @property
+    def size(self) -> int:
+        is_file = isinstance(self.content, Path)
+        return self.content.stat().st_size if is_file else len(self.content)
+
+
+def collect_uploads(folder: Path, info: AdapterInfo, card: str) -> list[Upload]:
+    """List what is uploaded of a folder: its weights, tokenizer and settings, and the card.
+
+    Paths of this machine are taken out of run.json and adapter_config.json.
+
+    Args:
+        folder: of an adapter, or of a model that it was merged into.
+        info: of the adapter.
+        card: the text of README.md.
+
+    Raises:
+        UsageError: the folder holds no weights.
+    """
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in SUFFIXES)
+    if not any(file.suffix == ".safetensors" for file in files):
+        raise UsageError(f"--push-to-hub: {folder} holds no weights")
+    changed = {"run.json": published_run(info.run)}
+    config = folder / "adapter_config.json"
+    if config.is_file():
+        values = json.loads(config.read_text(encoding="utf-8"))
+        changed[config.name] = values | {"base_model_name_or_path": hub_base(info)}
+    uploads = [Upload("README.md", card.encode())]
+    for file in files:
+        new = changed.get(file.name)
+        content = file if new is None else json.dumps(new, indent=2, ensure_ascii=False).encode()
+        uploads.append(Upload(file.name, content))
+    return uploads
+
+
+def published_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """run.json without this machine's paths."""
+    kept = {name: run[name] for name in PUBLISHED if name in run}
+    if kept.get("dataset"):
+        kept["dataset"] = public_dataset(kept["dataset"])
+    config = run.get("config", {})
+    return kept | {"config": {name: config[name] for name in PUBLISHED_CONFIG if name in config}}
+
+
+def public_dataset(dataset: str) -> str:
+    """The name of a data set, without the directories of this machine.
+
+    >>> public_dataset("elementary+gsm8k:/home/me/data+/home/me/mine.jsonl")
+    'elementary+gsm8k+mine.jsonl'
+    """
+
+    def public(part: str) -> str:
+        name, _, rest = part.partition(":")
+        if name.startswith(("/", ".", "~")) or Path(name).suffix:
+            return Path(name).name
+        return name if "/" in rest else part
+
+    return "+".join(map(public, dataset.split("+")))
+
+
+def hub_base(info: AdapterInfo) -> str:
+    """The base model's name on the hub."""
+    return EMBEDDED_HUB_ID if info.base_model == EMBEDDED_MODEL else str(info.base_model)
+
+
+def show_uploads(name: str, uploads: Sequence[Upload]) -> None:
+    """Print what a push would upload: each file with its size, and the card."""
+    terminal.line(f"--push-to-hub {name}: nothing is uploaded without --yes. It would be:")
+    for upload in uploads:
+        terminal.line(f"  {upload.size / 1e6:9.3f} MB  {upload.name}")
+    total = sum(upload.size for upload in uploads)
+    terminal.line(f"  {total / 1e6:9.3f} MB  in all, into a private repository if it is new")
+    (card,) = (upload.content for upload in uploads if upload.name == "README.md")
+    terminal.line(f"README.md:\n{card.decode()}")
+
+
+def push_to_hub(name: str, uploads: Sequence[Upload]) -> str:
+    """Upload in one commit, into a repository that is made private if it is new; its address.
+
+    Raises:
+        UsageError: the hub is out of reach, or refuses.
+    """
+    import httpx2
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    operations = [CommitOperationAdd(u.name, u.content) for u in uploads]
+    try:
+        repository = api.create_repo(name, private=True, exist_ok=True).repo_id
+        done = api.create_commit(repository, operations, commit_message="Upload by inference.py")
+    except (OSError, ValueError, httpx2.HTTPError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"--push-to-hub {name}: {said}; `hf auth login` (or HF_TOKEN) gives access"
+        ) from error
+    return str(done.repo_url)

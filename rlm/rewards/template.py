@@ -1,0 +1,45 @@
+"""My reward: 1 for the right number between the right tags, and a little for a short completion.
+
+    python FILE                                       # what it gives to the examples below
+    python train_grpo.py --reward FILE:reward --doctor   # does it pay for worthless texts?
+    python train_grpo.py --reward FILE:reward
+
+Installed with pip, `python train_grpo.py` is `rlm grpo`.
+"""
+
+from __future__ import annotations
+
+from rlm.grading import grade
+
+SHORT = 400  # characters
+
+
+def reward(completion: str, reference_answer: str, **columns: object) -> float | None:
+    """Score one completion.
+
+    Args:
+        completion: what the model wrote, tags included.
+        reference_answer: the answer of the data set.
+        columns: `question`, `is_truncated` (it was cut off), `reasoning_format` (the name of the
+            tags), and every other column of your data set by its name.
+
+    Returns:
+        Any number: completions of one problem are compared with each other. None leaves this
+        completion out of the comparison and out of the loss.
+    """
+    verdict = grade(completion, reference_answer, strict=True)
+    if not verdict.correct:  # verdict.reason says why
+        return 0.0
+    is_short = len(completion) <= SHORT and not columns.get("is_truncated")
+    return 1.1 if is_short else 1.0
+
+
+EXAMPLES = (
+    "<think>\n3 + 5 = 8\n</think>\n<answer>8</answer>",
+    "<think>\n3 + 5 = 9\n</think>\n<answer>9</answer>",
+    "The answer is 8.",
+)
+
+if __name__ == "__main__":
+    for text in EXAMPLES:
+        print(reward(text, "8"), repr(text))
