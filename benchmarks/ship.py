@@ -244,6 +244,7 @@ def model_card(
         history=history,
         sft=sft,
         sft_data="+".join(map(title, sft["dataset"].split("+"))),
+        grpo_data="+".join(map(title, history["dataset"].split("+"))),
         embedded=embedded,
         hub_id=EMBEDDED_HUB_ID if embedded else history["base_model"],
         figures=figures,
