@@ -35,6 +35,7 @@ from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device, Setup
 from rlm.sampling import SamplingParams
+from rlm.training.run_setup import set_memory_plan
 from rlm.training.state import TrainingState
 
 ROOT = Path(__file__).parents[2]
@@ -404,7 +405,9 @@ def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
     solver = a_solver(base, tmp_path / "solver")
     for wanted in (False, True):
         config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
-        policy = make_trainer(config, AgentModel(str(base), solver)).policy
+        trainer = make_trainer(config, AgentModel(str(base), solver))
+        set_memory_plan(trainer, PROBLEMS, [])
+        policy = trainer.policy
         layers = policy.get_base_model().get_decoder().layers
         assert {layer.training for layer in layers} == {wanted}
         assert not any(m.training for m in policy.modules() if m not in set(layers))

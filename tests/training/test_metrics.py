@@ -116,7 +116,7 @@ def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys
         config.formula,
     ):
         assert text in said.replace("\n", " ")
-    assert ("a noisy baseline" in said) == ("group_size 7" in said) == (size < 8)
+    assert ("the group's mean is noisy" in said) == ("group_size 7" in said) == (size < 8)
 
 
 @pytest.mark.parametrize(

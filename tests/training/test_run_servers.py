@@ -152,7 +152,9 @@ def test_two_urls_and_a_packed_base(model_dir, tmp_path, tokenizer, capsys):
         assert "warning" not in capsys.readouterr().out
         packed = a_config(tmp_path, quantize="4bit", **options)
         make_sampler(policy, tokenizer, packed, Distributed())
-        assert "warning: with --quantize 4bit another model samples" in capsys.readouterr().out
+        assert (
+            "warning: --quantize 4bit changes the model that is trained" in capsys.readouterr().out
+        )
     packed = a_config(tmp_path, quantize="4bit", vllm_command="vllm serve --quantization x")
     make_sampler(policy, tokenizer, packed, Distributed())
     assert "warning" not in capsys.readouterr().out

@@ -213,7 +213,7 @@ def test_a_run_with_a_tool(model_dir, tmp_path, sampler):
 
 
 def test_vllm_takes_no_tool(model_dir, tmp_path):
-    with pytest.raises(ValueError, match="leave out --sampler vllm"):
+    with pytest.raises(ValueError, match="--tool does not work with --sampler vllm"):
         config_of(tmp_path, sampler="vllm", tool="calculator")
     config = config_of(tmp_path, sampler="vllm")
     with pytest.raises(ValueError, match="--sampler vllm"):
