@@ -660,7 +660,7 @@ def test_another_chat_template_than_in_training_is_refused(trained, model_dir, t
     "file", sorted((ROOT / "configs").glob("[dos]*.yaml")), ids=lambda f: f.name
 )
 def test_yaml_configs_parse(file):
-    """Those of the demos, the shipped run and the recipes; test_configs.py has those of the cards."""
+    """Configs of the demos, the shipped run and the recipes; test_configs.py has the others."""
     classes = {"sft": "train_sft.SFTConfig", "grpo": "train_grpo.GRPOConfig"}
     kind = file.stem.rpartition("_")[2]
     cls = pkgutil.resolve_name(classes.get(kind, "recipes.orchestrator.config.OrchestratorConfig"))
