@@ -365,7 +365,7 @@ def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
     with pytest.raises(UsageError, match="at half the rate too; start again with a lower --learn"):
         train(model_dir, a_config(tmp_path, steps=30))
     said = capsys.readouterr().out
-    assert "weights of step 0 again" in said
+    assert "continuing from the weights of step 0 with half the learning rate" in said
     assert said.count("update skipped") == 6  # twice three, not thirty
 
 

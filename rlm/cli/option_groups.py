@@ -42,7 +42,7 @@ GROUPS = {
     "limits": ("requests_per_minute max_prompt_tokens queue deadline max_cost"),
     "hardware": (
         "quantize use_4bit use_8bit dtype sampler_dtype attn_implementation checkpointing "
-        "train_batch_size train_batch_tokens"
+        "train_batch_size train_batch_tokens deterministic"
     ),
     "run": (
         "doctor plan dry_run debug max_minutes resume accept_changes tracker use_wandb "

@@ -52,11 +52,13 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         UsageError: they do not; the message says what to run.
     """
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing and path.is_dir():
+        raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
     if missing:
-        what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
-        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
-        others = f" (there is {', '.join(there)})" if there else f" (looked in {Path.cwd()})"
-        raise UsageError(f"adapter {path} {what}{others}; {how_to_make}")
+        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
+        others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
+        shown = others if there or not path.is_absolute() else ""
+        raise UsageError(f"adapter {path} does not exist{shown}; {how_to_make}")
     return path
 
 

@@ -226,7 +226,8 @@ class GRPOConfig:
         None, "tokens in a micro-batch, padding included", min=1, default_text="as many as fit"
     )
     deterministic: bool = flag(
-        False, "train to the same bits with any threads, processes and batch limits (CPU, fp32)"
+        False,
+        "get the same bits with any number of threads, processes and batch limits (CPU, fp32)",
     )
     checkpointing: bool | None = flag(
         None,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rlm.cli.options import UsageError
 from rlm.model import base as models
-from rlm.model.adapters import load_adapter
+from rlm.model.adapters import ADAPTER_FILES, check_adapter, load_adapter
 from rlm.model.export import save_adapter
 from rlm.runs.checkpoints import file_hash
 
@@ -162,3 +163,19 @@ def test_a_download_is_said_first_and_needs_room(hub_cache, monkeypatch, capsys,
         assert bars == [size > 0]
     assert ("downloading 3.1 GB: some/model" in capsys.readouterr().out) == (size == 3_100_000_000)
     assert hub.are_progress_bars_disabled()
+
+
+def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as nothing_there:
+        check_adapter(Path("weights/typo"), "do this")
+    assert (
+        str(nothing_there.value) == f"adapter weights/typo does not exist (in {tmp_path}); do this"
+    )
+    for name in ("mine", ".mine.new"):  # the latter is half-written
+        Path("weights", name).mkdir(parents=True)
+        for file in ADAPTER_FILES:
+            Path("weights", name, file).touch()
+    with pytest.raises(UsageError) as one_there:
+        check_adapter(Path("weights/typo"), "do this")
+    assert "does not exist (there is weights/mine); do this" in str(one_there.value)
