@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 if missing := [
     name
-    for name in ("transformers", "peft", "trl", "datasets", "rich", "yaml", "lazy_loader")
+    for name in ("transformers", "peft", "rich", "yaml", "lazy_loader")  # what every script imports
     if find_spec(name) is None
 ]:
     sys.stderr.write(
