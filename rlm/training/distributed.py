@@ -76,13 +76,17 @@ class Distributed:
         return list(items[self.rank :: self.size])
 
     def gather(self, shares: Sequence[T]) -> list[T]:
-        """The items of all processes, in the order from which `shard` took them."""
+        """The items of all processes, in the order from which `shard` took them.
+
+        A process may have more items than another, whichever: none is lost.
+        """
         if self.size == 1:
             return list(shares)
         parts: list[list[T]] = [[] for _ in range(self.size)]
         with _explain_lost_process():
             dist.all_gather_object(parts, list(shares))
-        return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
+        longest = max(map(len, parts))
+        return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
     def broadcast(self, value: T) -> T:
         """The main process's value: clocks and disks differ."""

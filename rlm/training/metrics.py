@@ -176,9 +176,7 @@ class LearnMetrics:
 
     def as_dict(self, distributed: Distributed) -> dict[str, float]:
         """Means over the tokens of all processes; {} where nothing was learned from."""
-        # As one item each: `gather` takes apart only what `shard` has divided.
-        sums = [s for part in distributed.gather([self.sums]) for s in part]
-        first = [f for part in distributed.gather([self.first]) for f in part]
+        sums, first = distributed.gather(self.sums), distributed.gather(self.first)
         if not sums:
             return {}
         tokens = sum(s.tokens for s in sums)

@@ -96,9 +96,25 @@ def test_the_metrics_of_learning_by_hand():
     }
     assert learned.as_dict(Distributed()) == pytest.approx(expected)
     their = {id(mine.sums): other.sums, id(mine.first): other.first}
-    two = SimpleNamespace(gather=lambda shares: [*shares, *(their[id(s)] for s in shares)])
+    two = SimpleNamespace(gather=lambda shares: [*shares, *their[id(shares)]])
     assert mine.as_dict(two) == pytest.approx(expected)  # of two processes
     assert LearnMetrics().as_dict(Distributed()) == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 3, 5], [2, 4], [1, 2, 3, 4, 5]),  # as `shard` has divided them
+        ([1], [2, 4, 5], [1, 2, 4, 5]),
+        ([], [2, 4], [2, 4]),
+    ],
+)
+def test_gather_loses_nothing_whoever_has_more(monkeypatch, first, second, expected):
+    def all_gather(parts, mine):
+        parts[:] = first, second
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather)
+    assert Distributed(0, 2).gather(first) == expected
 
 
 @pytest.mark.parametrize("size", [7, 8])
