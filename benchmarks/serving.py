@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -27,12 +23,12 @@ from typing import Any
 import httpx2
 
 from benchmarks import harness, shapes
-from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.cli import flag, run_main, terminal
 from rlm.data import FORMATS, load_problems
 from rlm.model import model_directory
+from rlm.serving import server_process
 
 PEER = "transformers serve"
-START_SECONDS = 180
 
 
 @dataclass
@@ -102,36 +98,6 @@ class Server:
         return tokens, first
 
 
-@contextmanager
-def running(command: list[str], model: str, ready: str) -> Iterator[Server]:
-    """A server's process on a free port; `ready` answers 200 when it is up."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    environment = {k: v for k, v in os.environ.items() if k != "RLM_API_KEY"}
-    process = subprocess.Popen(
-        [sys.executable, *command, "--port", str(port)],
-        env=environment | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise UsageError(f"{' '.join(command[:3])} did not start")
-            try:
-                if httpx2.get(url + ready, timeout=2).status_code == 200:
-                    break
-            except httpx2.TransportError:
-                pass  # not listening yet
-            time.sleep(0.5)
-        yield Server(url, model)
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def time_servers(
     config: ServingConfig, servers: dict[str, Server], *, at_once: bool
 ) -> dict[str, list[Timed]]:
@@ -178,13 +144,19 @@ def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]
 
 def main(config: ServingConfig) -> int:
     with ExitStack() as stack, shapes.model_at(config.model) as model:
+
+        def start(command: list[str], **options: Any) -> str:
+            offline = {"HF_HUB_OFFLINE": "1"}
+            running = server_process(command, environment=offline, **options)
+            return stack.enter_context(running)[0]
+
         ours = ["server.py", "--base", "--model", model, "--max-num-seqs", str(config.requests)]
-        servers = {harness.OURS: stack.enter_context(running(ours, "base", "/ready"))}
+        servers = {harness.OURS: Server(start(ours), "base")}
         if config.peer:
             directory = model_directory(model)
             peer = ["-m", "transformers.cli.transformers", "serve"]
             peer += ["--device", "cpu", "--dtype", "float32", "--continuous-batching", directory]
-            servers[PEER] = stack.enter_context(running(peer, directory, "/health"))
+            servers[PEER] = Server(start(peer, ready="/health"), directory)
         harness.write_report(config.json, measure(config, servers))
     return 0
 

@@ -29,6 +29,7 @@ from rlm.evaluation import GRADINGS, Evaluation, evaluate, paired_bootstrap
 from rlm.model import (
     EMBEDDED_MODEL,
     AdapterInfo,
+    hub_base,
     load_adapter,
     load_base,
     load_tokenizer,
@@ -40,7 +41,6 @@ from rlm.sampling import Sampler
 from rlm.tools import load_tool
 
 LARGEST_MB = 20
-EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KEPT = (
     *("stage", "base_model", "base_hash", "dataset", "tool", "step", "commit"),
     *("start_accuracy", "accuracy", "validated_on"),
@@ -87,7 +87,7 @@ def main(config: ShipConfig) -> int:
         judged = judge(config, info, adapters, sets)
         figures = summarize(judged)
         replace_json(folder / "run.json", run_json(info.run, figures))
-        card = model_card(info.run, AdapterInfo.load(start).run, figures, judged)
+        card = model_card(info, AdapterInfo.load(start).run, figures, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
     config.results.parent.mkdir(parents=True, exist_ok=True)
     origin = harness.provenance("ship")
@@ -223,7 +223,7 @@ def run_json(history: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str
 
 
 def model_card(
-    history: Mapping[str, Any],
+    info: AdapterInfo,
     sft: Mapping[str, Any],
     figures: Mapping[str, Any],
     judged: Judged,
@@ -231,8 +231,9 @@ def model_card(
     """The card of model_card.md.jinja.
 
     Args:
-        history, sft: run.json of the adapter, and of the one it started from.
+        sft: run.json of the adapter that it started from.
     """
+    history = info.run
     embedded, examples = history["base_model"] == EMBEDDED_MODEL, {}
     first = next(reversed(list(judged.values())))[history["config"]["tool"]]["shipped"]
     for problem, (graded,) in zip(first.problems, first.groups, strict=True):
@@ -246,7 +247,7 @@ def model_card(
         sft_data="+".join(map(title, sft["dataset"].split("+"))),
         grpo_data="+".join(map(title, history["dataset"].split("+"))),
         embedded=embedded,
-        hub_id=EMBEDDED_HUB_ID if embedded else history["base_model"],
+        hub_id=hub_base(info),
         figures=figures,
         examples=examples,
     )

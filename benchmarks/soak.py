@@ -33,8 +33,8 @@ import httpx2
 import psutil
 
 from benchmarks import harness
-from benchmarks.serving import Server, running
-from rlm.cli import flag, run_main, terminal
+from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.serving import server_process
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 ACCIDENTS = (*SIGNALS, "full disk", "damaged checkpoint", "torn metrics")
@@ -178,9 +178,9 @@ class Serving:
     failures: list[str] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)  # MB, one every five seconds
 
-    async def load(self, server: Server, process: psutil.Process, clients: int, end: float) -> None:
+    async def load(self, url: str, process: psutil.Process, clients: int, end: float) -> None:
         limits = httpx2.Limits(max_connections=2 * clients)
-        async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as http:
+        async with httpx2.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
             asking = (self._client(http, number, end) for number in range(clients))
             await asyncio.gather(self._watch(process, end), *asking)
             last = await http.post("/phase1/reasoning", json={"prompt": "What is 2 + 3?"})
@@ -234,10 +234,6 @@ class Serving:
         return median(self.memory[-sixth:]) / median(later)
 
 
-def _server_process() -> psutil.Process:
-    return next(c for c in psutil.Process().children() if "server.py" in " ".join(c.cmdline()))
-
-
 def summary(config: SoakConfig, training: Training, serving: Serving) -> dict[str, Any]:
     growth = serving.growth()
     failures = [*training.failures, *serving.failures]
@@ -256,6 +252,12 @@ def summary(config: SoakConfig, training: Training, serving: Serving) -> dict[st
 
 
 def main(config: SoakConfig) -> int:
+    """
+    Raises:
+        UsageError: --run-dir exists, or the server does not start.
+    """
+    if config.run_dir.exists():
+        raise UsageError(f"--run-dir {config.run_dir} is there; remove it or name another")
     config.run_dir.mkdir(parents=True)
     training, serving = Training(config), Serving()
     end = time.monotonic() + 60 * config.minutes
@@ -264,8 +266,8 @@ def main(config: SoakConfig) -> int:
     ]
     worker = threading.Thread(target=training.run, args=(end,))
     worker.start()
-    with running(list(command), "final_rlm_lora", "/ready") as server:
-        asyncio.run(serving.load(server, _server_process(), config.clients, end))
+    with server_process(command, log=config.run_dir / "server.log") as (url, process):
+        asyncio.run(serving.load(url, psutil.Process(process.pid), config.clients, end))
         worker.join()  # its last run goes on to its end
     found = summary(config, training, serving)
     for name, value in found.items():

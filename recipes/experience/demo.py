@@ -10,24 +10,15 @@ the library, and placebo lessons, on problems that no lesson came from. No weigh
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
-
 from recipes.experience import evaluate, select
 from recipes.experience.agent import GENERATORS, OWN_SERVER
-from rlm.cli import UsageError, check_values, flag, run_main, terminal
-
-START_SECONDS = 180  # until the server answers
+from rlm.cli import check_values, flag, run_main, terminal
+from rlm.serving import server_process
 
 
 @dataclass
@@ -44,40 +35,10 @@ class DemoConfig:
         check_values(self)
 
 
-@contextmanager
-def own_server(config: DemoConfig) -> Iterator[str]:
-    """Run server.py on a free port of this machine; yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def server_command(config: DemoConfig) -> list[str]:
     who = ["--adapter", str(config.adapter)] if config.adapter else ["--base"]
-    command = [sys.executable, "server.py", *who, "--model", config.model, "--port", str(port)]
-    command += ["--max-prompt-tokens", "2048", "--requests-per-minute", "1000000"]
-    environment = {name: value for name, value in os.environ.items() if name != "RLM_API_KEY"}
-    with (config.run_dir / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        wait_until_ready(process, f"http://127.0.0.1:{port}", config.run_dir / "server.log")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
-    """
-    Raises:
-        UsageError: it ended, or did not answer in time.
-    """
-    end = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            if httpx2.get(f"{url}/ready", timeout=2).status_code == 200:
-                return
-        except httpx2.TransportError:
-            pass  # not listening yet
-        time.sleep(0.3)
-    process.kill()
-    raise UsageError(f"the server did not start; {log} says why")
+    limits = ["--max-prompt-tokens", "2048", "--requests-per-minute", "1000000"]
+    return ["server.py", *who, "--model", config.model, *limits]
 
 
 def main(config: DemoConfig) -> int:
@@ -88,8 +49,8 @@ def main(config: DemoConfig) -> int:
     asked = {"dataset": config.dataset, "split": config.split, "max_tokens": config.max_tokens}
     asked |= {"instructions": False} | folders
     terminal.line("[1 of 3] the server loads the model")
-    with own_server(config) as url:
-        roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": url})
+    with server_process(server_command(config), log=config.run_dir / "server.log") as (url, _):
+        roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": f"{url}/v1"})
         folders["api_config"].write_text(json.dumps(roles))
         terminal.line("\n[2 of 3] attempts, and lessons made of them that are tried one by one")
         tried = {"kinds": ("example",), "groups": 10, "held_out": 240, "trial_size": 120}

@@ -11,6 +11,7 @@ EXPORTS = {
     "http_server": "GracefulServer listen local_url",
     "middleware": "SecurityMiddleware SecuritySettings add_cors",
     "models": "find_models load_replicas",
+    "process": "server_process",
     "request": "Limits",
     "service": "Service",
     "tunnel": "Tunnel TunnelError",

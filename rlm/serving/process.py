@@ -1,0 +1,70 @@
+"""Runs a server in a process of its own, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from rlm.cli import UsageError
+
+START_SECONDS = 180  # until it answers
+END_SECONDS = 30  # after SIGTERM
+
+
+@contextmanager
+def server_process(
+    command: Sequence[str],
+    *,
+    ready: str = "/ready",
+    log: Path | None = None,
+    environment: Mapping[str, str] = {},
+) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run `python COMMAND --port N` on a free port of this machine; yields its URL and process.
+
+    The process has no RLM_API_KEY: it serves this machine alone.
+
+    Args:
+        ready: the path that answers 200 when the server is up.
+        log: where its output goes (None: nowhere).
+        environment: variables that it has besides those of this process.
+
+    Raises:
+        UsageError: it ended, or did not answer in time.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    inherited = {name: value for name, value in os.environ.items() if name != "RLM_API_KEY"}
+    with (log or Path(os.devnull)).open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command, "--port", str(port)],
+            env=inherited | environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        _wait_until_ready(process, url + ready, log)
+        yield url, process
+    finally:
+        process.terminate()
+        process.wait(END_SECONDS)
+
+
+def _wait_until_ready(process: subprocess.Popen, url: str, log: Path | None) -> None:
+    end = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            if httpx2.get(url, timeout=2).status_code == 200:
+                return
+        except httpx2.TransportError:
+            pass  # not listening yet
+        time.sleep(0.3)
+    raise UsageError(f"the server did not start{f'; {log} says why' if log else ''}")
