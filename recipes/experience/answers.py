@@ -26,14 +26,9 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class AskingConfig:
-    """Options of the commands that ask for answers alone, without plans."""
+class CostConfig:
+    """Options of every command that sends requests: how much they may take."""
 
-    instructions: bool = flag(
-        True,
-        "ask for steps and a final line; --no-instructions sends the bare question, which a model "
-        "trained here expects",
-    )
     max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
     max_cost: float | None = flag(
         None,
@@ -42,6 +37,17 @@ class AskingConfig:
         default_text="no limit",
     )
     plan: bool = flag(False, "send nothing; print the requests, tokens and costs to expect")
+
+
+@dataclass(kw_only=True)
+class AskingConfig(CostConfig):
+    """Options of the commands that ask for answers alone, without plans."""
+
+    instructions: bool = flag(
+        True,
+        "ask for steps and a final line; --no-instructions sends the bare question, which a model "
+        "trained here expects",
+    )
     seed: int = flag(0, "random seed sent with the requests")
 
     @property

@@ -31,7 +31,7 @@ from recipes.experience.agent import (
     load_endpoints,
     load_prompts,
 )
-from recipes.experience.answers import announce_cost, tokens_of
+from recipes.experience.answers import CostConfig, announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, Library
 from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
 from recipes.experience.summary import summarize
@@ -54,7 +54,7 @@ SHARED = ("tau", "max_tokens", "seed", "library_items", "library_tokens")
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(CostConfig):
     CHANGED_FIRST = (
         *("dataset", "max_problems", "rollouts", "temperature", "max_tokens", "max_cost"),
         *("plan", "api_config", "library_dir", "run_dir"),
@@ -83,14 +83,6 @@ class TrainConfig:
         above=0,
         default_text=",".join(f"{weight:g}" for weight in GENERATOR_WEIGHTS),
     )
-    max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
-    max_cost: float | None = flag(
-        None,
-        "stop before the requests cost more, by the prices in --api-config",
-        min=0,
-        default_text="no limit",
-    )
-    plan: bool = flag(False, "send nothing; print the requests, tokens and costs to expect")
     library_items: int = flag(20, "most lessons in a library", min=1)
     library_tokens: int = flag(1200, "most tokens of a library's lessons, about", min=1)
     seed: int = flag(0, "random seed of the problem order, also sent with the requests")
