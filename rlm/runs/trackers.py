@@ -155,7 +155,7 @@ class _Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(None):
-            self._run.finish()
+            self._trackio.finish()  # a run finished by itself is finished again at exit, aloud
 
 
 BackEnd = _Wandb | _TensorBoard | _Trackio

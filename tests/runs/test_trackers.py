@@ -212,7 +212,10 @@ def test_tensorboard(alone, capsys):
 
 
 @pytest.mark.trackers
-def test_trackio(alone, capsys):
+def test_trackio(alone, capsys, monkeypatch):
+    # It reads TRACKIO_DIR when it is imported, and TRL may have imported it.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
     show("trackio", alone)
     assert capsys.readouterr().out == "tracker: trackio; trackio show --project rlm\n"
     assert list((alone.parent / "trackio").rglob("rlm*"))
