@@ -47,7 +47,7 @@ from rlm.training import (
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
 
-GRAPHS_PER_PROBLEM = 4
+GRAPHS_PER_PROBLEM = 2
 BATCH_SIZE = 16  # graphs
 LEARNING_RATE = 1e-3  # peak
 WARMUP_STEPS = 3

@@ -92,7 +92,7 @@ class OrchestratorConfig(GRPOConfig):
         0.0, "reward of a valid graph, added to the 0/1 of its answer", min=0
     )
     start_questions: int = flag(
-        96, "problems from which a missing --sft-adapter is trained, several graphs for each", min=1
+        192, "problems from which a missing --sft-adapter is trained, two graphs for each", min=1
     )
     start_from: Path | None = flag(
         None, "adapter from which that training starts", default_text="a new one"

@@ -77,9 +77,9 @@ def test_random_plans_are_right_sometimes_and_always_can_be_read():
     rng = random.Random(0)
     problem = Problem("p", "6 pens at $13 and 1,002 more?", "80", PENS.solution)
     drawn = [random_plan(rng, problem) for _ in range(200)]
-    shares = [drawn.count(plan) / 200 for plan in (oracle_plan(problem), WHOLE_PROBLEM)]
-    assert all(0.15 < share < 0.35 for share in shares)
-    assert all("{agentA}" in plan.texts[1] for plan in drawn if plan != WHOLE_PROBLEM)
+    assert 0.55 < drawn.count(oracle_plan(problem)) / 200 < 0.78  # two in three
+    assert WHOLE_PROBLEM not in drawn
+    assert all("{agentA}" in plan.texts[1] for plan in drawn)
     assert {"1002"} <= {word for plan in drawn for word in plan.texts[0].strip("?").split()}
     assert random_plan(rng, Problem("p", "how many?", "1")) == WHOLE_PROBLEM
 

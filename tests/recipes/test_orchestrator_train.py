@@ -103,7 +103,7 @@ def start(base, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         teach_toy_graphs(patch)
         config = options(base, path, sft_adapter=path)
-        cold_start.train_start_adapter(config, (PROBLEMS * 5)[:160])
+        cold_start.train_start_adapter(config, (PROBLEMS * 10)[:320])
     return path
 
 
@@ -496,7 +496,7 @@ def finished(base, tmp_path_factory):
         teach_toy_graphs(patch)
         code = run(
             recipe, OrchestratorConfig, "--orchestrator-model", base, "--sft-adapter",
-            path / "start", "--dataset", "word-problems:1", "--start-questions", 160,
+            path / "start", "--dataset", "word-problems:1", "--start-questions", 320,
             "--lora-r", 8, "--steps", 2, "--batch-problems", 2, "--trajectories", 2,
             "--max-new-tokens", 12, "--agent-max-tokens", 6, "--eval-samples", 2,
             "--test-samples", 2, "--agent-adapter", a_solver(base, path / "solver"),
