@@ -6,6 +6,7 @@ the single agent may write about as much as the orchestrator and its agents toge
 paired by problem, so a problem on which an agent's API failed is left out of all rows.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
+    python -m recipes.orchestrator.evaluate --run runs/seed_0,runs/seed_1     # means over the runs
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
+from statistics import fmean
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
@@ -48,7 +50,9 @@ Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
 @dataclass
 class EvaluateConfig:
-    run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
+    run: tuple[Path, ...] = flag(
+        (Path("runs/orchestrator"),), "folder of the training run, or of several with other seeds"
+    )
     split: str | None = flag(
         None,
         "part of the run's data set",
@@ -73,8 +77,14 @@ def fixed_graphs(solver: str) -> dict[str, Graph]:
     } | plans
 
 
-def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int) -> dict[str, Row]:
-    """Run everything that is compared on the problems; the vote comes last, as its size follows."""
+def make_rows(
+    orchestrator: Orchestrator, others: Sequence[Path], problems: Sequence[Problem], seed: int
+) -> dict[str, Row]:
+    """Run everything that is compared on the problems; the vote comes last, as its size follows.
+
+    Args:
+        others: runs of the same agents and problems, whose graphs join those of `orchestrator`.
+    """
     config, agents = orchestrator.config, orchestrator.runner.agents
     rows: dict[str, Row] = {}
     format = orchestrator.format
@@ -86,12 +96,13 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
         limit = 2 * config.agent_max_tokens // len(arm[0].agents)
         runner = Runner(agents, limit, config.agent_temperature, format)
         rows[name] = [[run] for run in runner.run(problems, arm)]
-    for name, adapter in ADAPTERS.items():
-        if adapter == "start" and config.sft_adapter is None:
-            continue  # training began with the bare model
-        with using_adapter(orchestrator.policy, adapter):
-            rows[name] = [[run] for run in orchestrator.solve(problems)]
-        terminal.line(f"{name}: done")
+    rows |= orchestrator_rows(orchestrator, problems)
+    for number, run in enumerate(others, 2):
+        more = orchestrator_rows(load_another(run, orchestrator), problems)
+        rows |= {
+            name: [[*a, *b] for a, b in zip(rows[name], more[name], strict=True)] for name in more
+        }
+        terminal.line(f"run {number} of {1 + len(others)}: done")
     judged = without_failures(rows)
     single, trained = (tokens(judged[name]) for name in ("single agent", TRAINED))
     k = round((trained["written"] + trained["orchestrator"]) / max(1.0, single["written"])) or 1
@@ -100,6 +111,37 @@ def make_rows(orchestrator: Orchestrator, problems: Sequence[Problem], seed: int
     votes = runner.run(voters, [fixed["single agent"]] * len(voters), seed)
     groups = [votes[i : i + k] for i in range(0, len(votes), k)]
     return rows | {f"single agent, vote of {k}": groups}
+
+
+def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -> dict[str, Row]:
+    """Solve the problems with the bare model, with what training began with, and with its end."""
+    rows = {}
+    for name, adapter in ADAPTERS.items():
+        if adapter == "start" and orchestrator.config.sft_adapter is None:
+            continue  # training began with the bare model
+        with using_adapter(orchestrator.policy, adapter):
+            rows[name] = [[run] for run in orchestrator.solve(problems)]
+        terminal.line(f"{name}: done")
+    return rows
+
+
+def load_another(run: Path, first: Orchestrator) -> Orchestrator:
+    """Load a run that is averaged with the first one.
+
+    Raises:
+        UsageError: it has other data, agents or limits, or another kind of start.
+    """
+    other = Orchestrator.load(run)
+    for name in ("dataset", "graph_form", "agent_max_tokens", "agent_temperature"):
+        ours, theirs = getattr(first.config, name), getattr(other.config, name)
+        if ours != theirs:
+            flag_name = name.replace("_", "-")
+            raise UsageError(f"{run} has --{flag_name} {theirs}, the first run {ours}")
+    if other.agents != first.agents:
+        raise UsageError(f"the agents of {run} are {other.agents}; of the first run {first.agents}")
+    if bool(other.config.sft_adapter) != bool(first.config.sft_adapter):
+        raise UsageError(f"{run} and the first run differ in whether they began with an adapter")
+    return other
 
 
 def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -118,12 +160,17 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def scores(row: Row) -> list[float]:
-    """Return the accuracy on each problem, in 0…1; that of a vote with ties lies between."""
+    """Return the accuracy on each problem, in 0…1: of a vote, or the mean over training runs."""
+    if row[0][0].written:
+        return [fmean(run.verdict.correct for run in group) for group in row]
     return [majority_score([run.verdict for run in group]) for group in row]
 
 
 def tokens(row: Row) -> dict[str, float]:
-    """Average tokens over problems: written by the agents and by the orchestrator, read by both."""
+    """Average tokens over problems: written by the agents and by the orchestrator, read by both.
+
+    A vote takes the tokens of all its replies; training runs are averaged.
+    """
     runs = [run for group in row for run in group]
     graphs = [run.written for run in runs if run.written]
     totals = {
@@ -131,13 +178,15 @@ def tokens(row: Row) -> dict[str, float]:
         "orchestrator": sum(graph.completion_tokens for graph in graphs),
         "read": sum(one.prompt_tokens for one in (*runs, *graphs)),
     }
-    return {name: total / len(row) for name, total in totals.items()}
+    solutions = len(runs) if graphs else len(row)
+    return {name: total / solutions for name, total in totals.items()}
 
 
 def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
     """Compute what evaluation.json holds of a row."""
     solved, used = scores(row), tokens(row)
-    graphs = graph_metrics([group[0] for group in row]) if row[0][0].written else {}
+    of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
+    graphs = {name: fmean(run[name] for run in of_runs) for run in of_runs[:1] for name in run}
     return {
         "problems": len(row),
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
@@ -167,9 +216,10 @@ def start_row(rows: Mapping[str, Row]) -> str:
 
 
 def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
-    """Print the first problems whose graph training has changed, with both graphs."""
+    """Print the first problems whose graph training has changed, with both graphs, of one run."""
     pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
-    changed = [(before, after) for (before,), (after,) in pairs if before.graph != after.graph]
+    of_first = [(before, after) for (before, *_), (after, *_) in pairs]
+    changed = [(before, after) for before, after in of_first if before.graph != after.graph]
     for pair in changed[:count]:
         terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
         for when, run in zip(("before", "after"), pair, strict=True):
@@ -195,16 +245,17 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
 def main(config: EvaluateConfig) -> int:
     prepare_process()
     check_writable("--output", config.output)  # before the hours, not after them
-    orchestrator = Orchestrator.load(config.run)
+    orchestrator = Orchestrator.load(config.run[0])
     dataset = orchestrator.config.dataset
     split = config.split or ("validation" if is_local_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
     problems = fit_prompts(orchestrator, problems)
-    rows = make_rows(orchestrator, problems, config.seed)
+    rows = make_rows(orchestrator, config.run[1:], problems, config.seed)
     judged, price = without_failures(rows), Price(config.read_price, config.written_price)
     single = judged["single agent"]
     metrics = {name: row_metrics(row, single, price) for name, row in judged.items()}
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
+    title += f"; means over {len(config.run)} runs" * (len(config.run) > 1)
     show(metrics, title)
     compared = compare_trained(judged)
     for pair, difference in compared.items():

@@ -12,7 +12,7 @@ from rlm.data import Problem
 from rlm.grading import Equation, find_equations
 
 WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent is a single agent
-# How often a random plan is of each kind. The whole problem for both agents is not among them: it is
+# How often a random plan is of each kind. The whole problem for both agents is none of them: it is
 # a single agent, the safest of bad plans, and GRPO settles on it before it finds a division.
 KINDS = {"solution": 2, "operations": 1}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

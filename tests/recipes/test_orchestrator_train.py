@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -558,6 +559,29 @@ def test_the_table_has_every_row(finished, capsys):
     assert "asked twice" in capsys.readouterr().out
 
 
+def test_several_runs_are_averaged(finished, tmp_path, capsys):
+    """The same run twice has the figures of one; a run of other agents is refused."""
+    common = ("--max-samples", 3, "--output")
+    results = []
+    for runs in (f"{finished / 'run'}", f"{finished / 'run'},{finished / 'run'}"):
+        assert run(
+            evaluate, evaluate.EvaluateConfig, "--run", runs, *common, tmp_path / "evaluation"
+        ) == 0  # fmt: skip
+        results.append(json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()))
+    one, two = (result["rows"] for result in results)
+    assert {**two[evaluate.TRAINED], "accuracy": 0} == {**one[evaluate.TRAINED], "accuracy": 0}
+    means = [rows[evaluate.TRAINED]["accuracy"]["mean"] for rows in (one, two)]
+    assert means[0] == means[1]
+    assert results[0]["compared"] == results[1]["compared"]
+    assert "means over 2 runs" in results[1]["title"]
+    shutil.copytree(finished / "run", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"agent_max_tokens": 7}))
+    runs = f"{finished / 'run'},{tmp_path / 'other'}"
+    assert run(evaluate, evaluate.EvaluateConfig, "--run", runs, *common, tmp_path / "e") == 2
+    assert "other has --agent-max-tokens 7, the first run 6" in capsys.readouterr().err
+
+
 def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, tmp_path):
     (tmp_path / "taken").write_text("a file")
     arguments = ("--run", finished / "run", "--output", tmp_path / "taken")
@@ -608,6 +632,13 @@ def test_a_row_that_solves_more_than_the_single_agent_is_ahead_of_it():
     assert gain["points"] == 50
     assert 0 <= gain["low"] <= 50 <= gain["high"] <= 100
     assert evaluate.row_metrics(single, better, Price())["against_single"]["points"] == -50
+
+
+def test_the_score_of_several_training_runs_is_their_mean():
+    right, wrong, also_wrong = runs_of("18", "7", "7")
+    for trajectory in (right, wrong, also_wrong):
+        trajectory.written = Reply("a graph")
+    assert evaluate.scores([[right, wrong, also_wrong], [right, right, wrong]]) == [1 / 3, 2 / 3]
 
 
 @pytest.mark.parametrize(
