@@ -113,7 +113,7 @@ class Training:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def run(self, end: float) -> None:
-        """Train with accidents, a run after the other, until `end` (monotonic seconds); one at least."""
+        """Train with accidents, a run after the other, until `end` (monotonic seconds)."""
         if code := self.start("undisturbed").wait():
             self.failures.append(f"the undisturbed run ended with {code}")
             return
