@@ -136,7 +136,7 @@ def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
         with pretended_cards(*GB8):
             if name == "tight":
                 place = "rlm.training.memory_plan.available_memory"
-                monkeypatch.setattr(place, lambda device: 12 * 2**20)
+                monkeypatch.setattr(place, lambda device: 6 * 2**20)
             assert sft(base, tmp_path / name, "--eval-samples=0", "--lora-r=4") == 0
         losses.append(json.loads((tmp_path / name / "sft" / "run.json").read_text())["loss"])
         said = capsys.readouterr().out
@@ -291,7 +291,7 @@ def larger_base(tmp_path_factory) -> Path:
     """Wide and deep enough that a micro-batch's activations are what counts."""
     path = tmp_path_factory.mktemp("larger_base")
     shape = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "vocab_size": 320}
-    tiny_model("qwen2", **shape, num_hidden_layers=3).save_pretrained(path)
+    tiny_model("qwen2", **shape, num_hidden_layers=6).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
 
