@@ -6,6 +6,7 @@ what it says; the byte-level tokenizer needs no vocabulary file.
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -96,6 +97,14 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     if made is None:
         pytest.skip(why)
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_not_garbage() -> None:
+    """Every run asks Python for a collection as it loads its model. That took half of a tiny run's
+    time, because it looked at each object of the libraries and of the other tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -95,8 +95,6 @@ class Api(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/api/endpoints":
             self.reply(200, {"endpoints": list(endpoints.values())})
-        elif self.path == "/api/requests/http":
-            self.reply(200, {"requests": []})
         else:
             self.reply(404, {"status_code": 404, "msg": "not found"})
 

@@ -156,8 +156,7 @@ def test_a_python_without_the_environment_is_one_line(script):
 
 
 @pytest.mark.parametrize(
-    "script",
-    ["recipes/experience/train.py", "recipes/experience/evaluate.py", "benchmarks/rollout.py"],
+    "script", ["recipes/experience/train.py", "recipes/experience/evaluate.py"]
 )
 def test_a_script_run_by_its_path_says_how_it_is_run(script):
     command = [sys.executable, script, "--help"]

@@ -40,7 +40,6 @@ class Tunnel:
         self._config = config
         # pyngrok's public function would start another agent if this one is dead by now.
         self._agent = agents._current_processes[config.ngrok_path]
-        self.agent_url = self._agent.api_url  # the agent's own page and API, on this machine
         host = urlsplit(public_url).hostname or ""
         self._hosts, self._added = hosts, {host} - hosts  # only what was added is taken away again
         hosts.add(host)

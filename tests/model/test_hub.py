@@ -38,43 +38,80 @@ def adapter(model_dir, tokenizer, tmp_path_factory):
     return path
 
 
-def push(*arguments, environment=()):
-    """What `python inference.py --push-to-hub me/lora` does."""
-    command = [sys.executable, "inference.py", "--push-to-hub", "me/lora", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | dict(environment), capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+# The hub's library reads its address when it is imported, so it needs a process; one for all runs,
+# because importing takes longer than they do.
+CHILD = """
+import contextlib, io, json, os, sys
+import inference
+from rlm.cli import run_main
+for line in sys.stdin:
+    os.environ["HF_TOKEN"], *argv = json.loads(line)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run_main(inference.main, inference.InferenceConfig, argv=argv)
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
 
 
-def test_without_yes_it_is_listed_and_nothing_is_asked_of_the_hub(adapter):
+@pytest.fixture(scope="module")
+def hub():
     with FakeHub({}) as hub:
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
-        done = push("--adapter", adapter, environment=settings)
-    assert done.returncode == 0, done.stderr
-    assert hub.requests == []
-    assert "nothing is uploaded without --yes" in done.stdout
-    listed = [line.split()[-1] for line in done.stdout.splitlines() if " MB  " in line]
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def push(hub):
+    """What `python inference.py --push-to-hub me/lora` does: its exit code, stdout and stderr."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], cwd=ROOT, env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as child:  # fmt: skip
+
+        def push(*arguments, token="hf_x"):
+            words = [token, "--push-to-hub", "me/lora", *map(str, arguments)]
+            child.stdin.write(json.dumps(words) + "\n")
+            child.stdin.flush()
+            return json.loads(child.stdout.readline())
+
+        yield push
+        child.stdin.close()
+
+
+def test_without_yes_it_is_listed_and_nothing_is_asked_of_the_hub(adapter, hub, push):
+    before = len(hub.requests)
+    code, said, error = push("--adapter", adapter)
+    assert code == 0, error
+    assert len(hub.requests) == before
+    assert "nothing is uploaded without --yes" in said
+    listed = [line.split()[-1] for line in said.splitlines() if " MB  " in line]
     assert "adapter_model.safetensors" in listed
     assert "notes.bin" not in listed
     size = (adapter / "adapter_model.safetensors").stat().st_size / 1e6
-    assert f"{size:9.3f} MB  adapter_model.safetensors" in done.stdout
+    assert f"{size:9.3f} MB  adapter_model.safetensors" in said
     # 50 of 80: Wilson's interval by hand is 0.5155 to 0.7231.
-    assert "62.5% of 80 validation problems" in done.stdout
-    assert "(95 % interval 51.5% to 72.3%); 50.0% before this stage" in done.stdout
+    assert "62.5% of 80 validation problems" in said
+    assert "(95 % interval 51.5% to 72.3%); 50.0% before this stage" in said
     for line in ("- gsm8k: MIT.", "- elementary: Apache-2.0", "- mine.jsonl: not known here"):
-        assert line in done.stdout
-    assert "Reason in <reasoning>, answer in <answer>." in done.stdout
+        assert line in said
+    assert "Reason in <reasoning>, answer in <answer>." in said
 
 
-def test_with_yes_it_is_there_and_loads_from_what_was_uploaded(adapter, model_dir, tmp_path):
-    with FakeHub({}) as hub:
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
-        settings |= {"HF_HUB_DISABLE_XET": "1"}
-        done = push("--adapter", adapter, "--yes", environment=settings)
-        assert done.returncode == 0, done.stderr + done.stdout
-        assert f"uploaded: {hub.url}/me/lora" in done.stdout
-        refused = push("--adapter", adapter, "--yes", environment=settings | {"HF_TOKEN": ""})
+def test_with_yes_it_is_there_and_loads_from_what_was_uploaded(
+    adapter, hub, push, model_dir, tmp_path
+):
+    code, said, error = push("--adapter", adapter, "--yes")
+    assert code == 0, error + said
+    assert f"uploaded: {hub.url}/me/lora" in said
+    refused, _, error = push("--adapter", adapter, "--yes", token="")
+    assert refused == 2
+    assert error.startswith("error: --push-to-hub me/lora: ")
+    assert "hf auth login" in error
     asked = hub.created["me/lora"]
     assert asked.get("private") or asked.get("visibility") == "private"
     files = hub.uploads["me/lora"]
@@ -88,9 +125,6 @@ def test_with_yes_it_is_there_and_loads_from_what_was_uploaded(adapter, model_di
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path)
     assert loaded.peft_config["default"].r == 4
     assert AdapterInfo.load(tmp_path).format.ask_for("number").startswith("Reason in <reasoning>")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: --push-to-hub me/lora: ")
-    assert "hf auth login" in refused.stderr
 
 
 def test_a_merged_model_is_uploaded_with_a_card_of_its_own(adapter, tmp_path, capsys):

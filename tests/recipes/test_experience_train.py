@@ -586,7 +586,7 @@ def test_more_problems_go_on_where_it_stopped(place):
         ("generator_1", signal.SIGKILL),
     ],
 )
-def test_a_process_that_is_ended_goes_on(tmp_path, server, name, sent):
+def test_a_process_that_is_ended_goes_on(tmp_path, server, capsys, name, sent):
     """Ctrl-C ends it after the problem in hand, a kill at once."""
     whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
     assert whole.run("all", "--max-problems", 3) == 0
@@ -604,9 +604,10 @@ def test_a_process_that_is_ended_goes_on(tmp_path, server, name, sent):
         assert process.returncode == 130
         assert place.summary(name)["problems"] == 2  # the first, and the one in hand
     server.delay = 0.0
-    again = start(place, *target)
-    out, said = again.communicate()
-    assert (again.returncode, f"{name}: 100%" in said) == (0, True)
+    capsys.readouterr()
+    assert place.run(*target) == 0
+    out, said = capsys.readouterr()
+    assert f"{name}: 100%" in said
     assert re.search(rf"  {name}: μ=0\.\d{{3}}, σ=0\.\d{{3}} → (Extract \(σ>τ\)|Skip)", said)
     assert "plans: 9 parsed" in out
     assert place.run("all", "--max-problems", 3) == 0

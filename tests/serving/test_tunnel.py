@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -249,26 +248,3 @@ def test_the_agent_is_looked_for_and_never_downloaded(tmp_path, monkeypatch):
     for env in ({"PATH": path}, {}, {"PATH": path, "PYNGROK_NGROK_PATH": str(tmp_path / "no")}):
         with pytest.raises(TunnelError, match=r"https://ngrok\.com/download"):
             find_agent(env)
-
-
-def test_the_script_for_people_with_a_token(agent):
-    """All that a stand-in can pass passes; that there is no TLS is found."""
-
-    def run(**env: str):
-        command = [sys.executable, "examples/check_tunnel.py"]
-        options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
-        return subprocess.run(command, env={**os.environ, **env}, check=False, **options)
-
-    result = run()
-    lines = result.stdout.splitlines()
-    failed = [line for line in lines if line.startswith("FAILED")]
-    assert [line.split(":")[0] for line in failed] == ["FAILED  the URL is https"], result
-    assert sum(line.startswith("ok") for line in lines) >= 9
-    assert result.returncode == 1
-    assert TOKEN not in result.stdout + result.stderr
-    assert agent.is_gone()
-
-    without = run(NGROK_AUTHTOKEN="")
-    assert without.returncode == 2
-    assert without.stderr.startswith("error: ngrok: NGROK_AUTHTOKEN is not set")
-    assert len(without.stderr.splitlines()) == 1

@@ -21,14 +21,15 @@ from tests.test_train_grpo import a_config, a_trainer
 
 # Prompts of many lengths, some of which begin alike.
 PROBLEMS = [Problem(f"p{i}", f"{'What is ' * (i % 4)}{i} + {i}?", str(2 * i)) for i in range(12)]
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
 def wide_model_dir(tmp_path_factory, tokenizer) -> Path:
     """A model whose products torch divides among threads."""
     path = tmp_path_factory.mktemp("wide")
-    tiny_model(hidden_size=128, intermediate_size=256, head_dim=32).save_pretrained(path)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    tiny_model(num_hidden_layers=1, **shape).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -323,7 +323,8 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
 
 
 def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
-    whole = ("--epochs", 20)  # 40 steps: a report of the first, and every other one
+    # 40 steps of one example: a report of the first, and every other one.
+    whole = ("--epochs", 40, "--max-samples", 1, "--batch-size", 1, "--micro-batch", 1)
     assert sft(*whole) == 0
     log = tmp_path / "run" / "metrics.jsonl"
     assert [row["step"] for row in read_lines(log)] == [0, *range(1, 40, 2)]
