@@ -154,6 +154,14 @@ def own_files(dataset: str) -> set[Path]:
     return {Path(part).resolve() for part in dataset_parts(dataset) if is_local_file(part)}
 
 
+def needs_hub(dataset: str) -> bool:
+    """Whether that one data set comes from the hub: neither made here nor in a file or folder."""
+    if is_named(dataset):
+        name, _, path = dataset_name(dataset).partition(":")
+        return name in HUB and not path
+    return is_hub(dataset) and not Path(split_config(dataset)[0]).is_dir()
+
+
 def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
     """
     Raises:
