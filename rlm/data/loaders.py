@@ -21,6 +21,7 @@ so that scores of runs with different seeds compare.
 
 from __future__ import annotations
 
+import difflib
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -211,10 +212,12 @@ def _load_own(dataset: str, split: str, columns: dict[str, str], rows: str | Non
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
         return load_hub(dataset, split, columns, rows)
-    known = ", ".join(known for known in SPLITS if known != "rollouts")
+    known = [name for name in SPLITS if name != "rollouts"]
+    close = difflib.get_close_matches(dataset.partition(":")[0].lower(), known, 1)
+    meant = f"; did you mean {close[0]}?" if close else ""
     raise UsageError(
-        f"unknown data set {dataset!r}; use {known}, a data set of the hub (org/name), a file "
-        f"({', '.join(READERS)}) or a directory"
+        f"unknown data set {dataset!r}{meant or ';'} use {', '.join(known)}, a data set of the hub "
+        f"(org/name), a file ({', '.join(READERS)}) or a directory"
     )
 
 
