@@ -844,7 +844,7 @@ def test_a_control_that_gains_is_named(finished, page, tmp_path):
     for test in control[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
     page = section(text_of(found | {"random_reward": control}, tmp_path), "Controls")
-    assert "the cause is to be found" in page
+    assert "gains: find the cause" in page
     assert "+100.0 (+100.0 to +100.0)" in page
 
 
@@ -856,7 +856,7 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page, tmp_path):
     found = section(text_of(found | {"cispo": better}, tmp_path), "The algorithms")
     beside_ours, over_others = (
         {line.split(" | ")[0].strip("| "): line for line in part.splitlines()}
-        for part in found.split("Their leads")
+        for part in found.split("The next table")
     )
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"
