@@ -214,9 +214,9 @@ def _load_own(dataset: str, split: str, columns: dict[str, str], rows: str | Non
         return load_hub(dataset, split, columns, rows)
     known = [name for name in SPLITS if name != "rollouts"]
     close = difflib.get_close_matches(dataset.partition(":")[0].lower(), known, 1)
-    meant = f"; did you mean {close[0]}?" if close else ""
+    meant = f" (did you mean {close[0]}?)" if close else ""
     raise UsageError(
-        f"unknown data set {dataset!r}{meant or ';'} use {', '.join(known)}, a data set of the hub "
+        f"unknown data set {dataset!r}{meant}; use {', '.join(known)}, a data set of the hub "
         f"(org/name), a file ({', '.join(READERS)}) or a directory"
     )
 
