@@ -224,9 +224,13 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
         yield config.question
         return
     terminal.line("Ask a question; an empty line ends.")
+    asked = 0
     with suppress(EOFError):
         while (question := input("> ")).strip():
+            asked += 1
             yield question
+    if not asked and not sys.stdin.isatty():
+        raise UsageError('no question was typed or piped in; type: python inference.py "…"')
 
 
 def _as_json(reply: Reply) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,14 @@ def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypa
 
 def test_an_empty_question_is_a_mistake(ask, scripted):
     assert ask(" \n") == ("", 2)
+
+
+def test_no_question_at_all_is_a_mistake(ask, scripted, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # as from /dev/null
+    assert ask()[1] == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("two and three\n"))
+    out, code = ask()
+    assert (code, out.count("answer: 5  (")) == (0, 1)
 
 
 def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):

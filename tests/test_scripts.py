@@ -105,6 +105,8 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
         ({"dataset": "./mine.jsonl"}, "mine.jsonl", "validation"),
         ({"dataset": "sft.jsonl"}, "mine.jsonl", "validation"),  # the SFT row's
         ({}, None, "test"),
+        ({}, "gsm8k", "test"),
+        ({"dataset": "word-problems+gsm8k"}, "word-problems+gsm8k", "test"),
     ],
 )
 def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, tmp_path):
@@ -120,6 +122,29 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
     dataset = options.get("dataset") or trained_on or "word-problems"
     assert (config.dataset, config.split) == (dataset, split)
     assert (config.model, config.quantize, config.reasoning_format) == ("a", "4bit", "deepseek")
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "evaluated_on", "left_out"),
+    [
+        ("word-problems+gsm8k", "word-problems", "gsm8k"),
+        ("OpenAI/gsm8k+elementary:1+aime2024", "elementary:1", "OpenAI/gsm8k, aime2024"),
+        ("word-problems+gsm8k:DIRECTORY", "word-problems+gsm8k:DIRECTORY", ""),
+        ("gsm8k+org/name", "gsm8k+org/name", ""),  # nothing else is left
+    ],
+)
+def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
+    trained_on, evaluated_on, left_out, tmp_path, capsys
+):
+    for file in ADAPTER_FILES:
+        (tmp_path / file).touch()
+    run = {"base_model": "a", "dataset": trained_on}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    given = {"sft_adapter": None, "adapter": tmp_path}
+    assert evaluate.EvaluateConfig.resolve(given)["dataset"] == evaluated_on
+    said = " ".join(capsys.readouterr().out.split())
+    line = f"evaluated on {evaluated_on} alone: {left_out} needs the Hugging Face hub"
+    assert (line in said) == bool(left_out)
 
 
 @pytest.mark.parametrize(

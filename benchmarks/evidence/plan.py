@@ -52,13 +52,15 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     ),
     "harvest": Arm("SFT on GRPO's right completions", "harvest", (START, OURS), "rival"),
     "random_reward": Arm("control: random reward", "grpo", (START,), "control"),
-    "shuffled_golds": Arm("control: shuffled golds", "grpo", (START,), "control"),
-    "rate_zero": Arm("control: rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}),
+    "shuffled_golds": Arm("control: shuffled reference answers", "grpo", (START,), "control"),
+    "rate_zero": Arm(
+        "control: learning rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}
+    ),
     "drgrpo": Arm("Dr. GRPO", "grpo", (START,), "algorithm", {"algorithm": "drgrpo"}),
     "dapo": Arm("DAPO", "grpo", (START,), "algorithm", {"algorithm": "dapo"}),
     "gspo": Arm("GSPO", "grpo", (START,), "algorithm", {"algorithm": "gspo"}),
     "cispo": Arm("CISPO", "grpo", (START,), "algorithm", {"algorithm": "cispo"}),
-    "sft_all_solved": Arm("SFT, all solved, same seconds", "supervised", (START, OURS)),
+    "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
 

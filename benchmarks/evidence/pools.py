@@ -29,9 +29,9 @@ TAUGHT = tuple(
 WORDS = ("taught", "practised", "unseen")  # sets of word problems, pooled in the headline
 OTHER = "reasoning_gym"
 TITLES = {
-    "taught": "families SFT saw solved",
-    "practised": "families with answers only",
-    "unseen": "families nobody saw",
+    "taught": "types that SFT saw solved",
+    "practised": "types with answers only",
+    "unseen": "unseen types",
     OTHER: "reasoning-gym",
     "gsm8k": "GSM8K test",
 }

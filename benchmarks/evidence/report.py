@@ -184,7 +184,7 @@ def machines(results: Results) -> str:
         found.setdefault(machine_name(cell), []).append(cell["cell"])
     first, *others = sorted(found, key=lambda name: -len(found[name]))
     texts = [f"{', '.join(sorted(found[name]))}: {name}" for name in others]
-    return "; ".join([first, *texts]) + (", whose seconds do not compare" if others else "")
+    return "; ".join([first, *texts]) + (" (compare no seconds with these)" if others else "")
 
 
 def thirds(runs: Sequence[Sequence[Result]]) -> dict[str, dict[str, float]]:

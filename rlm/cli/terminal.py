@@ -99,8 +99,9 @@ def _lines(description: str, total: int) -> Callable[[], None]:
         done, now = done + 1, time.monotonic()
         if now - said >= 60 and done < total:
             said = now
-            left = (now - began) / done * (total - done)
-            line(f"{description}: {done} of {total}, {time_left(left)}")
+            left = f", {time_left((now - began) / done * (total - done))}"
+            # The first of them wait for kernels to compile: no estimate of the rest.
+            line(f"{description}: {done} of {total}{left if 10 * done >= total else ''}")
 
     return advance
 

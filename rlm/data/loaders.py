@@ -21,6 +21,7 @@ so that scores of runs with different seeds compare.
 
 from __future__ import annotations
 
+import difflib
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -154,6 +155,14 @@ def own_files(dataset: str) -> set[Path]:
     return {Path(part).resolve() for part in dataset_parts(dataset) if is_local_file(part)}
 
 
+def needs_hub(dataset: str) -> bool:
+    """Whether that one data set comes from the hub: neither made here nor in a file or folder."""
+    if is_named(dataset):
+        name, _, path = dataset_name(dataset).partition(":")
+        return name in HUB and not path
+    return is_hub(dataset) and not Path(split_config(dataset)[0]).is_dir()
+
+
 def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
     """
     Raises:
@@ -203,10 +212,12 @@ def _load_own(dataset: str, split: str, columns: dict[str, str], rows: str | Non
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
         return load_hub(dataset, split, columns, rows)
-    known = ", ".join(known for known in SPLITS if known != "rollouts")
+    known = [name for name in SPLITS if name != "rollouts"]
+    close = difflib.get_close_matches(dataset.partition(":")[0].lower(), known, 1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
     raise UsageError(
-        f"unknown data set {dataset!r}; use {known}, a data set of the hub (org/name), a file "
-        f"({', '.join(READERS)}) or a directory"
+        f"unknown data set {dataset!r}{meant}; use {', '.join(known)}, a data set of the hub "
+        f"(org/name), a file ({', '.join(READERS)}) or a directory"
     )
 
 

@@ -95,7 +95,8 @@ def parse_rows(
         raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", row))
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
-        raise UsageError(f"{source} holds no problems ({'; '.join(reasons) or 'it is empty'})")
+        empty = "it is empty; write a row for each problem, with a question and an answer"
+        raise UsageError(f"{source} holds no problems: {'; '.join(reasons) or empty}")
     if reasons and not quiet:
         used = f"{len(problems)} of {total} rows used, {left_out} left out"
         logger.warning("%s: %s: %s", source, used, "; ".join(reasons))
@@ -167,6 +168,8 @@ def _decode(line: bytes) -> Row:
     """A line's JSON object; ValueError if it is anything else."""
     try:
         row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8 text") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
     if not isinstance(row, dict):

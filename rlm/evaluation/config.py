@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, check_values, flag, terminal
-from rlm.data import FORMATS, Format, own_files
+from rlm.data import FORMATS, Format, dataset_parts, needs_hub, own_files
 from rlm.model import QUANTIZATIONS, AdapterInfo
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
@@ -30,7 +30,8 @@ class EvaluateConfig:
     dataset: str | None = flag(
         None,
         "problems, named as for training",
-        default_text="those of the last adapter, else word-problems",
+        default_text="those of the last adapter (of several, the ones that need no hub), else "
+        "word-problems",
     )
     split: str | None = flag(
         None,
@@ -122,6 +123,8 @@ class EvaluateConfig:
         values["model"], values["quantize"] = last.resolve_base(*asked)
         values |= last.resolve_data(given.get("dataset"), given.get("columns"))
         values["dataset"] = values["dataset"] or "word-problems"
+        if not given.get("dataset"):
+            values["dataset"] = without_hub(values["dataset"])
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
         names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
         prompts = {info.resolve_system_prompt(given.get("system_prompt")) for info in infos}
@@ -150,6 +153,24 @@ class EvaluateConfig:
         options = {} if self.base_only else ADAPTERS
         paths = {name: getattr(self, option) for name, (option, _) in options.items()}
         return {name: path for name, path in paths.items() if path}
+
+
+def without_hub(dataset: str) -> str:
+    """Leave out the parts of a mixture that come from the hub, and say so.
+
+    So a command without --dataset evaluates the same problems with and without a network. A data
+    set that comes from the hub as a whole is returned as it is.
+    """
+    parts = dataset_parts(dataset)
+    here = [part for part in parts if not needs_hub(part)]
+    if not here or here == parts:
+        return dataset
+    left_out, kept = (", ".join(names) for names in ([p for p in parts if p not in here], here))
+    terminal.line(
+        f"evaluated on {kept} alone: {left_out} needs the Hugging Face hub, and "
+        f"--dataset {dataset} takes it too"
+    )
+    return "+".join(here)
 
 
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:

@@ -123,7 +123,8 @@ def refuse_contradictions(config: Any) -> None:
         "--doctor and --plan look at a start; leave out --resume": looks and config.resume,
         "--doctor and --plan are two commands; give one of them": config.doctor and config.plan,
         "--plan times our own sampler; leave out --sampler vllm": config.plan and by_vllm,
-        "--output would overwrite --sft-adapter; name another folder": overwrites,
+        "--output would overwrite --sft-adapter; type another folder, such as --output "
+        "runs/mine/adapter": overwrites,
     }
     for reason, is_so in refused.items():
         if is_so:

@@ -137,7 +137,10 @@ class SFTConfig:
         if self.lora_dropout == 1:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         if self.adapter and self.output.resolve() == self.adapter.resolve():
-            raise ValueError("--output would overwrite --adapter; name another directory")
+            raise ValueError(
+                "--output would overwrite --adapter; type another folder, such as --output "
+                "runs/mine/sft_lora"
+            )
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:

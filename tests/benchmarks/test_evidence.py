@@ -688,14 +688,15 @@ def section(page: str, title: str) -> str:
 
 def test_the_report_renders_every_section(finished, page):
     for title in (
-        "All arms", "GRPO's lead", "Controls", "By test set", "pass@k", "Along the way",
-        "By family", "Beside TRL", "The algorithms", "Is the reward earned", "Cells",
+        "All methods", "GRPO's lead", "Controls", "By test set", "pass@k",
+        "Accuracy during training", "By problem type", "Beside TRL", "The algorithms",
+        "Is the reward earned", "Runs",
     ):  # fmt: skip
         assert f"## {title}" in page
     for picture in ("pass_at_k.png", "curves.png", "families.png"):
         assert f"({picture})" in page
         assert (finished.docs / picture).stat().st_size > 5000
-    assert "Over fewer than 10 seeds they are too narrow as to seeds" in page
+    assert "With fewer than 10 seeds, the intervals are too narrow" in page
     told = section(page, "pass@k")  # beside the start, and beside the rivals
     assert re.search(r"^GRPO over SFT: pass@1 .*, pass@\d", told, re.M)
     rivals = [arm.title for arm in ARMS.values() if arm.role == "rival"]
@@ -736,14 +737,14 @@ def test_grids_in_folders_of_the_docs_stand_beside_this_one(finished, page, tmp_
     (docs / "conclusions.md").write_text("## What is concluded\n\nNothing yet.\n")
     report.write_report(replace(finished, grid=tmp_path / "none", docs=docs))
     other = (docs / "README.md").read_text()
-    assert "## What is concluded\n\nNothing yet.\n\n## All arms" in other
+    assert "## What is concluded\n\nNothing yet.\n\n## All methods" in other
     section = other.partition("## Longer runs")[2].partition("\n## ")[0]
     here, longer = (line.split(" | ") for line in section.splitlines()[6:8])
     size = finished.batch_size * finished.group_size
     assert here[:2] == ["| here", "word-problems"]
-    assert here[2] == f"{finished.steps} × {size}, rate {finished.learning_rate:g}"
+    assert here[2] == f"{finished.steps} × {size}, learning rate {finished.learning_rate:g}"
     assert longer[0] == "| [longer](longer/README.md)"
-    assert longer[2] == f"60 × {size}, rate {finished.learning_rate:g}"
+    assert longer[2] == f"60 × {size}, learning rate {finished.learning_rate:g}"
     assert longer[5:] == ["+100.0 (+100.0 to +100.0)", "–", "–", "–", "– |"]
     assert (docs / "longer_runs.png").stat().st_size > 5000
     assert "Longer runs" not in page
@@ -783,7 +784,7 @@ def test_the_table_of_cells_has_both_commits(finished, tmp_path):
     assert "| – | cccccccc |" in text_of({"sft": [cell]}, tmp_path)  # from before
     cell["training"]["commit"] = 40 * "b" + "-dirty"
     page = text_of({"sft": [cell]}, tmp_path)
-    assert "| trained at | judged at |" in page
+    assert "| trained at | evaluated at |" in page
     assert "| bbbbbbbb-dirty | cccccccc |" in page
 
 
@@ -803,7 +804,7 @@ def test_only_test_sets_that_all_cells_share_are_compared(finished, tmp_path):
     tests[pools.OTHER] = tests["taught"]
     assert found.pooled == list(pools.WORDS)
     page = text_of(found.arms, tmp_path)
-    assert "Left out, as not every cell was judged on it: reasoning-gym." in page
+    assert "Left out, because not every run was evaluated on it: reasoning-gym." in page
     assert page.count("reasoning-gym") == 1  # in no table
 
 
@@ -843,7 +844,7 @@ def test_a_control_that_gains_is_named(finished, page, tmp_path):
     for test in control[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
     page = section(text_of(found | {"random_reward": control}, tmp_path), "Controls")
-    assert "the cause is to be found" in page
+    assert "gains: find the cause" in page
     assert "+100.0 (+100.0 to +100.0)" in page
 
 
@@ -855,7 +856,7 @@ def test_algorithms_that_do_not_differ_are_a_tie(finished, page, tmp_path):
     found = section(text_of(found | {"cispo": better}, tmp_path), "The algorithms")
     beside_ours, over_others = (
         {line.split(" | ")[0].strip("| "): line for line in part.splitlines()}
-        for part in found.split("Their leads")
+        for part in found.split("The next table")
     )
     assert (
         "+100.0 (+100.0 to +100.0): above zero, for one seed | 0.0 (0.0 to 0.0): tie"

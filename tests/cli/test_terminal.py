@@ -32,3 +32,17 @@ def test_without_a_terminal_a_bar_is_a_line_a_minute(monkeypatch):
         "judging [x]: 6 of 10, about 2 min left",
         "judging [x]: 9 of 10, about 25 s left",
     ]
+
+
+def test_the_first_tenth_gives_no_estimate_of_the_rest(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(terminal.console, "_force_terminal", False)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
+    with terminal.console.capture() as said, terminal.progress("sampling", 40) as advance:
+        for seconds in (100.0, 0.0, 0.0, 60.0):  # the first one waits for a kernel to compile
+            now += seconds
+            advance()
+    assert said.get().splitlines() == [
+        "sampling: 1 of 40",
+        "sampling: 4 of 40, about 24 min left",
+    ]

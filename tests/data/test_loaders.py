@@ -125,7 +125,7 @@ BAD_LINES = {
     "the answer is not a number (line 31: 'seven or 8')": {"question": "?", "answer": "seven or 8"},
     "the answer is not a number (line 31: 'nan')": b'{"question": "?", "answer": NaN}',
     "no number after ####": {"question": "?", "answer": "so\n#### many"},
-    "can't decode byte 0xff": b'{"question": "\xff", "answer": "1"}',
+    "not UTF-8 text": b'{"question": "\xff", "answer": "1"}',
     "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
     "recursion": b"[" * 100_000,
     "not JSON (Invalid control character at)": b'{"question": "a\x00b", "answer": "1"}',
@@ -188,7 +188,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, write):
     )
     (tmp_path / "folder.jsonl").mkdir()
     assert "Is a directory" in refusal(str(tmp_path / "folder.jsonl"))
-    assert refusal(write()).endswith("holds no problems (it is empty)")
+    needs = "holds no problems: it is empty; write a row for each problem, with a question and an"
+    assert needs in refusal(write())
+    assert "line 1: not UTF-8 text (1 of 1 lines are bad" in refusal(write(b'{"question": "\xb8"}'))
     assert "holds no gsm8k_train.jsonl or" in refusal(f"gsm8k:{tmp_path}")
     assert "holds no aime2024.jsonl" in refusal(f"aime2024:{tmp_path}", "test")
 
@@ -251,7 +253,9 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
             "train",
             "gsm8k, openmathinstruct, aime2024, aime2025, word-problems, elementary",
         ),
-        ("no/such/data", "train", "unknown data set 'no/such/data'"),
+        ("no/such/data", "train", "unknown data set 'no/such/data'; use gsm8k, "),
+        ("GSM9k", "train", "unknown data set 'GSM9k' (did you mean gsm8k?); use gsm8k, "),
+        ("word-problem:1", "train", "'word-problem:1' (did you mean word-problems?); use"),
         ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:7", "train", "unknown level"),
