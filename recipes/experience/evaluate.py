@@ -116,11 +116,14 @@ def placebo(library: Sequence[Experience]) -> list[Experience]:
     """Give each lesson's place, as often as it is used, to the one for the least similar problems.
 
     Prompts are as long and as often changed as with the library, but by lessons of other problems.
+    A place that every lesson fits (they are within its reach) gets none.
     """
     others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
     return [
         replace(other, id=f"placebo {other.id}", about=place.about, reach=place.reach)
         for place, other in zip(library, others, strict=True)
+        if other is not place
+        and (not place.reach or similarity(other.about, place.about) < place.reach)
     ]
 
 
@@ -224,8 +227,11 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
         if path.stem in libraries:
             raise UsageError(f"two of {config.library} would be one row: rename one of them")
         libraries[path.stem] = lessons = load_experiences(path)
-        if config.placebo and len(lessons) > 1:
-            libraries[f"placebo of {path.stem}"] = placebo(lessons)
+        if config.placebo and lessons:
+            if others := placebo(lessons):
+                libraries[f"placebo of {path.stem}"] = others
+            else:
+                terminal.line(f"no placebo of {path.stem}: its lessons are for one kind of problem")
     return libraries
 
 

@@ -121,6 +121,14 @@ def test_placebo_lessons_stand_where_the_others_did():
     assert (second.content, second.reach) == ("gross", 0.6)
 
 
+def test_lessons_of_one_kind_have_no_placebo():
+    """Another lesson for the same problems is none; a lesson alone has no other."""
+    lessons = [
+        Experience(str(n), "144", about=problem("gross", n).question, reach=0.5) for n in (1, 2)
+    ]
+    assert evaluate.placebo(lessons) == evaluate.placebo(lessons[:1]) == []
+
+
 def test_a_price_is_named_before_it_is_paid(capsys):
     from types import SimpleNamespace
 
