@@ -71,8 +71,7 @@ def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
         with urlopen(request, timeout=SECONDS) as response:
             return json.load(response)
 
-    yield post
-    del server
+    yield post  # the server ends with the last reference to it
 
 
 def ask_llama_cpp(
@@ -138,7 +137,7 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
         for problem in problems
     ]
     base = load_base(config.model, Device("cpu", torch.float32, "as it is merged"))
-    model, ends = base, sorted(stop_token_ids(tokenizer, base.generation_config))
+    ends = sorted(stop_token_ids(tokenizer, base.generation_config))
     model = load_adapter(base, config.adapter, trainable=False)
     limits = {"max_new_tokens": config.max_new_tokens}
     expected = Answers(
