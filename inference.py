@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, apply_experiences, load_experiences
-from rlm.model import QUANTIZATIONS
+from rlm.model import ADAPTER, QUANTIZATIONS
 from rlm.reasoner import (
-    ADAPTER,
     HOW_TO_TRAIN,
     TEMPERATURE_OF_SEVERAL,
     Reply,

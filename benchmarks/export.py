@@ -30,8 +30,7 @@ from rlm.cli import UsageError, flag, run_main, terminal
 from rlm.data import Problem, load_problems, render_problem, stop_token_ids
 from rlm.evaluation import percent, show_table, summarize_scores
 from rlm.grading import grade
-from rlm.model import AdapterInfo, Device, load_adapter, load_base, load_tokenizer
-from rlm.reasoner import ADAPTER
+from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, load_tokenizer
 
 KINDS = ("f16", "q8_0")
 SECONDS = 600  # for one answer of llama.cpp
