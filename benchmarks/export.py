@@ -4,7 +4,7 @@ Base and adapter are exported by `inference.py`. Each exported model answers pro
 without a tool. Its first answers are compared, token by token, with those of base and adapter in
 fp32; all are graded.
 
-    pip install xllamacpp==2026.10.11549    # llama.cpp; without it only the merged model is tried
+    pip install -e '.[llama-cpp]'    # without it only the merged model is tried
     python -m benchmarks.export --json docs/results/export.json
 """
 
@@ -188,7 +188,7 @@ def main(config: ExportConfig) -> int:
     if len(figures) > 1:
         package = f"xllamacpp {metadata.version('xllamacpp')}"
     else:
-        terminal.line("no GGUF file was tried: pip install xllamacpp==2026.10.11549")
+        terminal.line("no GGUF file was tried: pip install -e '.[llama-cpp]'")
     content = {"models": figures, "llama_cpp": package, **harness.provenance("export")}
     harness.write_report(config.json, content)
     merged = figures["merged"]
