@@ -201,8 +201,16 @@ def upload(config: InferenceConfig) -> None:
 
 def write_merged(config: InferenceConfig) -> None:
     """Write what --merge and --gguf name."""
-    from rlm.model import check_convertible, check_new, merge_adapter, save_merged, write_gguf
+    from rlm.model import (
+        check_convertible,
+        check_new,
+        merge_adapter,
+        prepare_process,
+        save_merged,
+        write_gguf,
+    )
 
+    prepare_process()
     for option, path in (("--merge", config.merge), ("--gguf", config.gguf)):
         if path:
             check_new(option, path)

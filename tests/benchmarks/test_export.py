@@ -50,7 +50,7 @@ def rounded_model(family, vocab_size):
 @pytest.mark.parametrize(("kind", "tokens", "least"), [("f16", 12, 7), ("q8_0", 1, 6)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_llama_cpp_continues_as_the_model_does(family, kind, tokens, least, tmp_path):
-    """Near ties may turn: llama.cpp rounds what it keeps to f16, and with q8_0 what it multiplies."""
+    """Near ties may turn: llama.cpp rounds the cache to f16, and with q8_0 activations too."""
     tokenizer = merging_tokenizer()
     model = rounded_model(family, len(tokenizer))
     write_gguf(model, tokenizer, tmp_path / "m.gguf", kind)
