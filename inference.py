@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, apply_experiences, load_experiences
-from rlm.model import QUANTIZATIONS
+from rlm.model import ADAPTER, QUANTIZATIONS
 from rlm.reasoner import (
-    ADAPTER,
     HOW_TO_TRAIN,
     TEMPERATURE_OF_SEVERAL,
     Reply,
@@ -202,8 +201,16 @@ def upload(config: InferenceConfig) -> None:
 
 def write_merged(config: InferenceConfig) -> None:
     """Write what --merge and --gguf name."""
-    from rlm.model import check_convertible, check_new, merge_adapter, save_merged, write_gguf
+    from rlm.model import (
+        check_convertible,
+        check_new,
+        merge_adapter,
+        prepare_process,
+        save_merged,
+        write_gguf,
+    )
 
+    prepare_process()
     for option, path in (("--merge", config.merge), ("--gguf", config.gguf)):
         if path:
             check_new(option, path)

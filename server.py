@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, load_experiences
-from rlm.model import QUANTIZATIONS
-from rlm.reasoner import ADAPTER
+from rlm.model import ADAPTER, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from rlm.serving import AllowedHosts, Keys, Service

@@ -28,7 +28,7 @@ from rlm.training import SFTConfig
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     check_command_line(SFTConfig, description=__doc__)
 
-from rlm.cli import UsageError, terminal, to_dict
+from rlm.cli import UsageError, command_of, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems
 from rlm.model import (
     AdapterInfo,
@@ -206,7 +206,7 @@ def summary_card(config: SFTConfig, history: dict) -> None:
             "time": terminal.duration(history["seconds"]),
             "peak memory": f"{peak_memory_gb():.1f} GB",
             "adapter": config.output,
-            "next": f"python train_grpo.py --sft-adapter {config.output}",
+            "next": f"{command_of('train_grpo')} --sft-adapter {config.output}",
         },
     )
 

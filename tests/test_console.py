@@ -50,7 +50,8 @@ def test_the_command_itself_answers(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("rlm 0.")
     assert console(monkeypatch, "fly") == 2
     assert capsys.readouterr().err == (
-        "error: unknown command 'fly': one of sft, grpo, evaluate, ask, serve, doctor, reward\n"
+        "error: unknown command 'fly': one of sft, grpo, evaluate, ask, serve, doctor, "
+        "reward, view\n"
     )
 
 
@@ -72,6 +73,15 @@ def test_a_template_of_a_reward_runs_as_it_is(monkeypatch, capsys, tmp_path):
     assert "File exists" in capsys.readouterr().err
     for wrong in (["mine.txt"], [], ["--help"]):
         assert console(monkeypatch, "reward", *wrong) == (0 if wrong == ["--help"] else 2)
+
+
+def test_the_page_of_a_run_has_a_command(monkeypatch, capsys, tmp_path):
+    assert console(monkeypatch, "view", "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: rlm view [run] [options]")
+    assert console(monkeypatch, "view", str(tmp_path)) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/samples.jsonl holds no rollouts; name the directory of a run\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,6 +154,14 @@ def test_what_is_installed_hides_no_module_of_others(tmp_path):
     assert done.stdout == f"{adapter} rlm.scripts.inference True\n"
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--json answers one question" in done.stderr
+    code = (
+        "import sys; sys.path.insert(0, 'lib')\n"
+        "from rlm.evaluation import EvaluateConfig\n"
+        "from rlm.model import HOW_TO_TRAIN_SFT\n"
+        "print(HOW_TO_TRAIN_SFT, EvaluateConfig.adapter)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    assert said == f"run: rlm sft {adapter}\n"
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "inference.py", "server.py"])

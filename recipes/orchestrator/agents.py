@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
 from rlm.api_client import APIClient, APIError
+from rlm.cli import command_of
 from rlm.data import FORMATS, Format, render_prompt
 from rlm.model import (
     AdapterInfo,
@@ -148,7 +149,7 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
         limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
         return RemoteLLM(APIClient(config.agent_url, **limits), config.agent_model)
     if config.agent_adapter:
-        check_adapter(config.agent_adapter, "run: python train_grpo.py")
+        check_adapter(config.agent_adapter, f"run: {command_of('train_grpo')}")
     return AgentModel(config.agent_model or config.model, config.agent_adapter, config.quantize)
 
 

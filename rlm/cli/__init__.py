@@ -10,16 +10,18 @@ from rlm.cli.flags import (
     takes_aliases,
     tell,
 )
-from rlm.cli.main import check_command_line, run_main
+from rlm.cli.main import CONSOLE, check_command_line, command_of, run_main
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, to_dict
 from rlm.cli.user_code import load_from_file
 
 __all__ = [
+    "CONSOLE",
     "Interrupted",
     "UsageError",
     "by_field",
     "check_command_line",
     "check_values",
+    "command_of",
     "find_choice",
     "flag",
     "load_from_file",

@@ -10,12 +10,23 @@ import select
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rlm.cli.flags import tell
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
 
 T = TypeVar("T")
+
+# Script → its name as a command of `rlm`.
+CONSOLE = {
+    "train_sft": "sft",
+    "train_grpo": "grpo",
+    "evaluate": "evaluate",
+    "inference": "ask",
+    "server": "serve",
+}
+IS_INSTALLED = (Path(__file__).parents[1] / "scripts" / "train_grpo.py").exists()  # as a wheel
 
 
 def check_command_line(cls: type, **parse_options: Any) -> None:
@@ -95,6 +106,15 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
     typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
     typed += [] if "--resume" in typed else ["--resume"]
     return f"; continue with: {shlex.join([*script, *typed])}"
+
+
+def command_of(script: str) -> str:
+    """Return how a script is run here: from a wheel, there is no file to call.
+
+    >>> command_of("train_sft")
+    'python train_sft.py'
+    """
+    return f"rlm {CONSOLE[script]}" if IS_INSTALLED else f"python {script}.py"
 
 
 def _script() -> list[str]:

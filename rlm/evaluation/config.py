@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import UsageError, check_values, flag, terminal
+from rlm.cli import UsageError, check_values, command_of, flag, terminal
 from rlm.data import FORMATS, Format, dataset_parts, needs_hub, own_files
-from rlm.model import QUANTIZATIONS, AdapterInfo
+from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo
 
-ADAPTERS = {"SFT": ("sft_adapter", "train_sft.py"), "GRPO": ("adapter", "train_grpo.py")}
+ADAPTERS = {"SFT": ("sft_adapter", "train_sft"), "GRPO": ("adapter", "train_grpo")}
 MAX_NEW_TOKENS = 256
 
 
@@ -47,9 +47,7 @@ class EvaluateConfig:
     sft_adapter: Path | None = flag(
         Path("weights/sft_lora"), "adapter of the SFT row; none leaves the row out"
     )
-    adapter: Path | None = flag(
-        Path("weights/final_rlm_lora"), "adapter of the GRPO row; none leaves the row out"
-    )
+    adapter: Path | None = flag(ADAPTER, "adapter of the GRPO row; none leaves the row out")
     base_only: bool = flag(False, "evaluate the base model alone; needs --model")
     few_shot: int = flag(
         4, "worked examples in the prompt, for a second row of the base; 0: no such row", min=0
@@ -112,10 +110,11 @@ class EvaluateConfig:
         for name, (option, script) in ({} if base_only else ADAPTERS).items():
             path = values.setdefault(option, getattr(cls, option))
             if option not in given and not path.exists():
-                terminal.line(f"no {name} row: {path} does not exist; python {script} makes it")
+                how = f"{command_of(script)} makes it"
+                terminal.line(f"no {name} row: {path} does not exist; {how}")
                 values[option] = None
             elif path:
-                infos.append(AdapterInfo.load(check_adapter(path, f"run: python {script}")))
+                infos.append(AdapterInfo.load(check_adapter(path, f"run: {command_of(script)}")))
         if not infos and not (base_only and given.get("model")):
             raise UsageError("no adapter to evaluate; train one, or --base-only --model NAME")
         last = infos[-1] if infos else AdapterInfo(Path())

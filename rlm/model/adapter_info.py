@@ -12,6 +12,15 @@ from rlm.cli import UsageError
 from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.tools import Calculator
 
+TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
+SHIPPED_ADAPTER = Path(__file__).parents[1] / TRAINED_ADAPTER  # in an installed wheel
+# The default of what evaluates, asks and serves.
+ADAPTER = (
+    SHIPPED_ADAPTER
+    if SHIPPED_ADAPTER.exists() and not TRAINED_ADAPTER.exists()
+    else TRAINED_ADAPTER
+)
+
 
 @dataclass(frozen=True)
 class AdapterInfo:

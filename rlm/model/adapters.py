@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, command_of
 from rlm.model.adapter_info import AdapterInfo
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
 
-HOW_TO_TRAIN_SFT = "run: python train_sft.py"  # how to make an adapter to start from
+HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -93,10 +93,11 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
     """
     info = AdapterInfo.load(adapter)
     base = info.base_model or "a base that its run.json does not name"
-    todo = f"type --model {base}, or train one: python train_sft.py --model {model}"
+    train = f"{command_of('train_sft')} --model {model}"
+    todo = f"type --model {base}, or train one: {train}"
     if info.base_hash not in (None, model_hash):
         if info.base_model in (None, model):
-            todo = f"train it again: python train_sft.py --model {model}"
+            todo = f"train it again: {train}"
         raise UsageError(
             f"adapter {adapter} was trained on {base} with other weights than those of "
             f"--model {model}: {todo}"

@@ -1,7 +1,7 @@
 """Writes a model as a GGUF file for llama.cpp and ollama, in f16 or q8_0.
 
-Of llama.cpp's own converter this covers Llama models (SmolLM2 is one) with a byte-level BPE
-tokenizer. Anything else is refused, and goes through that converter.
+Of llama.cpp's own converter this covers Llama (SmolLM2 is one), Qwen2 and Qwen3 models with a
+byte-level BPE tokenizer. Anything else is refused, and goes through that converter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from rlm.runs import check_space, writing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA}
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
 GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 # How a tokenizer splits a text before BPE, and llama.cpp's name for it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, command_of
 from rlm.data import stop_token_ids
 from rlm.model.adapter_info import AdapterInfo
 from rlm.model.adapters import check_adapter, check_base, load_adapter
@@ -19,7 +19,7 @@ from rlm.runs import check_space, check_writable, writing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HOW_TO_TRAIN = "run: python train_sft.py && python train_grpo.py"
+HOW_TO_TRAIN = f"run: {command_of('train_sft')} && {command_of('train_grpo')}"
 README = """---
 base_model: {base}
 tags: [grpo, reasoning]

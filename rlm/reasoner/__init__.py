@@ -8,7 +8,7 @@ EXPORTS = {
         "Answer Confidence Sample Thinking Usage Verification VoteCounts length_warnings "
         "read_answer read_sample trace verify"
     ),
-    "local": "ADAPTER HOW_TO_TRAIN Reply TEMPERATURE_OF_SEVERAL ask load_rlm_model",
+    "local": "HOW_TO_TRAIN Reply TEMPERATURE_OF_SEVERAL ask load_rlm_model",
     "stream": "ReasoningStream",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlm.cli import command_of
 from rlm.data import render_prompt
-from rlm.model import AdapterInfo
+from rlm.model import ADAPTER, AdapterInfo
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
 from rlm.tools import Tool, as_tool, load_tool
@@ -19,15 +20,9 @@ if TYPE_CHECKING:
 
     from rlm.sampling import SamplingParams
 
-TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
-SHIPPED_ADAPTER = Path(__file__).parents[1] / TRAINED_ADAPTER  # in an installed wheel
-ADAPTER = (
-    SHIPPED_ADAPTER
-    if SHIPPED_ADAPTER.exists() and not TRAINED_ADAPTER.exists()
-    else TRAINED_ADAPTER
-)
 HOW_TO_TRAIN = (
-    "run: python train_sft.py && python train_grpo.py, or add --base for the untrained base model"
+    f"run: {command_of('train_sft')} && {command_of('train_grpo')}, "
+    "or add --base for the untrained base model"
 )
 TEMPERATURE_OF_SEVERAL = 0.7  # where none is given and several answers shall differ
 MAX_NUM_SEQS = 16  # answers drawn at the same time

@@ -1,7 +1,7 @@
 """Write a run's rollouts as one HTML file that a browser opens: no server, no network.
 
-    python -m rlm.runs.view runs/grpo                                # -> runs/grpo/rollouts.html
-    python -m rlm.runs.view runs/grpo --compare runs/other --output both.html
+    rlm view runs/grpo                                # -> runs/grpo/rollouts.html
+    rlm view runs/grpo --compare runs/other --output both.html
 
 Steps on the left; their groups with rewards; the completions, coloured by advantage, with what a
 tool wrote, the verdict and its reason; filters: wrong, truncated, right for a wrong reason.
@@ -13,7 +13,6 @@ import base64
 import hashlib
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ SHOWN = ("reward/mean", "completion/truncated_rate", "sampler/logprob_gap_mean",
 
 @dataclass
 class ViewConfig:
-    run_dir: Path = flag(Path("runs/grpo"), "the run; as an argument without the flag too")
+    run: Path = flag(Path("runs/grpo"), "run directory to read", positional=True)
     compare: Path | None = flag(None, "another run, shown beside it")
     output: Path | None = flag(
         None, "HTML file to write", default_text="rollouts.html in the run's folder"
@@ -36,8 +35,8 @@ class ViewConfig:
 
 
 def main(config: ViewConfig) -> int:
-    runs = [read_run(path) for path in (config.run_dir, config.compare) if path]
-    output = config.output or config.run_dir / "rollouts.html"
+    runs = [read_run(path) for path in (config.run, config.compare) if path]
+    output = config.output or config.run / "rollouts.html"
     replace_file(output, render_page(runs))
     count = sum(len(group["completions"]) for run in runs for group in run["groups"])
     size = output.stat().st_size / 1e6
@@ -108,8 +107,4 @@ def _hash(text: str) -> str:
 
 
 if __name__ == "__main__":
-    # The run may be named without a flag, as one would type it.
-    argv = sys.argv[1:]
-    if argv and not argv[0].startswith("-"):
-        argv = ["--run-dir", *argv]
-    run_main(main, ViewConfig, description=__doc__, argv=argv)
+    run_main(main, ViewConfig, description=__doc__)

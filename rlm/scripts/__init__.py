@@ -15,18 +15,12 @@ from types import ModuleType
 from typing import NoReturn
 
 from rlm import __version__
-from rlm.cli import UsageError, tell
+from rlm.cli import CONSOLE, UsageError, run_main, tell
 
 # Command → script, and options that come before the user's.
-COMMANDS = {
-    "sft": ("train_sft",),
-    "grpo": ("train_grpo",),
-    "evaluate": ("evaluate",),
-    "ask": ("inference",),
-    "serve": ("server",),
-    "doctor": ("train_grpo", "--doctor"),
-}
-SCRIPTS = tuple(dict.fromkeys(script for script, *_ in COMMANDS.values()))
+COMMANDS = {command: (script,) for script, command in CONSOLE.items()}
+COMMANDS["doctor"] = ("train_grpo", "--doctor")
+SCRIPTS = tuple(CONSOLE)
 HERE, CHECKOUT = Path(__file__).parent, Path(__file__).parents[2]
 FOLDER = HERE if (HERE / "train_grpo.py").exists() else CHECKOUT
 HELP = """usage: rlm COMMAND [options]
@@ -36,8 +30,9 @@ HELP = """usage: rlm COMMAND [options]
   rlm evaluate   as python evaluate.py: accuracy with intervals
   rlm ask        as python inference.py: one question, or a prompt loop
   rlm serve      as python server.py: an HTTP server with a page
-  rlm reward     writes a reward of your own to begin with: rlm reward mine.py
   rlm doctor     as python train_grpo.py --doctor: why is a reward flat?
+  rlm reward     writes a reward of your own to begin with: rlm reward mine.py
+  rlm view       writes a run's rollouts as a web page: rlm view runs/grpo
 
 rlm COMMAND --help lists the options of a command; rlm --version says which rlm this is.
 """
@@ -103,6 +98,14 @@ def _write_reward(options: Sequence[str]) -> int:
     return 0
 
 
+def _view_rollouts(options: Sequence[str]) -> NoReturn:
+    """Write the page of a run's rollouts, and exit."""
+    from rlm.runs import view
+
+    sys.argv = ["rlm view", *options]
+    run_main(view.main, view.ViewConfig, description=view.__doc__)
+
+
 def main() -> NoReturn:
     """Run `rlm COMMAND options` as `python SCRIPT.py options`."""
     command, *options = sys.argv[1:] or ["--help"]
@@ -111,8 +114,11 @@ def main() -> NoReturn:
         sys.exit(0)
     if command == "reward":
         sys.exit(_write_reward(options))
+    if command == "view":
+        _view_rollouts(options)
+    known = [*COMMANDS, "reward", "view"]
     if command not in COMMANDS:
-        tell(f"error: unknown command {command!r}: one of {', '.join([*COMMANDS, 'reward'])}")
+        tell(f"error: unknown command {command!r}: one of {', '.join(known)}")
         sys.exit(2)
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]

@@ -300,7 +300,8 @@ class GRPOConfig:
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
-        if adapter is not None and not (is_default and model and not adapter.exists()):
+        may_lack = is_default and (model or given.get("plan"))  # a plan needs no trained weights
+        if adapter is not None and not (may_lack and not adapter.exists()):
             start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
             is_renamed = model not in (None, start.base_model)
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`

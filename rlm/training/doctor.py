@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlm.cli import terminal
+from rlm.cli import command_of, terminal
 from rlm.data import FORMATS, Format, Problem, end_of_turn_id, render_prompt
 from rlm.evaluation import Evaluation, evaluate
 from rlm.training.advantages import has_signal
@@ -152,14 +152,15 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
             "parser mismatch",
             f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
             f"is rewarded (most often: {why})",
-            "teach the format first: python train_sft.py; or reward what it writes: --reward",
+            f"teach the format first: {command_of('train_sft')}; "
+            "or reward what it writes: --reward",
             fault=strict < 1 - FAULT_SHARE,
         )
     elif drawn.truncated_rate < 1 and strict < NOTABLE_SHARE:
         yield Finding(
             "no answers",
             f"{strict:.0%} of the completions hold an answer that can be read",
-            "teach the format first: python train_sft.py",
+            f"teach the format first: {command_of('train_sft')}",
         )
 
 

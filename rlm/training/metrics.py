@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlm.cli import terminal
+from rlm.cli import command_of, terminal
 from rlm.data import FORMATS
 from rlm.grading import grade
 from rlm.model import pick_device
@@ -77,7 +77,7 @@ def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
             "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
             "curves": config.run_dir / "curves.png",
             "adapter": config.output,
-            "next": f'python inference.py --adapter {config.output} "your question"',
+            "next": f'{command_of("inference")} --adapter {config.output} "your question"',
         },
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
-from rlm.cli import terminal
+from rlm.cli import command_of, terminal
 from rlm.data import Problem, as_problems, drop_long_prompts, load_problems
 from rlm.model import adapter_hash, check_output, context_window, set_gradient_checkpointing
 from rlm.rewards import CorrectnessReward, Scorer
@@ -65,8 +65,8 @@ def prepare_run(
     if is_strict and config.sft_adapter is None:
         terminal.line(
             "warning: training starts from a bare model, and only a right number in the right tags "
-            "is rewarded, so it will likely learn nothing: teach the tags first (python "
-            f"train_sft.py --model {trainer.model_name}), or reward them too "
+            "is rewarded, so it will likely learn nothing: teach the tags first ("
+            f"{command_of('train_sft')} --model {trainer.model_name}), or reward them too "
             "(reward_fn=[FormatReward(), CorrectnessReward()])"
         )
     return problems, eval_problems

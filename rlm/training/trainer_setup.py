@@ -101,7 +101,7 @@ def resolve_start(
     adapter, quantize = config.sft_adapter, pick_quantization(config.quantize)
     if adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
-            terminal.line(f"starts from a new adapter: {problem}; train_sft.py teaches the format")
+            terminal.line(f"starts from a new adapter: {problem}")
             adapter = None
     elif adapter is not None:
         check_adapter(adapter, HOW_TO_TRAIN_SFT)

@@ -76,7 +76,8 @@ def test_the_page_holds_the_run(tmp_path, capsys):
 
 def test_the_command_takes_the_run_without_a_flag(tmp_path):
     run = write_run(tmp_path / "run")
-    command = [sys.executable, "-m", "rlm.runs.view", str(run), "--compare", str(run)]
+    rlm = "from rlm.scripts import main; main()"
+    command = [sys.executable, "-c", rlm, "view", str(run), "--compare", str(run)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"written: {run}/rollouts.html (48 rollouts" in said
     assert len(data_in((run / "rollouts.html").read_text())) == 2

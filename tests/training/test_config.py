@@ -249,3 +249,10 @@ def test_examples_that_a_limit_leaves_out_are_counted():
     assert is_countable("a.jsonl")
     assert is_countable("gsm8k")
     assert not is_countable("gsm8k+elementary")
+
+
+def test_a_plan_needs_no_trained_adapter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"weights/sft_lora does not exist.*train_sft\.py"):
+        GRPOConfig.resolve({})
+    assert GRPOConfig.resolve({"plan": True})["dataset"] == "word-problems:1"

@@ -1,0 +1,199 @@
+"""Whether exported models say the same: merged in plain transformers, GGUF files in llama.cpp.
+
+Base and adapter are exported by `inference.py`. Each exported model answers problems greedily and
+without a tool. Its first answers are compared, token by token, with those of base and adapter in
+fp32; all are graded.
+
+    pip install -e '.[llama-cpp]'    # without it only the merged model is tried
+    python -m benchmarks.export --json docs/results/export.json
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+
+from benchmarks import harness
+from benchmarks.plain_generate import greedy
+from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.data import Problem, load_problems, render_problem, stop_token_ids
+from rlm.evaluation import percent, show_table, summarize_scores
+from rlm.grading import grade
+from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, load_tokenizer
+
+KINDS = ("f16", "q8_0")
+SECONDS = 600  # for one answer of llama.cpp
+
+
+@dataclass
+class ExportConfig(harness.BenchmarkConfig):
+    adapter: Path = flag(ADAPTER, "what is exported")
+    dataset: str = flag("elementary", "where the problems come from (its test split)")
+    problems: int = flag(100, "problems that exported models answer", min=1)
+    compared: int = flag(20, "of these, problems that base and adapter answer too", min=1)
+    max_new_tokens: int = flag(96, "longest completion", min=1)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one program made of the problems, as token ids."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]  # without the end token
+
+
+@contextmanager
+def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
+    """Serve a GGUF file by llama.cpp, one thread on the CPU; yield a function that posts JSON."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 1024, 1, 0, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+
+    def post(place: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = Request(server.listening_address + place, json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=SECONDS) as response:
+            return json.load(response)
+
+    yield post  # the server ends with the last reference to it
+
+
+def ask_llama_cpp(
+    path: Path, conversations: Sequence[Sequence[dict[str, str]]], max_new_tokens: int
+) -> Answers:
+    """Greedy answers of a GGUF file; its own template and tokenizer make the prompts."""
+    prompts, completions = [], []
+    with llama_cpp(path) as post:
+        for messages in conversations:
+            text = post("/apply-template", {"messages": messages})["prompt"]
+            body = {"content": text, "parse_special": True, "add_special": True}
+            prompts.append(post("/tokenize", body)["tokens"])
+            body = {"prompt": prompts[-1], "n_predict": max_new_tokens, "temperature": 0}
+            more = {"return_tokens": True, "cache_prompt": False}
+            completions.append(post("/completion", body | more)["tokens"])
+    return Answers(prompts, completions)
+
+
+def ask_transformers(
+    folder: Path, conversations: Sequence[Sequence[dict[str, str]]], max_new_tokens: int
+) -> Answers:
+    """Greedy answers of a merged model, in a process that imports transformers and not us."""
+    program = Path(__file__).with_name("plain_generate.py")
+    done = subprocess.run(
+        [sys.executable, program, folder, str(max_new_tokens)],
+        input=json.dumps(conversations),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Answers(**json.loads(done.stdout))
+
+
+def export(config: ExportConfig, *options: object) -> None:
+    """Run `inference.py` on the adapter.
+
+    Raises:
+        UsageError: it refused.
+    """
+    command = [sys.executable, "inference.py", "--adapter", config.adapter.resolve(), *options]
+    done = subprocess.run(
+        [*map(str, command), "--model", config.model],
+        cwd=harness.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise UsageError(f"inference.py: {done.stderr.strip()[-300:]}")
+
+
+def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
+    """Export, ask and compare; returns {exported model: figures}."""
+    info = AdapterInfo.load(config.adapter)
+    problems = load_problems(config.dataset, "test", max_samples=config.problems, seed=config.seed)
+    tokenizer = load_tokenizer(config.model)
+    prompts = [render_problem(tokenizer, problem, info.format) for problem in problems]
+    conversations = [
+        [
+            {"role": "system", "content": info.format.ask_for(problem.answer_type)},
+            {"role": "user", "content": problem.question},
+        ]
+        for problem in problems
+    ]
+    base = load_base(config.model, Device("cpu", torch.float32, "as it is merged"))
+    ends = sorted(stop_token_ids(tokenizer, base.generation_config))
+    model = load_adapter(base, config.adapter, trainable=False)
+    limits = {"max_new_tokens": config.max_new_tokens}
+    expected = Answers(
+        prompts,
+        [greedy(model, p, eos_token_id=ends, **limits) for p in prompts[: config.compared]],
+    )
+    export(config, "--merge", folder / "merged")
+    answers = {"merged": ask_transformers(folder / "merged", conversations, **limits)}
+    for kind in KINDS if util.find_spec("xllamacpp") else ():
+        export(config, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
+        answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations, **limits)
+
+    def cut(ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] in ends else ids
+
+    def is_right(problem: Problem, ids: list[int]) -> bool:
+        text = tokenizer.decode(cut(ids))
+        kind, tags = problem.answer_type, info.format.tags
+        return grade(text, problem.answer, strict=True, kind=kind, **tags).correct
+
+    figures = {}
+    for name, found in answers.items():
+        pairs = zip(expected.completions, found.completions, strict=False)
+        right = [is_right(*p) for p in zip(problems, found.completions, strict=True)]
+        figures[name] = {
+            "equal_prompts": sum(map(list.__eq__, found.prompts, prompts)),
+            "equal_completions": sum(cut(ours) == cut(theirs) for ours, theirs in pairs),
+            "compared": len(expected.completions),
+            "compared_tokens": sum(map(len, map(cut, expected.completions))),
+            "right": summarize_scores(right, trials=True),
+        }
+    return figures
+
+
+def main(config: ExportConfig) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(config, Path(folder))
+    rows = {
+        name: {
+            "same prompts": found["equal_prompts"],
+            "same completions": f"{found['equal_completions']} of {found['compared']}",
+            "tokens compared": found["compared_tokens"],
+            f"right of {found['right']['total']}, %": percent(found["right"]),
+        }
+        for name, found in figures.items()
+    }
+    show_table("", rows, "exported model")
+    package = None
+    if len(figures) > 1:
+        package = f"xllamacpp {metadata.version('xllamacpp')}"
+    else:
+        terminal.line("no GGUF file was tried: pip install -e '.[llama-cpp]'")
+    content = {"models": figures, "llama_cpp": package, **harness.provenance("export")}
+    harness.write_report(config.json, content)
+    merged = figures["merged"]
+    return 0 if merged["equal_completions"] == merged["compared"] else 1
+
+
+if __name__ == "__main__":
+    run_main(main, ExportConfig, description=__doc__)
