@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.cli import UsageError, command_of
-from rlm.model.adapter_info import AdapterInfo
+from rlm.model.adapter_info import ADAPTER, AdapterInfo
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
 
@@ -56,6 +56,8 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
     if missing:
         there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
+        if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
+            there = [str(ADAPTER)]
         others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
         shown = others if there or not path.is_absolute() else ""
         raise UsageError(f"adapter {path} does not exist{shown}; {how_to_make}")
