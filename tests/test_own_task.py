@@ -4,23 +4,26 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from golden import ROOT, run
+from golden import ROOT
 
 import inference
 import server
 import train_grpo
 import train_sft
 from examples.my_reward import my_reward
+from rlm import scripts
 from rlm.cli import resolve_config
 from rlm.cli.main import run_main
 from rlm.data import load_problems
 from rlm.scripts import evaluate
 
 PAGE = (ROOT / "docs/tutorials/your-own-task.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^python (.+)$", "\n".join(re.findall(r"```sh\n(.*?)```", PAGE, re.S)), re.M)
+BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE, re.S))
+COMMANDS = re.findall(r"^(?:python )?((?<=python ).+|rlm .+)$", BLOCKS, re.M)
 SCRIPTS = {
     "train_sft.py": (train_sft, train_sft.SFTConfig, "--max-samples 8"),
     "train_grpo.py": (
@@ -38,8 +41,11 @@ def run_command(command: str) -> None:
     if name == "server.py":  # made, and not started
         config = resolve_config(server.ServerConfig, argv)
         assert server._service(config).models.default == config.adapter.name
-    elif name == "-m":
-        assert run(*argv)[0] == 0
+    elif name == "rlm":
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit:
+            patch.setattr(sys, "argv", [name, *argv])
+            scripts.main()
+        assert not exit.value.code, command
     else:
         script, config, shorter = SCRIPTS[name]
         with pytest.raises(SystemExit) as exit:
@@ -56,7 +62,7 @@ def test_its_commands_run(model_dir, tmp_path, monkeypatch, capsys):
     start = resolve_config(train_sft.SFTConfig, [*argv, "--output", "weights/final_rlm_lora"])
     train_sft.main(start)
     said = [command.split()[0] for command in COMMANDS]
-    assert {*SCRIPTS, "server.py", "-m"} <= {*said}
+    assert {*SCRIPTS, "server.py", "rlm"} <= {*said}
     for command in COMMANDS:
         run_command(command.replace("MODEL", str(model_dir)))
     assert Path("runs/mine/adapter/adapter_model.safetensors").exists()
