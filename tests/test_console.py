@@ -144,6 +144,9 @@ def test_what_is_installed_hides_no_module_of_others(tmp_path):
         "import sys; sys.path.insert(0, 'lib')\n"
         "from rlm.scripts import inference, main\n"
         "print(inference.ADAPTER, inference.__name__, inference.ADAPTER.is_dir())\n"
+        "from rlm.evaluation import EvaluateConfig\n"
+        "from rlm.model import HOW_TO_TRAIN_SFT\n"
+        "print(HOW_TO_TRAIN_SFT, EvaluateConfig.adapter)\n"
         "sys.argv = ['rlm', 'ask', '--json']\n"
         "main()"
     )
@@ -151,17 +154,9 @@ def test_what_is_installed_hides_no_module_of_others(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     adapter = tmp_path / "lib/rlm/weights/final_rlm_lora"
-    assert done.stdout == f"{adapter} rlm.scripts.inference True\n"
+    assert done.stdout == f"{adapter} rlm.scripts.inference True\nrun: rlm sft {adapter}\n"
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--json answers one question" in done.stderr
-    code = (
-        "import sys; sys.path.insert(0, 'lib')\n"
-        "from rlm.evaluation import EvaluateConfig\n"
-        "from rlm.model import HOW_TO_TRAIN_SFT\n"
-        "print(HOW_TO_TRAIN_SFT, EvaluateConfig.adapter)"
-    )
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
-    assert said == f"run: rlm sft {adapter}\n"
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "inference.py", "server.py"])
