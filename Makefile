@@ -42,7 +42,7 @@ demo: $(STAMP)
 
 # The cold start is made anew; evaluation puts it and the trained one beside their rivals.
 demo-orchestrator: $(STAMP)
-	rm -rf runs/demo_orchestrator
+	rm -rf runs/demo_orchestrator runs/demo_orchestrator_start
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml
 	$(PYTHON) -m recipes.orchestrator.evaluate --run runs/demo_orchestrator --max-samples 60 --output runs/demo_orchestrator/evaluation
 

@@ -230,6 +230,11 @@ def main(config: OrchestratorConfig) -> int:
     if start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(f"{start} is not there: make it in one process first (--steps 1)")
+        if config.run_dir in start.parents:
+            raise UsageError(
+                f"--sft-adapter {start} would lie in --run-dir {config.run_dir}, which holds a run "
+                f"alone: type another folder, such as --sft-adapter {config.run_dir}_start"
+            )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents_format(agents))
     trainer = OrchestratorTrainer(config, agents)

@@ -28,6 +28,7 @@ from recipes.orchestrator.orchestrator import SYSTEM_PROMPTS, Orchestrator
 from recipes.orchestrator.runner import Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
+from rlm.cli import resolve_config
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.problem import Problem
@@ -47,6 +48,8 @@ SKELETON = re.split("solve|WORD", Graph.chain("solve", "WORD").to_json())
 GOOD, BAD = (Graph.chain("solve", word).to_json() for word in ("gold", "red"))
 LEAKING = Graph.chain("solve", "gold, 420")  # 20 + 400
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i * i}?", str(i + i * i)) for i in range(20, 60)]
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*orchestrator*.yaml"))
 
 
 def toy_graph(rng, format):
@@ -530,6 +533,20 @@ def test_a_default_agent_adapter_that_is_missing_is_said(
     assert config["agent_adapter"] is None
     assert run(recipe, OrchestratorConfig, *common, "--agent-adapter", "nowhere") == 2
     assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, capsys):
+    arguments = ("--model", base, "--run-dir", tmp_path / "run", "--agent-adapter", "none")
+    inside = tmp_path / "run" / "start"
+    assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", inside) == 2
+    assert f"such as --sft-adapter {tmp_path / 'run'}_start" in capsys.readouterr().err
+    assert not inside.exists()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_no_config_makes_its_start_inside_its_run(config):
+    resolved = resolve_config(OrchestratorConfig, ["--config", str(config)])
+    assert resolved.run_dir not in resolved.sft_adapter.parents
 
 
 def test_the_table_has_every_row(finished, capsys):
