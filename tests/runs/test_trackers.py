@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from live_server import wait_until
 
 import rlm.runs.trackers as tracking
 from rlm.cli.options import UsageError, to_dict
@@ -189,11 +190,11 @@ def test_wandb_offline(alone, capfd, monkeypatch):
     assert line.startswith("tracker: wandb; `wandb sync ")
     (folder,) = (alone / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
-    content = file.read_bytes()
-    for text in (b"rollouts/returns_mean", b"reward/mean", b"learning_rate", b"samples"):
-        assert text in content
-    assert list(folder.rglob("*.table.json"))
     assert wandb.run is None
+    wandb.teardown()  # as at the end of a process: its service writes the file, and may be behind
+    texts = (b"rollouts/returns_mean", b"reward/mean", b"learning_rate", b"samples")
+    wait_until(lambda: all(text in file.read_bytes() for text in texts))
+    assert list(folder.rglob("*.table.json"))
 
 
 @pytest.mark.trackers
