@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
+import httpx2
 import torch
 
 from benchmarks import harness
@@ -65,10 +65,8 @@ def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
     server = xllamacpp.Server(params)
 
     def post(place: str, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        request = Request(server.listening_address + place, json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=SECONDS) as response:
-            return json.load(response)
+        reply = httpx2.post(server.listening_address + place, json=body, timeout=SECONDS)
+        return reply.raise_for_status().json()
 
     yield post  # the server ends with the last reference to it
 
