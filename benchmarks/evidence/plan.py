@@ -60,6 +60,19 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "dapo": Arm("DAPO", "grpo", (START,), "algorithm", {"algorithm": "dapo"}),
     "gspo": Arm("GSPO", "grpo", (START,), "algorithm", {"algorithm": "gspo"}),
     "cispo": Arm("CISPO", "grpo", (START,), "algorithm", {"algorithm": "cispo"}),
+    # One choice of GRPO's changed at a time, for as many completions from the same start.
+    "temperature_0.7": Arm(
+        "GRPO, temperature 0.7", "grpo", (START,), "algorithm", {"temperature": 0.7}
+    ),
+    "rate_3e-4": Arm(
+        "GRPO, learning rate 3e-4", "grpo", (START,), "algorithm", {"learning_rate": 3e-4}
+    ),
+    "updates_2": Arm(
+        "GRPO, two updates a step", "grpo", (START,), "algorithm", {"updates_per_batch": 2}
+    ),
+    "group_16": Arm(
+        "GRPO, 8 groups of 16", "grpo", (START,), "algorithm", {"batch_size": 8, "group_size": 16}
+    ),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
