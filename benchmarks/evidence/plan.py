@@ -29,10 +29,11 @@ class Arm(NamedTuple):
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
     needs: tuple[str, ...] = ()  # arms of the same seed that come first
     # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (GRPO by
-    # another formula, as many completions), or none of them
+    # another formula, as many completions), "choice" (GRPO, one option changed), or none of them
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
     rounds: int = 1  # of rejection sampling: each draws with what the one before has learned
+    selection: str = ""  # of GRPO's problems by the start's solve rate: "solvable", "easy_first"
 
 
 START = "sft"
@@ -62,16 +63,23 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "cispo": Arm("CISPO", "grpo", (START,), "algorithm", {"algorithm": "cispo"}),
     # One choice of GRPO's changed at a time, for as many completions from the same start.
     "temperature_0.7": Arm(
-        "GRPO, temperature 0.7", "grpo", (START,), "algorithm", {"temperature": 0.7}
+        "GRPO, temperature 0.7", "grpo", (START,), "choice", {"temperature": 0.7}
     ),
     "rate_3e-4": Arm(
-        "GRPO, learning rate 3e-4", "grpo", (START,), "algorithm", {"learning_rate": 3e-4}
+        "GRPO, learning rate 3e-4", "grpo", (START,), "choice", {"learning_rate": 3e-4}
     ),
     "updates_2": Arm(
-        "GRPO, two updates a step", "grpo", (START,), "algorithm", {"updates_per_batch": 2}
+        "GRPO, two updates a step", "grpo", (START,), "choice", {"updates_per_batch": 2}
     ),
     "group_16": Arm(
-        "GRPO, 8 groups of 16", "grpo", (START,), "algorithm", {"batch_size": 8, "group_size": 16}
+        "GRPO, 8 groups of 16", "grpo", (START,), "choice", {"batch_size": 8, "group_size": 16}
+    ),
+    # At equal seconds: sampling the solve rates takes its share of GRPO's time.
+    "solvable": Arm(
+        "GRPO, problems solved at times", "grpo", (START, OURS), "choice", selection="solvable"
+    ),
+    "easy_first": Arm(
+        "GRPO, the same, easy to hard", "grpo", (START, OURS), "choice", selection="easy_first"
     ),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),

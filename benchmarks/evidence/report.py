@@ -28,6 +28,7 @@ from rlm.cli import UsageError, terminal
 
 GRADINGS, HEADLINE = ("strict", "lenient"), ("greedy", "sampled")
 METRICS = (*HEADLINE, "majority")
+VARIANTS = ("algorithm", "choice")  # roles of GRPO in another form
 PAIRS = [(metric, grading) for metric in HEADLINE for grading in GRADINGS]
 
 
@@ -101,12 +102,12 @@ def contents(results: Results, docs: Path) -> dict[str, Any]:
         "start_and_rivals": [arm for arm in arms if arm == START or ARMS[arm].role == "rival"],
         "controls": [a for a in arms if ARMS[a].role == "control" and share(a, START)],
         "uncontrolled": uncontrolled,
-        "variants": [a for a in arms if ARMS[a].role == "algorithm" and share(a, OURS)],
+        "variants": [a for a in arms if ARMS[a].role in VARIANTS and share(a, OURS)],
         "learned": [
             arm
             for arm in arms
             if ARMS[arm].kind not in ("base", "sft")
-            and ARMS[arm].role not in ("control", "algorithm")
+            and ARMS[arm].role not in ("control", *VARIANTS)
             and share(START, arm)
         ],
         "gained": share(OURS, START),
@@ -130,7 +131,7 @@ def contents(results: Results, docs: Path) -> dict[str, Any]:
 
 def draw(results: Results, values: dict[str, Any], docs: Path) -> None:
     """The page's pictures."""
-    shown = [arm for arm in values["uncontrolled"] if ARMS[arm].role != "algorithm"]
+    shown = [arm for arm in values["uncontrolled"] if ARMS[arm].role not in VARIANTS]
     plots.pass_at_k(results, shown, values["ks"], docs / "pass_at_k.png")
     if values["learned"]:
         plots.curves(results, values["learned"], docs / "curves.png")
@@ -211,9 +212,9 @@ def not_run(results: Results) -> str:
     for arm in ARMS:
         done = {cell["seed"] for cell in results.arms.get(arm, ())}
         left = [str(seed) for seed in results.seeds if seed not in done]
-        if not done:
+        if not done and ARMS[arm].role != "choice":
             missing.append(ARMS[arm].title)
-        elif left and ARMS[arm].kind != "base":
+        elif done and left and ARMS[arm].kind != "base":
             missing.append(f"{ARMS[arm].title} (seed {', '.join(left)})")
     return "; ".join(missing)
 

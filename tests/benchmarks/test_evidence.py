@@ -28,7 +28,9 @@ from benchmarks.evidence.plots import _curve_points
 from benchmarks.evidence.results import Results, matrix
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
+from rlm.data import Problem
 from rlm.runs import lock_file
+from rlm.training import problems_for_step
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data"
@@ -51,7 +53,7 @@ def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
 
 def test_cells_come_seed_by_seed_after_what_they_need():
     cells = EvidenceConfig().all_cells()
-    assert len(cells) == len(set(cells)) == 2 + 3 * 15
+    assert len(cells) == len(set(cells)) == 2 + 3 * 21
     for place, cell in enumerate(cells):
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
@@ -344,6 +346,9 @@ def in_process():
         patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
         patch.setattr("rlm.training.finish.learning_curves", lambda *_: None)  # tested elsewhere
         patch.setattr(training, "_kept", lambda text, gold: (f"{gold} + 0 = {gold}", gold))
+        for arm in ("temperature_0.7", "rate_3e-4", "updates_2", "group_16"):
+            patch.delitem(ARMS, arm)  # as GRPO, with one option of the trainer changed
+        patch.setattr(training, "_solved", lambda problem, texts: 1 + int(problem.id[-1], 16) % 3)
         yield
 
 
@@ -412,6 +417,38 @@ def test_rivals_cost_what_grpo_costs(finished):
     start = result_of(finished, "sft-s0")["training"]
     more = result_of(finished, "sft_continued-s0")["training"]["examples"]
     assert more == max(1, round(ours["seconds"] / start["seconds"] * start["examples"]))
+
+
+def test_problems_are_selected_by_the_starts_solve_rate(finished):
+    ours = result_of(finished, "grpo-s0")["training"]
+    for arm in ("solvable", "easy_first"):
+        found = result_of(finished, f"{arm}-s0")["training"]
+        drawn = read_json(finished.folder(Cell(arm, 0)) / "drawn.json")
+        assert [len(texts) for texts in drawn["texts"]] == [4] * 4
+        assert found["steps"][0]["sample"] > drawn["seconds"]  # they are GRPO's own cost
+        assert len(found["steps"]) <= len(ours["steps"])
+        trained = read_json(finished.folder(Cell(arm, 0)) / "train" / "config.json")
+        assert trained["steps"] == len(found["steps"])
+
+
+def test_only_problems_solved_at_times_are_selected(model_dir, tmp_path, monkeypatch):
+    problems = [Problem(str(right), "?", "5") for right in (0, 1, 3, 4, 2)]
+    texts = [["a"]] * 5
+    monkeypatch.setattr(training, "_draw", lambda *_: {"seconds": 7.0, "texts": texts})
+    monkeypatch.setattr(training, "_solved", lambda problem, _: int(problem.id))
+    found, seconds = training._by_solve_rate(
+        toy(model_dir, tmp_path), Cell("solvable", 0), problems
+    )
+    assert ([p.id for p in found], seconds) == (["3", "2", "1"], 7.0)  # the easiest first
+    monkeypatch.setattr(training, "_solved", lambda *_: 4)
+    with pytest.raises(RuntimeError, match="always or never"):
+        training._by_solve_rate(toy(model_dir, tmp_path), Cell("solvable", 0), problems)
+
+
+def test_easy_problems_come_first():
+    placed = training._in_order(["easy", "middle", "hard"], 6, seed=3)
+    steps = [problems_for_step(placed, step, 2, 3) for step in range(3)]
+    assert steps == [["easy", "easy"], ["middle", "middle"], ["hard", "hard"]]
 
 
 def test_algorithms_draw_what_they_are_named_for(finished):
@@ -495,7 +532,7 @@ def test_the_list_says_what_is_left_and_how_long_it_takes(finished, capsys):
     grid.show(replace(finished, seeds=(0, 1)))
     shown = capsys.readouterr().out
     assert "grpo-s1" in shown
-    assert "17 of 32 done" in shown
+    assert "19 of 36 done" in shown
     assert "cells of arms" not in shown  # seed 0 has one of each
     empty = replace(finished, grid=finished.grid.with_name("empty"), cells=("sft-*",))
     grid.show(empty)
