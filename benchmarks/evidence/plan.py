@@ -68,6 +68,12 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "rate_3e-4": Arm(
         "GRPO, learning rate 3e-4", "grpo", (START,), "choice", {"learning_rate": 3e-4}
     ),
+    "rate_6e-4": Arm(
+        "GRPO, learning rate 6e-4", "grpo", (START,), "choice", {"learning_rate": 6e-4}
+    ),
+    "rate_1e-3": Arm(
+        "GRPO, learning rate 1e-3", "grpo", (START,), "choice", {"learning_rate": 1e-3}
+    ),
     "updates_2": Arm(
         "GRPO, two updates a step", "grpo", (START,), "choice", {"updates_per_batch": 2}
     ),

@@ -53,7 +53,7 @@ def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
 
 def test_cells_come_seed_by_seed_after_what_they_need():
     cells = EvidenceConfig().all_cells()
-    assert len(cells) == len(set(cells)) == 2 + 3 * 21
+    assert len(cells) == len(set(cells)) == 2 + 3 * 23
     for place, cell in enumerate(cells):
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
@@ -346,7 +346,7 @@ def in_process():
         patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
         patch.setattr("rlm.training.finish.learning_curves", lambda *_: None)  # tested elsewhere
         patch.setattr(training, "_kept", lambda text, gold: (f"{gold} + 0 = {gold}", gold))
-        for arm in ("temperature_0.7", "rate_3e-4", "updates_2", "group_16"):
+        for arm in [a for a in ARMS if ARMS[a].role == "choice" and not ARMS[a].selection]:
             patch.delitem(ARMS, arm)  # as GRPO, with one option of the trainer changed
         patch.setattr(training, "_solved", lambda problem, texts: 1 + int(problem.id[-1], 16) % 3)
         yield
