@@ -74,6 +74,12 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "rate_1e-3": Arm(
         "GRPO, learning rate 1e-3", "grpo", (START,), "choice", {"learning_rate": 1e-3}
     ),
+    "steps_40": Arm(
+        "GRPO, 40 steps of 8 problems", "grpo", (START,), "choice", {"steps": 40, "batch_size": 8}
+    ),
+    "steps_80": Arm(
+        "GRPO, 80 steps of 4 problems", "grpo", (START,), "choice", {"steps": 80, "batch_size": 4}
+    ),
     "updates_2": Arm(
         "GRPO, two updates a step", "grpo", (START,), "choice", {"updates_per_batch": 2}
     ),
