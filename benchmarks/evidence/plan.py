@@ -80,6 +80,20 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "steps_80": Arm(
         "GRPO, 80 steps of 4 problems", "grpo", (START,), "choice", {"steps": 80, "batch_size": 4}
     ),
+    "warmup_6e-4": Arm(
+        "GRPO, learning rate 6e-4 after 5 steps of warmup",
+        "grpo",
+        (START,),
+        "choice",
+        {"learning_rate": 6e-4, "warmup_steps": 5},
+    ),
+    "warmup_1e-3": Arm(
+        "GRPO, learning rate 1e-3 after 5 steps of warmup",
+        "grpo",
+        (START,),
+        "choice",
+        {"learning_rate": 1e-3, "warmup_steps": 5},
+    ),
     "updates_2": Arm(
         "GRPO, two updates a step", "grpo", (START,), "choice", {"updates_per_batch": 2}
     ),

@@ -53,7 +53,7 @@ def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
 
 def test_cells_come_seed_by_seed_after_what_they_need():
     cells = EvidenceConfig().all_cells()
-    assert len(cells) == len(set(cells)) == 2 + 3 * 25
+    assert len(cells) == len(set(cells)) == 2 + 3 * 27
     for place, cell in enumerate(cells):
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
