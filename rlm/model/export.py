@@ -78,7 +78,7 @@ def save_adapter(
                 scratch, selected_adapters=["default"], save_embedding_layers=False
             )
             tokenizer.save_pretrained(scratch)
-            write_run(scratch, run)
+            replace_json(scratch / "run.json", run)
             _check_export(policy, scratch)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():
@@ -118,8 +118,3 @@ def _check_export(policy: PeftModel, folder: Path) -> None:
     if (folder / ADAPTER_FILES[1]).read_bytes() != expected:
         reason = "what was written does not read back (other tensors than the model's)"
         raise OSError(errno.EIO, reason)
-
-
-def write_run(adapter: Path, run: dict[str, object]) -> None:
-    """Write run.json, what is known of the training, beside the adapter's files."""
-    replace_json(adapter / "run.json", run)

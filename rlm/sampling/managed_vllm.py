@@ -25,7 +25,6 @@ from rlm.model import available_memory, release_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-VLLM_COMMAND = "vllm serve"
 START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
 PROGRESS_INTERVAL = 20.0  # seconds
 PORTS_TRIED = 3
