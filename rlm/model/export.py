@@ -13,7 +13,7 @@ from safetensors.torch import save
 from rlm.cli import UsageError, terminal
 from rlm.model.adapter_info import AdapterInfo
 from rlm.model.adapters import ADAPTER_FILES, exported_tensors
-from rlm.runs import check_writable, replace_json, sync, writing
+from rlm.runs import check_writable, replace_json, sync, writing_beside
 
 if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
     from peft import PeftModel
@@ -67,11 +67,8 @@ def save_adapter(
         UsageError: it cannot be written, or does not read back; what stood there stays.
     """
     path = path.resolve()  # what a link leads to: it leads to the new adapter afterwards
-    moved = False
-    scratch, previous = path.with_name(f".{path.name}.new"), _kept_as(path)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(scratch, ignore_errors=True)
+    previous, moved = _kept_as(path), False
+    with writing_beside(path) as scratch:
         try:
             # The base is as it was published: its embeddings need no look at the hub.
             policy.save_pretrained(
@@ -94,7 +91,6 @@ def save_adapter(
             if previous.name == SHIPPED and moved:
                 terminal.line(f"the adapter that came with the project is now in {previous}")
         except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
             if moved and not path.exists():
                 previous.rename(path)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from rlm.model.adapter_info import AdapterInfo
 from rlm.model.adapters import check_adapter, check_base, load_adapter
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
-from rlm.runs import check_space, check_writable, writing
+from rlm.runs import check_space, check_writable, writing_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,25 +78,19 @@ def save_merged(
     """
     info, path = AdapterInfo.load(adapter), path.resolve()
     check_space("--merge", path.parent, sum(4 * p.numel() for p in merged.parameters()))
-    scratch = path.with_name(f".{path.name}.new")
-    with writing(path):
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            merged.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
-            words = {
-                "base": info.base_model or merged.config.name_or_path,
-                "hash": info.base_hash or "no hash recorded",
-                "adapter": adapter,
-                "system_prompt": info.format.ask_for("number"),
-            }
-            (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
-            mode = (scratch / "README.md").stat().st_mode
-            for file in scratch.iterdir():
-                file.chmod(mode)  # safetensors' own are for their owner alone
-            if path.exists():  # an empty directory
-                path.rmdir()
-            scratch.rename(path)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+    with writing_beside(path) as scratch:
+        merged.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        words = {
+            "base": info.base_model or merged.config.name_or_path,
+            "hash": info.base_hash or "no hash recorded",
+            "adapter": adapter,
+            "system_prompt": info.format.ask_for("number"),
+        }
+        (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
+        mode = (scratch / "README.md").stat().st_mode
+        for file in scratch.iterdir():
+            file.chmod(mode)  # safetensors' own are for their owner alone
+        if path.exists():  # an empty directory
+            path.rmdir()
+        scratch.rename(path)

@@ -246,17 +246,6 @@ def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path, dama
     assert json.loads(samples[1])["completions"] == ["a\u2028b\x85c\ud7ff"]
 
 
-def test_a_run_directory_is_held_until_it_is_left(tmp_path):
-    path = tmp_path / "a run ü"
-    with (
-        RunDirectory(path, resume=False),
-        pytest.raises(UsageError, match=r"process \d+ on .* tra"),
-    ):
-        RunDirectory(path, resume=True)
-    with RunDirectory(path, resume=True):
-        pass
-
-
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
     """Its files would be deleted or renamed: `--run-dir data`, `--run-dir .`"""
@@ -286,16 +275,17 @@ def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
     assert (tmp_path / "mine.jsonl").read_text() == "{}"
 
 
-def test_a_held_run_is_not_moved_away(tmp_path):
-    path = tmp_path / "run"
+def test_a_held_run_is_neither_opened_nor_moved_away(tmp_path):
+    path = tmp_path / "a run ü"
     with RunDirectory(path, resume=False) as run:
         saved(run.checkpoints.folder, 1)
-        with pytest.raises(UsageError, match="trains there"):
-            RunDirectory(path, resume=False)
+        for resume in (False, True):
+            with pytest.raises(UsageError, match=r"process \d+ on .* trains there"):
+                RunDirectory(path, resume=resume)
         assert run.checkpoints.steps() == [1]
     with RunDirectory(path, resume=False) as run:
         assert run.checkpoints.steps() == []
-        assert Checkpoints(tmp_path / "run.prev" / "checkpoints").steps() == [1]
+        assert Checkpoints(tmp_path / "a run ü.prev" / "checkpoints").steps() == [1]
         with pytest.raises(UsageError, match="trains there"):  # the new one is held too
             RunDirectory(path, resume=True)
 

@@ -115,7 +115,7 @@ def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_products_are_compiled_no_bit_depends_on_the_batch(dtype, tokenizer):
-    """Nor on the beginning that the prompts of a batch share."""
+    """Nor on the beginning that the prompts of a batch share, nor on the number of threads."""
     if not kernels(dtype, 2, 32).has_linear:
         pytest.skip("products of this number type are not compiled for this CPU")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -129,7 +129,7 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(dtype, tokenize
         return sampler.sample(chosen, 2, params, [prompt_seed(0, i) for i in which])
 
     together = sample(range(6))
-    assert sample(range(6), max_num_seqs=3) == together
+    assert sample(range(6), max_num_seqs=3, threads=5) == together
     assert sample([5, 4, 3, 2, 1]) == together[:0:-1]  # all begin alike
     assert [sample([i])[0] for i in range(6)] == together
 
