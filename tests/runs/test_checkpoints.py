@@ -28,29 +28,15 @@ def seal(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def flip_a_byte(folder):
-    file = folder / "state.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-2] ^= 1
-    file.write_bytes(content)
+def edited(name, change):
+    """Damage: what a file holds, changed."""
 
+    def damage(folder):
+        content = (folder / name).read_bytes()
+        assert change(content) != content
+        (folder / name).write_bytes(change(content))
 
-def flip_a_byte_of_the_state(folder):
-    file = folder / "state.json"
-    file.write_text(file.read_text().replace("note", "nope"))
-
-
-def truncate(folder):
-    file = folder / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def a_tensor_longer_than_its_file(folder):
-    file = folder / "state.safetensors"
-    content = file.read_bytes()
-    lie = content.replace(b'"shape":[4]', b'"shape":[9]')
-    assert lie != content
-    file.write_bytes(lie)
+    return damage
 
 
 def copy_of_another_step(folder):
@@ -66,31 +52,33 @@ def without(name):
     return lambda folder: (folder / name).unlink()
 
 
-def with_text(name, text):
-    return lambda folder: (folder / name).write_text(text)
-
-
 def sealed(damage):
     return lambda folder: (damage(folder), seal(folder))
 
 
+TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+flip_a_byte = edited(TENSORS, lambda content: content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
+truncate = edited(TENSORS, lambda content: content[:-1])
+longer = edited(TENSORS, lambda content: content.replace(b'"shape":[4]', b'"shape":[9]'))
+empty = edited(STATE, lambda content: b"")
 DAMAGE = {
     "a byte of the tensors": flip_a_byte,
-    "a byte of the state": flip_a_byte_of_the_state,
+    "a byte of the state": edited(STATE, lambda content: content.replace(b"note", b"nope")),
     "truncated": truncate,
     "truncated, sealed": sealed(truncate),
-    "a lie about a size, sealed": sealed(a_tensor_longer_than_its_file),
-    "empty state": with_text("state.json", ""),
-    "empty state, sealed": sealed(with_text("state.json", "")),
-    "deep state, sealed": sealed(with_text("state.json", "[" * 100_000)),
-    "state without a step, sealed": sealed(with_text("state.json", "[1]")),
-    "manifest of nothing": with_text("manifest.json", "{}"),
-    "manifest that is a list": with_text("manifest.json", '["state.json", "state.safetensors"]'),
+    "a lie about a size, sealed": sealed(longer),
+    "empty state": empty,
+    "empty state, sealed": sealed(empty),
+    "deep state, sealed": sealed(edited(STATE, lambda content: b"[" * 100_000)),
+    "state without a step, sealed": sealed(edited(STATE, lambda content: b"[1]")),
+    "manifest of nothing": edited(MANIFEST, lambda content: b"{}"),
+    "manifest that is a list": edited(
+        MANIFEST, lambda content: json.dumps([STATE, TENSORS]).encode()
+    ),
     "manifest of another step": manifest_of_another_step,
     "copy of another step": copy_of_another_step,
-    **{f"no {name}": without(name) for name in ("manifest.json", "state.json",
-                                                "state.safetensors")},
-}  # fmt: skip
+    **{f"no {name}": without(name) for name in (MANIFEST, STATE, TENSORS)},
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
