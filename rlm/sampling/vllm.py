@@ -120,8 +120,6 @@ class VLLMSampler:
             APIError: a server failed, or ends completions on other tokens than the model.
             UsageError: it does not return token ids and log-probabilities, or has ended.
         """
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         if not prompts:
             return []
         self._start()
