@@ -44,7 +44,7 @@ class AdapterInfo:
 
     @classmethod
     def load(cls, path: Path) -> AdapterInfo:
-        """Read the run.json beside an adapter.
+        """Read the run.json beside an adapter, also one of an older version.
 
         Raises:
             UsageError: the file is there and is no JSON object.
@@ -60,6 +60,8 @@ class AdapterInfo:
         said = {name: config.get(name) for name in names}
         for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
             said[name] = run.get(name)
+        if run.get("use_4bit"):  # what --quantize was called before
+            said["quantize"] = said["quantize"] or "4bit"
         return cls(path, run=run, **{k: v for k, v in said.items() if v is not None})
 
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
