@@ -44,9 +44,8 @@ from rlm.model import (
     pick_device,
     prepare_process,
     save_adapter,
-    write_run,
 )
-from rlm.runs import RunDirectory, check_resumable, writing
+from rlm.runs import RunDirectory, check_resumable, replace_json, writing
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     is_countable,
@@ -137,7 +136,7 @@ def train(
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
             with writing(config.output):
-                write_run(config.output, history)
+                replace_json(config.output / "run.json", history)
     summary_card(config, history)
     return history
 

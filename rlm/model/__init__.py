@@ -15,15 +15,14 @@ EXPORTS = {
         "base_model_hash context_window decoder_and_head head_dim kernels_for load_base "
         "load_tokenizer model_directory num_key_value_heads"
     ),
-    "export": "check_output save_adapter write_run",
+    "export": "check_new check_output merge_adapter save_adapter save_merged",
     "gguf_export": "check_convertible write_gguf",
     "hardware": (
         "Device EMBEDDED_MODEL available_memory default_setup default_values licence_of "
-        "model_download "
-        "peak_memory_gb pick_device pick_quantization prepare_process release_memory"
+        "model_download peak_memory_gb pick_device pick_quantization prepare_process "
+        "release_memory"
     ),
     "hub": "collect_uploads hub_base public_dataset push_to_hub show_uploads",
-    "merge": "check_new merge_adapter save_merged",
     "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",
 }

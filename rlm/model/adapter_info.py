@@ -56,19 +56,13 @@ class AdapterInfo:
             run = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise UsageError(f"{file} is not valid JSON: {error}") from error
-        return cls(
-            path,
-            base_model=run.get("base_model"),
-            base_hash=run.get("base_hash"),
-            # Before --quantize there was --use-4bit.
-            quantize=run.get("quantize") or ("4bit" if run.get("use_4bit") else "none"),
-            dataset=run.get("dataset"),
-            stage=run.get("stage", "unknown"),
-            reasoning_format=run.get("config", {}).get("reasoning_format") or "deepseek",
-            system_prompt=run.get("config", {}).get("system_prompt"),
-            tool=run.get("config", {}).get("tool") or "none",
-            run=run,
-        )
+        config, names = run.get("config", {}), ("reasoning_format", "system_prompt", "tool")
+        said = {name: config.get(name) for name in names}
+        for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
+            said[name] = run.get(name)
+        if run.get("use_4bit"):  # what --quantize was called before
+            said["quantize"] = said["quantize"] or "4bit"
+        return cls(path, run=run, **{k: v for k, v in said.items() if v is not None})
 
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
         """The base model and its quantization: as flags name them, else as in training.

@@ -16,7 +16,7 @@ import torch
 from rlm.cli import UsageError
 from rlm.data import end_of_turn_id
 from rlm.model.base import head_dim, num_key_value_heads
-from rlm.runs import check_space, writing
+from rlm.runs import check_space, writing_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,16 +84,12 @@ def write_gguf(
     writer.add_file_type(FILE_TYPES[kind])
     _add_tokenizer(writer, tokenizer, model.config.vocab_size)
     _add_tensors(writer, model, kind)
-    scratch = path.with_name(f".{path.name}.new")
-    with writing(path):
-        try:
-            writer.write_header_to_file(scratch)
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-            scratch.rename(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+    with writing_beside(path) as scratch:
+        writer.write_header_to_file(scratch / path.name)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (scratch / path.name).rename(path)
 
 
 def _add_hyperparameters(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:

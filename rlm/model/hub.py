@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,10 @@ PUBLISHED_CONFIG = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Upload:
-    """A file of the repository: its name there, and its content (a file's path, or bytes)."""
-
-    name: str
-    content: Path | bytes
-
-    @property
-    def size(self) -> int:
-        is_file = isinstance(self.content, Path)
-        return self.content.stat().st_size if is_file else len(self.content)
-
-
-def collect_uploads(folder: Path, info: AdapterInfo, card: str) -> list[Upload]:
+def collect_uploads(folder: Path, info: AdapterInfo, card: str) -> dict[str, Path | bytes]:
     """List what is uploaded of a folder: its weights, tokenizer and settings, and the card.
+
+    Each name in the repository has its content there: a file's path, or bytes.
 
     Paths of this machine are taken out of run.json and adapter_config.json.
 
@@ -60,11 +48,9 @@ def collect_uploads(folder: Path, info: AdapterInfo, card: str) -> list[Upload]:
     if config.is_file():
         values = json.loads(config.read_text(encoding="utf-8"))
         changed[config.name] = values | {"base_model_name_or_path": hub_base(info)}
-    uploads = [Upload("README.md", card.encode())]
-    for file in files:
-        new = changed.get(file.name)
-        content = file if new is None else json.dumps(new, indent=2, ensure_ascii=False).encode()
-        uploads.append(Upload(file.name, content))
+    uploads = {"README.md": card.encode()} | {file.name: file for file in files}
+    for name in changed.keys() & uploads.keys():
+        uploads[name] = json.dumps(changed[name], indent=2, ensure_ascii=False).encode()
     return uploads
 
 
@@ -98,18 +84,19 @@ def hub_base(info: AdapterInfo) -> str:
     return EMBEDDED_HUB_ID if info.base_model == EMBEDDED_MODEL else str(info.base_model)
 
 
-def show_uploads(name: str, uploads: Sequence[Upload]) -> None:
+def show_uploads(name: str, uploads: Mapping[str, Path | bytes]) -> None:
     """Print what a push would upload: each file with its size, and the card."""
     terminal.line(f"--push-to-hub {name}: nothing is uploaded without --yes. It would be:")
-    for upload in uploads:
-        terminal.line(f"  {upload.size / 1e6:9.3f} MB  {upload.name}")
-    total = sum(upload.size for upload in uploads)
+    total = 0
+    for file, content in uploads.items():
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        terminal.line(f"  {size / 1e6:9.3f} MB  {file}")
+        total += size
     terminal.line(f"  {total / 1e6:9.3f} MB  in all, into a private repository if it is new")
-    (card,) = (upload.content for upload in uploads if upload.name == "README.md")
-    terminal.line(f"README.md:\n{card.decode()}")
+    terminal.line(f"README.md:\n{uploads['README.md'].decode()}")
 
 
-def push_to_hub(name: str, uploads: Sequence[Upload]) -> str:
+def push_to_hub(name: str, uploads: Mapping[str, Path | bytes]) -> str:
     """Upload in one commit, into a repository that is made private if it is new; its address.
 
     Raises:
@@ -119,7 +106,7 @@ def push_to_hub(name: str, uploads: Sequence[Upload]) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
-    operations = [CommitOperationAdd(u.name, u.content) for u in uploads]
+    operations = [CommitOperationAdd(*upload) for upload in uploads.items()]
     try:
         repository = api.create_repo(name, private=True, exist_ok=True).repo_id
         done = api.create_commit(repository, operations, commit_message="Upload by inference.py")

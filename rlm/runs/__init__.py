@@ -9,7 +9,7 @@ EXPORTS = {
     "atomic_files": (
         "Journal append_lines lock_file read_lines read_log replace_file replace_json sync"
     ),
-    "checkpoints": "check_space file_hash writing",
+    "checkpoints": "check_space file_hash writing writing_beside",
     "directory": "RunDirectory check_writable git_commit",
     "plots": "BLUE GREY ORANGE accuracy_bars accuracy_over_time learning_curves",
     "resume": (

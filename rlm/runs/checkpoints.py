@@ -58,22 +58,15 @@ class Checkpoints:
             UsageError: it cannot be written; those before it are untouched.
         """
         target = self._path(step)
-        scratch = self.folder / f".{target.name}.new"
-        with writing(target):
-            try:
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(parents=True)
-                save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
-                sync(scratch / TENSORS)
-                replace_json(scratch / STATE, {**state, "step": step})
-                replace_json(scratch / MANIFEST, _hashes(scratch))
-                if target.exists():
-                    self._delete(target)
-                scratch.rename(target)
-                sync(self.folder)
-            except BaseException:
-                shutil.rmtree(scratch, ignore_errors=True)
-                raise
+        with writing_beside(target) as scratch:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, scratch / TENSORS)
+            sync(scratch / TENSORS)
+            replace_json(scratch / STATE, {**state, "step": step})
+            replace_json(scratch / MANIFEST, _hashes(scratch))
+            if target.exists():
+                self._delete(target)
+            scratch.rename(target)
+            sync(self.folder)
         steps = self.steps()
         kept = {*steps[-keep:], *[s for s in steps if protect is not None and s <= protect][-1:]}
         for old in set(steps) - kept:
@@ -153,6 +146,23 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written: {reason}; what was saved before is untouched: make room "
             "and run it again (with --resume, if it was under way)"
         ) from error
+
+
+@contextmanager
+def writing_beside(path: Path) -> Iterator[Path]:
+    """Make a hidden folder beside `path` to write in, and to rename; it is gone if that fails.
+
+    Raises:
+        UsageError: as `writing` does.
+    """
+    scratch = path.with_name(f".{path.name}.new")
+    with writing(path):
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)  # a killed process's
+            scratch.mkdir(parents=True)
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _hashes(folder: Path) -> dict[str, str]:

@@ -168,14 +168,10 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _series(rows: Sequence[Mapping[str, float]], *keys: str) -> tuple[list[float], ...]:
-    """Steps done and the values of the keys, from the rows that have a number for each."""
-    kept = [
-        (row["step"] + 1, *(row[key] for key in keys))
-        for row in rows
-        if all(row.get(key) is not None and math.isfinite(row[key]) for key in keys)
-    ]
-    return tuple(map(list, zip(*kept, strict=True))) or ([],) * (len(keys) + 1)
+def _series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
+    """Steps done and the values of a metric, from the rows that have a number for it."""
+    kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+    return [row["step"] + 1 for row in kept], [row[key] for row in kept]
 
 
 def _running_mean(values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -65,7 +65,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
     texts = group["completions"]
-    nothing = [None] * len(texts)  # a run of an earlier version says less
+    nothing = [None] * len(texts)  # a run without a tool has no calls
     columns = (
         map(_finite, group["rewards"]),
         map(_finite, group["advantages"]),

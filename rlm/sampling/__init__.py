@@ -1,43 +1,20 @@
 """The rollout engine: many completions of many prompts, reproducible whatever shares the batch."""
 
-from rlm.sampling.draw import sample_tokens
-from rlm.sampling.engine import Sampler
-from rlm.sampling.kv_cache import CacheConfig
-from rlm.sampling.linear import fused_linear
-from rlm.sampling.managed_vllm import (
-    VLLM_COMMAND,
-    ManagedVLLM,
-    server_command,
-    server_options,
-    split_command,
-)
-from rlm.sampling.params import Completion, ForceTokens, Request, SamplingParams, Token, prompt_seed
-from rlm.sampling.scheduler import common_prefix_length
-from rlm.sampling.tool_tokens import ToolTokens, tool_spans
-from rlm.sampling.vllm import VLLMSampler
-from rlm.sampling.weights import FUSED_MODEL_TYPES, choose_sampling_dtype, sampling_dtype
+import lazy_loader
 
-__all__ = [
-    "FUSED_MODEL_TYPES",
-    "VLLM_COMMAND",
-    "CacheConfig",
-    "Completion",
-    "ForceTokens",
-    "ManagedVLLM",
-    "Request",
-    "Sampler",
-    "SamplingParams",
-    "Token",
-    "ToolTokens",
-    "VLLMSampler",
-    "choose_sampling_dtype",
-    "common_prefix_length",
-    "fused_linear",
-    "prompt_seed",
-    "sample_tokens",
-    "sampling_dtype",
-    "server_command",
-    "server_options",
-    "split_command",
-    "tool_spans",
-]
+# File → what other packages import of it.
+EXPORTS = {
+    "draw": "sample_tokens",
+    "engine": "Sampler",
+    "kv_cache": "CacheConfig",
+    "linear": "fused_linear",
+    "managed_vllm": "ManagedVLLM server_command server_options split_command",
+    "params": "Completion ForceTokens Request SamplingParams Token prompt_seed",
+    "scheduler": "common_prefix_length",
+    "tool_tokens": "ToolTokens tool_spans",
+    "vllm": "VLLMSampler",
+    "weights": "FUSED_MODEL_TYPES choose_sampling_dtype sampling_dtype",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

@@ -111,8 +111,6 @@ class Sampler:
             seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
             on_finish: called after each finished completion (progress bars).
         """
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         pairs, force = zip(prompts, seeds, strict=True), self.tool_tokens
         return self.complete([Request(p, params, s, n, force) for p, s in pairs], on_finish)
 

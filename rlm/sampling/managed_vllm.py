@@ -25,7 +25,6 @@ from rlm.model import available_memory, release_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-VLLM_COMMAND = "vllm serve"
 START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
 PROGRESS_INTERVAL = 20.0  # seconds
 PORTS_TRIED = 3
@@ -194,14 +193,11 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
         words.insert(words.index("serve") + 1, model)
     else:
         words += ["--model", model]
+    named = {word.split("=")[0].replace("_", "-") for word in words}
     for name, value in options.items():
-        if not _names_option(words, name):
+        if f"--{name}" not in named:
             words += [f"--{name}"] if value is None else [f"--{name}", str(value)]
     return words
-
-
-def _names_option(words: Sequence[str], name: str) -> bool:
-    return f"--{name}" in {word.split("=")[0].replace("_", "-") for word in words}
 
 
 def server_options(

@@ -15,8 +15,6 @@ from rlm.sampling.params import Completion, SamplingParams
 
 # Said although it is nothing: vLLM would look into the model's generation_config.json instead.
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-
-
 LOAD_TIMEOUT = 300.0  # seconds in which the main process loads an adapter that others wait for
 
 
@@ -122,44 +120,31 @@ class VLLMSampler:
             APIError: a server failed, or ends completions on other tokens than the model.
             UsageError: it does not return token ids and log-probabilities, or has ended.
         """
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         if not prompts:
             return []
         self._start()
         try:
             self._follow_adapter()
-            return self._sample(prompts, n, params, seeds, on_finish)
+            at_once = sum(client.concurrency for client, _ in self._models)
+            with ThreadPoolExecutor(min(len(prompts), at_once)) as pool:
+                futures = []
+                for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                    client, base = self._models[i % len(self._models)]
+                    request = client, self._adapter or base, prompt, n, params, seed
+                    futures.append(pool.submit(self._group, *request))
+                try:
+                    for future in as_completed(futures):
+                        future.result()
+                        for _ in range(n):
+                            on_finish()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent
+                    raise
         except APIError:
             if self._managed:
                 self._managed.check()
             raise
-
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        params: SamplingParams,
-        seeds: Sequence[int],
-        on_finish: Callable[[], None],
-    ) -> list[list[Completion]]:
-        groups: list[list[Completion]] = [[] for _ in prompts]
-        at_once = sum(client.concurrency for client, _ in self._models)
-        with ThreadPoolExecutor(min(len(prompts), at_once)) as pool:
-            futures = {}
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-                client, base = self._models[i % len(self._models)]
-                model = self._adapter or base
-                futures[pool.submit(self._group, client, model, prompt, n, params, seed)] = i
-            try:
-                for future in as_completed(futures):
-                    groups[futures[future]] = future.result()
-                    for _ in range(n):
-                        on_finish()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent
-                raise
-        return groups
+        return [future.result() for future in futures]
 
     def _follow_adapter(self) -> None:
         """Sample from the adapter as it is now: load it, or wait until the main process has.

@@ -73,10 +73,6 @@ def plain(tmp_path):
     return tmp_path
 
 
-def test_a_plain_adapter_is_taken(plain):
-    assert load_adapter(tiny_model(), plain, trainable=False).active_adapters == ["default"]
-
-
 def test_saving_asks_no_hub(plain, tmp_path, tokenizer, monkeypatch):
     """PEFT would look there for the vocabulary of a base that a name stands for."""
 

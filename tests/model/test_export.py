@@ -9,7 +9,8 @@ from conftest import tiny_model
 
 from rlm.cli.options import UsageError
 from rlm.model.adapters import new_adapter
-from rlm.model.export import check_output, save_adapter, write_run
+from rlm.model.export import check_output, save_adapter
+from rlm.runs import replace_json
 
 
 @pytest.fixture
@@ -74,13 +75,13 @@ def flip(content):
 def test_what_does_not_read_back_does_not_replace_the_old_one(
     export, tmp_path, monkeypatch, change
 ):
-    def spoil(folder, run):
-        (file,) = folder.glob("*.safetensors")
+    def spoil(run_json, run):
+        (file,) = run_json.parent.glob("*.safetensors")
         file.write_bytes(change(bytearray(file.read_bytes())))
-        write_run(folder, run)
+        replace_json(run_json, run)
 
     export(1)
-    monkeypatch.setattr("rlm.model.export.write_run", spoil)
+    monkeypatch.setattr("rlm.model.export.replace_json", spoil)
     with pytest.raises(UsageError, match="cannot be written: what was written does not read back"):
         export(2)
     assert number(tmp_path / "lora") == 1

@@ -143,8 +143,13 @@ def test_a_card_of_the_users_own_is_kept(adapter, tmp_path):
 
     card = model_card(shipped, AdapterInfo.load(shipped), merged=False)
     assert card == (shipped / "README.md").read_text("utf-8")
-    (names,) = [[u.name for u in collect_uploads(shipped, AdapterInfo.load(shipped), card)]]
-    assert names == ["README.md", "adapter_config.json", "adapter_model.safetensors", "run.json"]
+    uploads = collect_uploads(shipped, AdapterInfo.load(shipped), card)
+    assert [*uploads] == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "run.json",
+    ]
 
 
 def test_mistakes(tmp_path):

@@ -250,7 +250,8 @@ assert ("kernels" in sys.modules) == {installed!r}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "guarded", ["", "rlm.model.base", "rlm.model.adapters", "rlm.sampling", "train_grpo"]
+    "guarded",
+    ["", "rlm.model.base", "rlm.model.adapters", "rlm.sampling.engine", "train_grpo"],
 )
 @pytest.mark.parametrize("installed", [False, True])
 def test_nothing_is_downloaded_and_nothing_said_about_it(installed, guarded):

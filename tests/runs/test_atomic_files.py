@@ -54,12 +54,3 @@ def test_the_journal_remembers(tmp_path):
     journal = Journal(tmp_path / "deep" / "calls.jsonl")
     journal.add("k", {"reply": 1})
     assert Journal(journal.path).rows == {"k": {"key": "k", "reply": 1}}
-
-
-def test_a_file_is_replaced_whole_for_who_reads_it_meanwhile(tmp_path):
-    path = tmp_path / "run.json"
-    replace_json(path, {"step": 1})
-    with path.open() as reader:
-        replace_json(path, {"step": 2})
-        assert json.load(reader) == {"step": 1}  # another file by now, never half of each
-    assert json.loads(path.read_text()) == {"step": 2}

@@ -28,29 +28,15 @@ def seal(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def flip_a_byte(folder):
-    file = folder / "state.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-2] ^= 1
-    file.write_bytes(content)
+def edited(name, change):
+    """Damage: what a file holds, changed."""
 
+    def damage(folder):
+        content = (folder / name).read_bytes()
+        assert change(content) != content
+        (folder / name).write_bytes(change(content))
 
-def flip_a_byte_of_the_state(folder):
-    file = folder / "state.json"
-    file.write_text(file.read_text().replace("note", "nope"))
-
-
-def truncate(folder):
-    file = folder / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def a_tensor_longer_than_its_file(folder):
-    file = folder / "state.safetensors"
-    content = file.read_bytes()
-    lie = content.replace(b'"shape":[4]', b'"shape":[9]')
-    assert lie != content
-    file.write_bytes(lie)
+    return damage
 
 
 def copy_of_another_step(folder):
@@ -66,31 +52,33 @@ def without(name):
     return lambda folder: (folder / name).unlink()
 
 
-def with_text(name, text):
-    return lambda folder: (folder / name).write_text(text)
-
-
 def sealed(damage):
     return lambda folder: (damage(folder), seal(folder))
 
 
+TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+flip_a_byte = edited(TENSORS, lambda content: content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
+truncate = edited(TENSORS, lambda content: content[:-1])
+longer = edited(TENSORS, lambda content: content.replace(b'"shape":[4]', b'"shape":[9]'))
+empty = edited(STATE, lambda content: b"")
 DAMAGE = {
     "a byte of the tensors": flip_a_byte,
-    "a byte of the state": flip_a_byte_of_the_state,
+    "a byte of the state": edited(STATE, lambda content: content.replace(b"note", b"nope")),
     "truncated": truncate,
     "truncated, sealed": sealed(truncate),
-    "a lie about a size, sealed": sealed(a_tensor_longer_than_its_file),
-    "empty state": with_text("state.json", ""),
-    "empty state, sealed": sealed(with_text("state.json", "")),
-    "deep state, sealed": sealed(with_text("state.json", "[" * 100_000)),
-    "state without a step, sealed": sealed(with_text("state.json", "[1]")),
-    "manifest of nothing": with_text("manifest.json", "{}"),
-    "manifest that is a list": with_text("manifest.json", '["state.json", "state.safetensors"]'),
+    "a lie about a size, sealed": sealed(longer),
+    "empty state": empty,
+    "empty state, sealed": sealed(empty),
+    "deep state, sealed": sealed(edited(STATE, lambda content: b"[" * 100_000)),
+    "state without a step, sealed": sealed(edited(STATE, lambda content: b"[1]")),
+    "manifest of nothing": edited(MANIFEST, lambda content: b"{}"),
+    "manifest that is a list": edited(
+        MANIFEST, lambda content: json.dumps([STATE, TENSORS]).encode()
+    ),
     "manifest of another step": manifest_of_another_step,
     "copy of another step": copy_of_another_step,
-    **{f"no {name}": without(name) for name in ("manifest.json", "state.json",
-                                                "state.safetensors")},
-}  # fmt: skip
+    **{f"no {name}": without(name) for name in (MANIFEST, STATE, TENSORS)},
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -246,17 +234,6 @@ def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path, dama
     assert json.loads(samples[1])["completions"] == ["a\u2028b\x85c\ud7ff"]
 
 
-def test_a_run_directory_is_held_until_it_is_left(tmp_path):
-    path = tmp_path / "a run ü"
-    with (
-        RunDirectory(path, resume=False),
-        pytest.raises(UsageError, match=r"process \d+ on .* tra"),
-    ):
-        RunDirectory(path, resume=True)
-    with RunDirectory(path, resume=True):
-        pass
-
-
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
     """Its files would be deleted or renamed: `--run-dir data`, `--run-dir .`"""
@@ -286,16 +263,17 @@ def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
     assert (tmp_path / "mine.jsonl").read_text() == "{}"
 
 
-def test_a_held_run_is_not_moved_away(tmp_path):
-    path = tmp_path / "run"
+def test_a_held_run_is_neither_opened_nor_moved_away(tmp_path):
+    path = tmp_path / "a run ü"
     with RunDirectory(path, resume=False) as run:
         saved(run.checkpoints.folder, 1)
-        with pytest.raises(UsageError, match="trains there"):
-            RunDirectory(path, resume=False)
+        for resume in (False, True):
+            with pytest.raises(UsageError, match=r"process \d+ on .* trains there"):
+                RunDirectory(path, resume=resume)
         assert run.checkpoints.steps() == [1]
     with RunDirectory(path, resume=False) as run:
         assert run.checkpoints.steps() == []
-        assert Checkpoints(tmp_path / "run.prev" / "checkpoints").steps() == [1]
+        assert Checkpoints(tmp_path / "a run ü.prev" / "checkpoints").steps() == [1]
         with pytest.raises(UsageError, match="trains there"):  # the new one is held too
             RunDirectory(path, resume=True)
 

@@ -83,16 +83,6 @@ def test_the_command_takes_the_run_without_a_flag(tmp_path):
     assert len(data_in((run / "rollouts.html").read_text())) == 2
 
 
-def test_a_run_of_an_earlier_version_is_shown_too(tmp_path):
-    run = write_run(tmp_path / "run")
-    rows = [json.loads(line) for line in (run / "samples.jsonl").open()]
-    for row in rows:
-        del row["truncated"], row["verdicts"]
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (shown,) = data_in(page_of(tmp_path, run).read_text())
-    assert shown["groups"][0]["completions"][0]["verdict"] is None
-
-
 def test_completions_that_are_no_answers_have_no_verdict(tmp_path):
     run = write_run(tmp_path / "run", text="agent one", verdicts=["no_reasoning"] * 4)
     (shown,) = data_in(page_of(tmp_path, run).read_text())

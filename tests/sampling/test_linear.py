@@ -9,7 +9,6 @@ from conftest import tiny_model
 from torch import Tensor, nn
 
 from rlm.kernels import Kernels
-from rlm.sampling import Sampler, SamplingParams
 from rlm.sampling.linear import fused_linear
 from rlm.sampling.weights import MergedWeights, UnmergedWeights
 
@@ -177,18 +176,3 @@ def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family):
     merged = weights.forward(ids, positions, attention_of_one)
     error, usual = ((part.float() - wanted).square().mean().sqrt() for part in (merged, itself))
     assert error < 1.5 * usual
-
-
-def test_in_bf16_places_and_threads_change_no_completion(tokenizer, threads):
-    """Prompts that are read together, that is: their pass is torch's."""
-    kernels()
-    model = tiny_model().to(BF16)
-    prompts, drawn = [[5, 6, 7, 8 + i] for i in range(6)], []
-    for max_num_seqs in (64, 5):
-        sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs)
-        assert "products compiled" in sampler.description
-        groups = sampler.sample(prompts, 4, SamplingParams(40), range(6))
-        drawn.append([(c.token_ids, c.logprobs) for group in groups for c in group])
-        torch.set_num_threads(1)
-    assert drawn[0] == drawn[1]
-    assert sum(len(ids) for ids, _ in drawn[0]) > 300

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from rlm.model.adapters import new_adapter
 from rlm.sampling import (
-    CacheConfig,
     Completion,
     Request,
     Sampler,
@@ -56,24 +55,6 @@ def test_a_completion_with_a_tool_is_the_same_alone_and_in_a_batch(tokenizer):
         assert seen(completions(tokenizer, max_num_seqs)) == expected
     alone = completions(tokenizer, 8, [PROMPTS[2]], n=1, seeds=[2 + 1])
     assert seen(alone) == [[expected[2][1]]]
-
-
-def test_neighbours_that_are_aborted_change_nothing(tokenizer):
-    expected = seen(completions(tokenizer, 64))[0]
-    sampler, force = Sampler(tiny_model(), tokenizer), ToolTokens(Remark(), tokenizer)
-    sampler.allocate_cache(CacheConfig(5, 3, 8, 40))
-    kept = sampler.add_request(Request(PROMPTS[0], PARAMS, 0, 3, force))
-    others = [sampler.add_request(Request(p, PARAMS, 9, 2, force)) for p in PROMPTS[1:]]
-    tokens = [token for _ in range(12) for token in sampler.step()]
-    for other in others:
-        sampler.abort_request(other)
-    while sampler.has_unfinished_requests():
-        tokens += sampler.step()
-    for row, (ids, mask, reason) in enumerate(expected):
-        own = [t for t in tokens if (t.request, t.row) == (kept, row)]
-        assert [t.id for t in own] == ids
-        assert [not t.forced for t in own] == mask
-        assert own[-1].finish_reason == reason
 
 
 def test_the_mask_is_where_no_token_was_drawn_and_the_rest_is_what_the_model_says(tokenizer):

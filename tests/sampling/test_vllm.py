@@ -149,23 +149,6 @@ def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
         VLLMSampler([client_of(server)], [END])
 
 
-def test_the_adapter_is_loaded_anew_after_each_release(server, tmp_path):
-    exported = []
-
-    def export() -> Path:
-        exported.append(tmp_path / str(len(exported)))
-        return exported[-1]
-
-    sampler = VLLMSampler([client_of(server)], [END], export)
-    loaded = []
-    for release in (False, True, True, False):
-        sampler.sample([[1]], 1, SamplingParams(4), [0])
-        loaded += server.adapters.values()
-        if release:
-            sampler.release()
-    assert [Path(path).name for path in loaded] == ["0", "0", "1", "2"]
-
-
 def exporting(server, folder: Path, **options) -> VLLMSampler:
     return VLLMSampler([client_of(server)], [END], lambda: folder, **options)
 
@@ -175,15 +158,17 @@ def draw(sampler: VLLMSampler, prompts=1) -> None:
 
 
 def test_each_adapter_has_a_new_name_and_the_last_one_is_dropped(server, tmp_path):
-    sampler = exporting(server, tmp_path / "one")
+    exported = [tmp_path / "two", tmp_path / "one"]
+    sampler = VLLMSampler([client_of(server)], [END], exported.pop)
     server.requests.clear()
     draw(sampler)
     ((first, path),) = server.adapters.items()
     assert path == str((tmp_path / "one").resolve())
-    draw(sampler)  # nothing is stale: nothing is loaded
+    draw(sampler)  # nothing is stale: nothing is exported or loaded
     sampler.release()
-    draw(sampler)  # the same directory, other content
-    ((second, _),) = server.adapters.items()
+    draw(sampler)
+    ((second, path),) = server.adapters.items()
+    assert path == str((tmp_path / "two").resolve())
     assert re.fullmatch(r"rlm-[0-9a-f]{12}-\d", second)
     drawn = [body["model"] for body in server.asked("completions")]
     assert drawn == [first, first, second] != [first] * 3
