@@ -42,7 +42,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft")
 class BenchmarkConfig:
     """The options of every benchmark."""
 
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory (of benchmarks.shapes, too)")
     dataset: str = flag("word-problems:1", "where the prompts come from")
     seed: int = flag(0, "of problems and sampling")
     json: Path | None = flag(None, "file for the report")

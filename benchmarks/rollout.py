@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor, harness, samplers, shapes
+from benchmarks import floor, harness, samplers
 from rlm.cli import flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
@@ -89,15 +89,15 @@ class Bench:
         return harness.alternate(arms, self.config.repeats)
 
 
-def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Bench:
+def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
     """
     Args:
         only: one arm of this process, "ours" or "generate", to measure its memory.
     """
     device = pick_device()
     problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
-    tokenizer = load_tokenizer(model)
-    base = load_base(model, device)
+    tokenizer = load_tokenizer(config.model)
+    base = load_base(config.model, device)
     cost = floor.ModelCost.of(base)
     policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
     arms: dict[str, Any] = {}
@@ -153,11 +153,11 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
     return cell
 
 
-def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]:
+def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Run in a process of its own: one repetition of the headline cell (or the largest below)."""
     prepare_process()
     config = RolloutConfig(**config)
-    bench = load_bench(config, model, only=arm)
+    bench = load_bench(config, only=arm)
     rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
     texts, seeds = bench.work(rows // GROUP, 1)
     bench.arms[arm].fixed(texts, GROUP, config.new_tokens, seeds)
@@ -169,21 +169,20 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
 
 def main(config: RolloutConfig) -> int:
     prepare_process()
-    with shapes.model_at(config.model) as model:
-        harness.write_report(config.json, measure(config, model))
+    harness.write_report(config.json, measure(config))
     return 0
 
 
-def measure(config: RolloutConfig, model: str) -> dict[str, Any]:
+def measure(config: RolloutConfig) -> dict[str, Any]:
     """Load, choose the peer's options, run all cells; the report."""
     memory = {}
     # First: these processes want the memory that the models below will hold.
     for arm in (harness.OURS, "generate"):
-        arguments = {"arm": arm, "config": to_dict(config), "model": model}
+        arguments = {"arm": arm, "config": to_dict(config)}
         child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
         memory[arm] = child["peak_memory_gb"]
         terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
-    bench = load_bench(config, model)
+    bench = load_bench(config)
     device = pick_device()
     rates = floor.measure(device.type, device.dtype)
     terminal.line(

@@ -9,20 +9,17 @@ test set it was at. A cell that fails is named with its log, and the others go o
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Mapping
 from functools import partial
 from statistics import mean
-from typing import Any
 
 from benchmarks import harness
-from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json, write_atomically
-from rlm.cli import UsageError, terminal
+from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json
+from rlm.cli import UsageError, terminal, to_dict
 from rlm.evaluation import show_table
 from rlm.runs import lock_file
 
-THIS = "benchmarks.evidence.grid"
+THIS = "benchmarks.evidence"
 
 
 def is_done(config: EvidenceConfig, cell: Cell) -> bool:
@@ -79,38 +76,16 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     """
     begun = time.monotonic()
     log = config.folder(cell).resolve() / "log.txt"
-    for part in ("train_cell", "judge_cell"):
-        payload = {"config": config.payload(), "arm": cell.arm, "seed": cell.seed}
+    settings = to_dict(config) | {"grid": str(config.grid.resolve())}
+    payload = {"config": settings, "arm": cell.arm, "seed": cell.seed}
+    for module, function in (("training", "train"), ("judging", "judge")):
         try:
-            harness.run_child(THIS, part, payload, log=log, inherited=(lock,))
+            harness.run_child(f"{THIS}.{module}", function, payload, log=log, inherited=(lock,))
         except harness.ChildFailed:
             terminal.line(f"{cell.name}: failed; the end of {log} says why")
             return False
     terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
     return True
-
-
-# --- in a cell's own process --------------------------------------------------------------------
-
-
-def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    from benchmarks.evidence.training import train
-
-    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
-    if not is_trained(settings, cell):
-        write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
-    return {}
-
-
-def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    from benchmarks.evidence.judging import judge
-
-    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
-    judge(settings, cell)
-    # Hundreds of megabytes that only a resume or the curve needed.
-    for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):
-        shutil.rmtree(leftover)
-    return {}
 
 
 # --- what is done and what is left --------------------------------------------------------------
@@ -120,14 +95,9 @@ def state(config: EvidenceConfig, cell: Cell) -> str:
     folder = config.folder(cell)
     if is_done(config, cell):
         return "done"
-    if (folder / "scores").exists():
-        return f"judged on {len(list((folder / 'scores').glob('*.json')))} sets"
     if (folder / "train.json").exists():
         return "trained"
-    steps = [*folder.glob("train/metrics.jsonl"), *folder.glob("train/steps.jsonl")]
-    if steps:
-        return f"step {len(steps[0].read_text(encoding='utf-8').splitlines())} of {config.steps}"
-    return "left"
+    return "begun" if folder.exists() else "left"
 
 
 def show(config: EvidenceConfig) -> None:

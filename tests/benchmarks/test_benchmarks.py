@@ -4,14 +4,15 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import tiny_model
 
-from benchmarks import floor, grpo_step, harness, rollout, samplers, scaling, serving, trainers
-from rlm.cli import UsageError, run_main
+from benchmarks import floor, grpo_step, harness, rollout, samplers, serving, trainers
+from rlm.cli import UsageError, run_main, to_dict
 from rlm.sampling import Sampler
 
 ROOT = Path(__file__).parents[2]
@@ -192,104 +193,92 @@ def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
 # --- training -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "share"), [("half", 0.5), ("all", 1.0)])
-def test_scripted_rewards_give_a_known_share_of_signal(kind, share):
-    reward = trainers.ScriptedReward(kind, group_size=2)
-    assert reward.score(completions=["x"] * 8, answer=["1"] * 8)[:2] == [1.0, 0.0]
-    assert reward.signal == [share]
-    reward.score(completions=["x"] * 8)
-    steps = [{"sample": 1.0, "score": 1.0, "learn": 1.0, "length_mean": 8.0} for _ in range(2)]
+@pytest.mark.parametrize(("kind", "second"), [("half", [0, 0, 0]), ("all", [1, 0, 1])])
+def test_scripted_rewards_are_a_second_clock(kind, second):
+    """Every second group has signal, or all have."""
+    reward = trainers.ScriptedReward(kind, group_size=3)
+    assert reward.score(completions=["x"] * 9, answer=["1"] * 9) == [1, 0, 1, *second, 1, 0, 1]
+    reward.score(completions=["x"] * 9)
+    steps = [{"sample": 1.0, "score": 2.0, "learn": 4.0, "length_mean": 8.0} for _ in range(2)]
     result = reward.result(steps)
-    assert [(step["total"], step["signal"]) for step in result["steps"]] == [(3.0, share)] * 2
+    assert [step["total"] for step in result["steps"]] == [7.0, 7.0]
     assert len(result["between_calls"]) == 1
 
 
-def test_the_strict_reward_is_the_one_of_training():
-    right = "<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>"
-    found = trainers.strict_reward(completions=[right, "2"], answer=["2", "2"], prompts=[])
-    assert found == [1.0, 0.0]
+@pytest.fixture(scope="module")
+def step_config(model_dir):
+    return grpo_step.GRPOStepConfig(
+        model=str(model_dir), batch_size=2, group_size=2, max_new_tokens=4, trl_batch=2, steps=1
+    )
 
 
 @pytest.mark.parametrize("arm", ["ours", "trl"])
-def test_arms_train_and_account_for_every_step(model_dir, arm):
+def test_arms_train_and_account_for_every_step(step_config, arm):
     from benchmarks import trl_arm  # loads TRL
 
-    work = trainers.Work(
-        str(model_dir), None, batch_size=2, group_size=2, max_new_tokens=4, steps=2,
-        ignore_ends=True,
-    )  # fmt: skip
+    work = {"config": to_dict(step_config.training()), "signal": "half"}
     if arm == "ours":
-        result = trainers.run_ours(**vars(work))
+        result = trainers.run_ours(**work, ignore_ends=True)
         assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
         assert result["planned_memory_gb"] > 0
     else:
-        settings = grpo_step.GRPOStepConfig(trl_batch=2).trl_settings()
-        result = trl_arm.run_trl(vars(work), settings)
-    assert [step["signal"] for step in result["steps"]] == [0.5, 0.5]
+        result = trl_arm.run_trl(**work, settings=step_config.trl_settings())
+    assert len(result["steps"]) == 2  # one to warm up
     assert all(step["learn"] > 0 for step in result["steps"])
     assert len(result["between_calls"]) == 1
 
 
 def test_the_first_step_of_a_process_is_not_measured():
-    step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 8.0, "signal": 0.5}
+    step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 8.0}
 
     def run(*totals):
         return {
             "steps": [step | {"total": total} for total in totals],
             "between_calls": [1.0],
             "peak_memory_gb": 2.0 * totals[-1],
+            "planned_memory_gb": 3.0,
         }
 
     cell = grpo_step.step_cell("half", {"ours": [run(99.0, 1.0)], "trl": [run(99.0, 6.0)]})
     assert cell["arms"]["ours"]["runs"] == [1.0]
     assert cell["ratio"] == {"trl": 6.0}
     assert cell["memory_gb"] == {"ours": 2.0, "trl": 12.0}
-    assert cell["signal"] == 0.5
 
 
-def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, model_dir, tmp_path):
+def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, step_config):
     from benchmarks import trl_arm  # loads TRL
 
-    options = grpo_step.GRPOStepConfig(batch_size=2, group_size=4, trl_batch=2, steps=2)
-    work = options.work(str(model_dir), "half")
-    problems = work.problems(work.pool())
+    right = "<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>"
+    assert trl_arm.strict_reward([right, "2"], answer=["2", "2"], prompts=[]) == [1.0, 0.0]
+    options = replace(step_config, group_size=4, steps=2)
+    config = options.training()
+    problems = trl_arm.in_order(config, trainers.problem_pool(config))
     assert len(problems) == 2 * 3  # one step more, to warm up
     assert [row["answer"] for row in trl_arm.dataset(problems, tokenizer)] == [
         problem.answer for problem in problems
     ]
-    config = trl_arm.config_for(work, options.trl_settings(), str(tmp_path))
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 8
-    assert config.generation_batch_size == 8
-    assert (config.top_k, config.temperature, config.beta) == (0, 1.0, 0.0)
+    theirs = trl_arm.trl_config(config, options.trl_settings())
+    assert theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps == 8
+    assert theirs.generation_batch_size == 8
+    assert (theirs.top_k, theirs.temperature, theirs.beta) == (0, 1.0, 0.0)
 
 
-# --- how a step grows ---------------------------------------------------------------------------
+@pytest.mark.parametrize(("alone", "children"), [(False, 4), (True, 1)])
+def test_a_growing_step_is_measured_alone(step_config, monkeypatch, tmp_path, alone, children):
+    asked = []
 
+    def run_child(module, function, payload):
+        asked.append((function, payload["signal"], payload.get("ignore_ends")))
+        step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 4.0, "total": 2.0}
+        memory = {"peak_memory_gb": 1.0, "planned_memory_gb": 1.5}
+        return {"steps": [step, step], "between_calls": [1.0], **memory}
 
-def test_exponents_and_sizes_of_a_growing_step(monkeypatch, capsys):
-    """Learning grows in proportion, sampling with the square."""
-    assert scaling.parameters("random:smollm2-135m") == 134_515_008
-
-    def run_work(work):
-        size = work.group_size * work.max_new_tokens
-        if work.model == "short":
-            size -= work.group_size
-        parts = {"total": size + size**2, "sample": size**2, "learn": size}
-        step = parts | {"length_mean": size / work.group_size}
-        return {"steps": [{}, step], "peak_memory_gb": 1.0, "planned_memory_gb": 2.0}
-
-    monkeypatch.setattr(scaling, "run_work", run_work)
-    monkeypatch.setattr(scaling, "MODELS", ("random:smollm2-135m", "random:qwen2.5-0.5b"))
-    monkeypatch.setattr(scaling.shapes, "save_random_model", lambda *_: None)
-    work = trainers.Work("m", None, reward="all", ignore_ends=True)
-    found = scaling.measure_growth(work)
-    assert [c["name"] for c in found["cells"]][:6] == ["4", "8", "16", "64", "128", "256"]
-    assert found["cells"][-1]["size"] == 494_032_768
-    assert found["exponents"]["length"]["learn"] == pytest.approx(1)
-    assert found["exponents"]["group size"]["sample"] == pytest.approx(2)
-    assert found["exponents"]["model size"]["learn"] == pytest.approx(0)
-    with pytest.raises(RuntimeError, match="ended early"):
-        scaling.run_cell(trainers.Work("short", None))
+    monkeypatch.setattr(harness, "run_child", run_child)
+    file = tmp_path / "report.json"
+    assert grpo_step.main(replace(step_config, alone=alone, rounds=1, json=file)) == 0
+    assert len(asked) == children
+    assert asked[-1] == (("run_ours", "all", True) if alone else ("run_trl", "all", None))
+    assert json.loads(file.read_text())["ratio"] == ({} if alone else {"trl": 1.0})
 
 
 # --- the scripts --------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ TOY = {
     "solved": 8, "sft_batch": 4, "lora_r": 4, "steps": 2, "batch_size": 2, "group_size": 2,
     "max_new_tokens": 6, "base_new_tokens": 6, "greedy_problems": 4, "sampled_problems": 3,
     "base_sampled": 2, "samples": 3, "other_problems": 4, "other_sampled": 2, "curve_problems": 4,
-    "curve_every": 1, "trl_batch": 2, "seeds": (0,),
+    "curve_every": 1, "seeds": (0,),
 }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_a_config_travels_to_a_cells_process():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--steps", "0"], ["--trl-batch", "7"], ["--samples", "1"], ["nonsense"]],
+    [["--steps", "0"], ["--seeds", "1,1"], ["--samples", "1"], ["nonsense"]],
 )
 def test_mistakes_are_refused(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
@@ -514,8 +514,8 @@ def test_a_cells_command_says_what_differs_from_the_defaults(tmp_path):
 
     start = "python -m benchmarks.evidence --cells"
     assert command_of(EvidenceConfig(), Cell("grpo", 2)) == f"{start} grpo-s2"
-    config = EvidenceConfig(steps=3, trl_malloc=True, dataset=f"gsm8k:{tmp_path}", seeds=(9,))
-    expected = f"{start} grpo-s9 --seeds 9 --trl-malloc --dataset gsm8k:DIRECTORY --steps 3"
+    config = EvidenceConfig(steps=3, dataset=f"gsm8k:{tmp_path}", seeds=(9,))
+    expected = f"{start} grpo-s9 --seeds 9 --dataset gsm8k:DIRECTORY --steps 3"
     assert command_of(config, Cell("grpo", 9)) == expected
 
 
@@ -663,11 +663,13 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
 
 
 def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypatch):
-    from benchmarks.evidence import trl_cell
+    from benchmarks import trl_arm
 
-    config = toy(model_dir, tmp_path)
-    cell, start = Cell("trl", 0), finished.folder(Cell("sft", 0)) / "adapter"
-    steps, end = [], trl_cell.KeptClock.on_step_end
+    config = toy(model_dir, tmp_path).grpo_config(
+        Cell("trl", 0), finished.folder(Cell("sft", 0)) / "adapter"
+    )
+    work = (config, pools.pools(finished, 0).practice, trl_arm.strict_reward)
+    steps, end = [], trl_arm.Clock.on_step_end
 
     def killed_in_the_second_step(self, args, state, control, **options):
         steps.append(state.global_step)
@@ -675,27 +677,20 @@ def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypa
             raise Killed
         end(self, args, state, control, **options)
 
-    monkeypatch.setattr(trl_cell.KeptClock, "on_step_end", killed_in_the_second_step)
+    monkeypatch.setattr(trl_arm.Clock, "on_step_end", killed_in_the_second_step)
     with pytest.raises(Killed):
-        trl_cell.train_with_trl(config, cell, start)
-    # Another kill, while the next checkpoint was written.
-    folder = config.folder(cell) / "train"
-    shutil.copytree(folder / "checkpoint-1", folder / "checkpoint-2")
-    (folder / "checkpoint-2" / "trainer_state.json").unlink()
-    rows = trl_cell.train_with_trl(config, cell, start)
+        trl_arm.train(*work)
+    whole = config.run_dir / "checkpoint-1"
+    for number, state in ((2, "{"), (3, None)):  # other kills, while checkpoints were written
+        torn = shutil.copytree(whole, whole.with_name(f"checkpoint-{number}"))
+        (torn / "trainer_state.json").unlink()
+        if state:
+            (torn / "trainer_state.json").write_text(state)
+    rows = trl_arm.train(*work)
     assert steps == [1, 2, 2]
     assert len(rows) == 2
-    assert (config.folder(cell) / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_a_checkpoint_that_a_kill_tore_is_no_point(tmp_path):
-    config, cell = EvidenceConfig(grid=tmp_path), Cell("trl", 0)
-    for step, state in {1: "{}", 2: "{", 3: None}.items():
-        checkpoint = config.folder(cell) / "train" / f"checkpoint-{step}"
-        checkpoint.mkdir(parents=True)
-        if state:
-            (checkpoint / "trainer_state.json").write_text(state)
-    assert list(training.points(config, cell)) == [1]
+    assert not (config.run_dir / "checkpoint-3").exists()
+    assert (config.output / "adapter_model.safetensors").exists()
 
 
 def test_a_coin_falls_the_same_again():
