@@ -94,7 +94,8 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     for number in range(1, rounds + 1):
         part = practice[len(practice) * (number - 1) // rounds : len(practice) * number // rounds]
         folder = config.folder(cell) / (f"round_{number}" if number < rounds else "")
-        drawn = made_once(folder / "drawn.json", partial(_draw, config, cell, part, adapter))
+        draw = partial(_draw, config, cell, part, adapter, config.group_size)
+        drawn = made_once(folder / "drawn.json", draw)
         right = _right(part, drawn["texts"])
         kept |= (new := _distinct(right))
         count = max(len(new), _examples_for(config, cell, budget - drawn["seconds"]))
@@ -133,10 +134,13 @@ def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
     }
 
 
-def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path) -> Record:
+def _draw(
+    config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path, k: int
+) -> Record:
+    """k completions of each problem."""
     examiner = Judge(config, cell, config.max_new_tokens, adapter)
     started = time.monotonic()
-    drawn = examiner(practice, config.group_size)
+    drawn = examiner(practice, k)
     texts = [[graded.text for graded in group] for group in drawn.groups]
     return {"seconds": time.monotonic() - started, "texts": texts}
 
@@ -264,11 +268,8 @@ def _by_solve_rate(
 ) -> tuple[list[Problem], float]:
     """The problems that the start solves in some of a few completions but not in all, the easiest
     first, and the seconds that the completions took."""
-    few = replace(config, group_size=SOLVE_RATE_SAMPLES)
-    start = _adapter(config, cell, START)
-    drawn = made_once(
-        config.folder(cell) / "drawn.json", partial(_draw, few, cell, practice, start)
-    )
+    draw = partial(_draw, config, cell, practice, _start(config, cell), SOLVE_RATE_SAMPLES)
+    drawn = made_once(config.folder(cell) / "drawn.json", draw)
     right = {p.id: _solved(p, texts) for p, texts in zip(practice, drawn["texts"], strict=True)}
     useful = [p for p in practice if 0 < right[p.id] < SOLVE_RATE_SAMPLES]
     if not useful:
@@ -277,7 +278,7 @@ def _by_solve_rate(
 
 
 def _solved(problem: Problem, texts: Sequence[str]) -> int:
-    return sum(_kept(text, problem.answer) is not None for text in texts)
+    return sum(grade(text, problem.answer, strict=True).correct for text in texts)
 
 
 def _in_order(problems: list[Problem], count: int, seed: int) -> list[Problem]:

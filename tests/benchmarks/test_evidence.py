@@ -53,7 +53,7 @@ def toy(model_dir, folder: Path, **options) -> EvidenceConfig:
 
 def test_cells_come_seed_by_seed_after_what_they_need():
     cells = EvidenceConfig().all_cells()
-    assert len(cells) == len(set(cells)) == 2 + 3 * 27
+    assert len(cells) == len(set(cells)) == 2 + 3 * (len(ARMS) - 2)
     for place, cell in enumerate(cells):
         assert all(needed in cells[:place] for needed in cell.needs)
     seeds = [cell.seed for cell in cells]
@@ -116,13 +116,6 @@ def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
     (said,) = refused
     assert "begun with --steps 6, not 13" in said
     assert read_json(tmp_path / "settings.json")["steps"] == 6
-
-
-def test_a_config_travels_to_a_cells_process():
-    config = EvidenceConfig(seeds=(3, 4), cells=("x",), minutes=2.5)
-    back = EvidenceConfig(**json.loads(json.dumps(config.payload())))
-    assert replace(back, grid=config.grid, seeds=(3, 4), cells=("x",)) == config
-    assert back.grid.is_absolute()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +338,9 @@ def in_process():
         # A random model is never right: rejection sampling keeps its first completions anyway.
         patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
         patch.setattr("rlm.training.finish.learning_curves", lambda *_: None)  # tested elsewhere
-        patch.setattr(training, "_kept", lambda text, gold: (f"{gold} + 0 = {gold}", gold))
+        right = SimpleNamespace(correct=True, answer="5")
+        patch.setattr(training, "grade", lambda *_, **__: right)
+        patch.setattr(training, "split_completion", lambda text: ("5 + 0 = 5", "5"))
         for arm in [a for a in ARMS if ARMS[a].role == "choice" and not ARMS[a].selection]:
             patch.delitem(ARMS, arm)  # as GRPO, with one option of the trainer changed
         patch.setattr(training, "_solved", lambda problem, texts: 1 + int(problem.id[-1], 16) % 3)
@@ -532,7 +527,7 @@ def test_the_list_says_what_is_left_and_how_long_it_takes(finished, capsys):
     grid.show(replace(finished, seeds=(0, 1)))
     shown = capsys.readouterr().out
     assert "grpo-s1" in shown
-    assert "19 of 36 done" in shown
+    assert f"{len(ARMS)} of {2 * len(ARMS) - 2} done" in shown
     assert "cells of arms" not in shown  # seed 0 has one of each
     empty = replace(finished, grid=finished.grid.with_name("empty"), cells=("sft-*",))
     grid.show(empty)
@@ -590,7 +585,7 @@ def test_a_cell_is_locked_from_training_to_judging(model_dir, tmp_path, monkeypa
 
     monkeypatch.setattr(grid.harness, "run_child", run_child)
     grid.run(config)
-    assert parts == ["train_cell", "judge_cell"]
+    assert parts == ["train", "judge"]
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
@@ -602,12 +597,12 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
         begun.append((function, cell.name))
         if cell.name == "sft-s0":
             raise grid.harness.ChildFailed("exited with 1")
-        if function == "judge_cell":
+        if function == "judge":
             plan.write_atomically(config.folder(cell) / "result.json", {})
 
     monkeypatch.setattr(grid.harness, "run_child", run_child)
     assert command_line.main(config) == 1
-    assert begun == [("train_cell", "sft-s0"), ("train_cell", "sft-s1"), ("judge_cell", "sft-s1")]
+    assert begun == [("train", "sft-s0"), ("train", "sft-s1"), ("judge", "sft-s1")]
     said = capsys.readouterr().out
     assert f"sft-s0: failed; the end of {config.folder(Cell('sft', 0))}/log.txt says why" in said
     assert "grpo-s0: left for later" in said
@@ -638,15 +633,15 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
     monkeypatch.setattr(train_grpo, "log_step", killed_in_the_second_step)
     with pytest.raises(Killed):
         grid.run(config)
-    assert "step 1 of 2" in grid.state(config, Cell("random_reward", 0))
+    assert grid.state(config, Cell("random_reward", 0)) == "begun"
 
     judged, write = [], plan.write_atomically
 
     def killed_after_one_set(file, content):
-        if judged and len(judged) == 1:
-            judged.append("killed")
-            raise Killed
-        judged.append(file.name)
+        if file.parent.name == "scores":
+            judged.append(file.name)
+            if len(judged) == 2:
+                raise Killed
         write(file, content)
 
     monkeypatch.setattr(plan, "write_atomically", killed_after_one_set)
