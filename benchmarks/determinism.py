@@ -27,6 +27,7 @@ from rlm.cli import UsageError, flag, run_main
 from rlm.evaluation import show_table
 
 SMALL = ("--max-num-seqs=7", "--train-batch-size=1")
+THREADS = 2  # of the runs that have more than one
 
 
 @dataclass
@@ -35,7 +36,6 @@ class DeterminismConfig(harness.BenchmarkConfig):
     batch_size: int = flag(8, "problems in a step", min=2)
     group_size: int = flag(8, "completions of each", min=2)
     max_new_tokens: int = flag(96, "longest completion", min=1)
-    threads: int = flag(2, "threads of the runs that have more than one", min=2)
     repeats: int = flag(1, "runs with and without --deterministic that are timed, in turns", min=1)
 
 
@@ -87,26 +87,22 @@ def train(
 
 def measure(config: DeterminismConfig, folder: Path) -> dict[str, Any]:
     """Train in every setting; returns the report."""
-    threads, half = config.threads, config.steps // 2
-    found: dict[str, dict[str, Any]] = {}
+    half, found = config.steps // 2, {}
     for repeat in range(config.repeats):
         for name, deterministic in (("without the option", False), ("deterministic", True)):
-            run = train(
-                config, folder / f"{name}{repeat}", deterministic=deterministic, threads=threads
-            )
-            found[f"{name}, {threads} threads" + f", run {repeat + 1}" * (config.repeats > 1)] = run
-    found["without the option, small batches"] = train(
-        config, folder / "other", *SMALL, deterministic=False
-    )
-    found["deterministic, 1 thread, small batches"] = train(config, folder / "small", *SMALL)
-    shutil.copytree(folder / "small" / "run", folder / "resumed" / "run")
+            options = {"deterministic": deterministic, "threads": THREADS}
+            run = f"{name}, {THREADS} threads" + f", run {repeat + 1}" * (config.repeats > 1)
+            found[run] = train(config, folder / run, **options)
+    other, small = "without the option, small batches", "deterministic, 1 thread, small batches"
+    found[other] = train(config, folder / other, *SMALL, deterministic=False)
+    found[small] = train(config, folder / small, *SMALL)
+    resumed = f"deterministic, resumed at step {half}"
+    shutil.copytree(folder / small / "run", folder / resumed / "run")
     for step in range(half + 1, config.steps + 1):
-        shutil.rmtree(folder / "resumed" / "run" / "checkpoints" / f"step_{step:06d}")
-    found[f"deterministic, resumed at step {half}"] = train(
-        config, folder / "resumed", "--resume", threads=threads
-    )
-    found["deterministic, 2 processes"] = train(config, folder / "two", processes=2)
-    return found
+        shutil.rmtree(folder / resumed / "run" / "checkpoints" / f"step_{step:06d}")
+    found[resumed] = train(config, folder / resumed, "--resume", threads=THREADS)
+    two = "deterministic, 2 processes"
+    return found | {two: train(config, folder / two, processes=2)}
 
 
 def main(config: DeterminismConfig) -> int:

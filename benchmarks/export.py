@@ -34,15 +34,14 @@ from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, loa
 
 KINDS = ("f16", "q8_0")
 SECONDS = 600  # for one answer of llama.cpp
+PROBLEMS, COMPARED = 100, 20  # that exported models answer; of these, base and adapter too
+MAX_NEW_TOKENS = 96
 
 
 @dataclass
 class ExportConfig(harness.BenchmarkConfig):
     adapter: Path = flag(ADAPTER, "what is exported")
     dataset: str = flag("elementary", "where the problems come from (its test split)")
-    problems: int = flag(100, "problems that exported models answer", min=1)
-    compared: int = flag(20, "of these, problems that base and adapter answer too", min=1)
-    max_new_tokens: int = flag(96, "longest completion", min=1)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def export(config: ExportConfig, *options: object) -> None:
 def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     """Export, ask and compare; returns {exported model: figures}."""
     info = AdapterInfo.load(config.adapter)
-    problems = load_problems(config.dataset, "test", max_samples=config.problems, seed=config.seed)
+    problems = load_problems(config.dataset, "test", max_samples=PROBLEMS, seed=config.seed)
     tokenizer = load_tokenizer(config.model)
     prompts = [render_problem(tokenizer, problem, info.format) for problem in problems]
     conversations = [
@@ -136,10 +135,10 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     base = load_base(config.model, Device("cpu", torch.float32, "as it is merged"))
     ends = sorted(stop_token_ids(tokenizer, base.generation_config))
     model = load_adapter(base, config.adapter, trainable=False)
-    limits = {"max_new_tokens": config.max_new_tokens}
+    limits = {"max_new_tokens": MAX_NEW_TOKENS}
     expected = Answers(
         prompts,
-        [greedy(model, p, eos_token_id=ends, **limits) for p in prompts[: config.compared]],
+        [greedy(model, p, eos_token_id=ends, **limits) for p in prompts[:COMPARED]],
     )
     export(config, "--merge", folder / "merged")
     answers = {"merged": ask_transformers(folder / "merged", conversations, **limits)}
