@@ -10,11 +10,7 @@ parity of a completion's length, so that nearly every group has a difference to 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +19,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness
-from rlm.cli import UsageError, flag, run_main
+from rlm.cli import flag, run_main
 from rlm.evaluation import show_table
+from rlm.runs import read_lines
 
 SMALL = ("--max-num-seqs=7", "--train-batch-size=1")
 THREADS = 2  # of the runs that have more than one
@@ -55,7 +52,7 @@ def train(
     """Train in a process of its own; returns the adapter's hash and the seconds of its steps.
 
     Raises:
-        UsageError: it failed; the message has the end of what it said.
+        UsageError: it failed.
     """
     options = {
         "model": config.model, "dataset": config.dataset, "sft-adapter": "none",
@@ -65,21 +62,16 @@ def train(
         "eval-samples": 0, "sample-every": 0, "save-every": 1, "keep-checkpoints": config.steps + 1,
         "seed": config.seed, "run-dir": folder / "run", "output": folder / "adapter",
     }  # fmt: skip
-    words = [f"--{name}={value}" for name, value in options.items()] + [*flags]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launch if processes > 1 else ()), "train_grpo.py", *words]
-    done = subprocess.run(
-        command + ["--deterministic"] * deterministic,
-        cwd=harness.ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+    distributed = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    harness.run_script(
+        "train_grpo.py",
+        *(f"--{name}={value}" for name, value in options.items()),
+        *flags,
+        *["--deterministic"] * deterministic,
+        launch=distributed if processes > 1 else (),
+        OMP_NUM_THREADS=str(threads),
     )
-    if done.returncode:
-        raise UsageError("a run failed:\n" + "\n".join(done.stdout.splitlines()[-20:]))
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    rows = read_lines(folder / "run" / "metrics.jsonl", repair=False)
     weights = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
     seconds = [row["time/sample"] + row["time/learn"] for row in rows]
     return {"sha256": hashlib.sha256(weights).hexdigest(), "step_seconds": seconds}

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.plain_generate import greedy
-from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.cli import flag, run_main, terminal
 from rlm.data import Problem, load_problems, render_problem, stop_token_ids
 from rlm.evaluation import percent, show_table, summarize_scores
 from rlm.grading import grade
@@ -101,24 +101,6 @@ def ask_transformers(
     return Answers(**json.loads(done.stdout))
 
 
-def export(config: ExportConfig, *options: object) -> None:
-    """Run `inference.py` on the adapter.
-
-    Raises:
-        UsageError: it refused.
-    """
-    command = [sys.executable, "inference.py", "--adapter", config.adapter.resolve(), *options]
-    done = subprocess.run(
-        [*map(str, command), "--model", config.model],
-        cwd=harness.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise UsageError(f"inference.py: {done.stderr.strip()[-300:]}")
-
-
 def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     """Export, ask and compare; returns {exported model: figures}."""
     info = AdapterInfo.load(config.adapter)
@@ -140,10 +122,11 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
         prompts,
         [greedy(model, p, eos_token_id=ends, **limits) for p in prompts[:COMPARED]],
     )
-    export(config, "--merge", folder / "merged")
+    adapter = ("inference.py", "--adapter", config.adapter.resolve(), "--model", config.model)
+    harness.run_script(*adapter, "--merge", folder / "merged")
     answers = {"merged": ask_transformers(folder / "merged", conversations, **limits)}
     for kind in KINDS if util.find_spec("xllamacpp") else ():
-        export(config, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
+        harness.run_script(*adapter, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
         answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations, **limits)
 
     def cut(ids: list[int]) -> list[int]:

@@ -7,7 +7,6 @@ type; nothing is taken from a data sheet. Products are torch's or oneDNN's, whic
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.harness import timed
 from rlm.sampling import fused_linear
 
 REPEATS = 7
@@ -100,7 +100,7 @@ def decode_floor(
 def measure(device: str, dtype: torch.dtype) -> Machine:
     """Best of a few repetitions: a floor must not hold what disturbed the measurement."""
     buffer = torch.ones(BUFFER_BYTES[device] // 4, device=device)
-    seconds = _best(buffer.sum, device)
+    seconds = _best(buffer.sum)
     bandwidth = buffer.numel() * buffer.element_size() / seconds
     flops = 0.0
     for rows, inner, columns in PRODUCTS[device]:
@@ -109,7 +109,7 @@ def measure(device: str, dtype: torch.dtype) -> Machine:
         ways = [lambda a=a, b=b: torch.nn.functional.linear(a, b)]
         if device == "cpu":  # torch's fp32 is MKL's, which is slow on AMD: oneDNN's, packed, too
             ways.append(partial(fused_linear(_layer(b)), a))
-        seconds = min(_best(way, device) for way in ways)
+        seconds = min(_best(way) for way in ways)
         flops = max(flops, 2 * rows * inner * columns / seconds)
     return Machine(bandwidth, flops)
 
@@ -120,12 +120,5 @@ def _layer(weight: torch.Tensor) -> torch.nn.Linear:
     return layer
 
 
-def _best(work: Callable[[], object], device: str) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def _best(work: Callable[[], object]) -> float:
+    return min(timed(work)[0] for _ in range(REPEATS))

@@ -20,8 +20,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 from benchmarks import floor, harness, samplers
 from rlm.cli import flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems, render_prompt
@@ -72,18 +70,18 @@ class Bench:
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
         return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
 
-    def time(self, method: str, prompts: int, *args: Any, tokens: int) -> dict[str, list[float]]:
+    def time(self, lengths: samplers.Lengths, rows_at_once: int) -> dict[str, list[float]]:
         """Tokens per second of each arm, in turns.
 
         Args:
-            method: "fixed" or "lengths"; `args` are what it takes between prompts and seeds.
-            tokens: how many it draws.
+            lengths: of the rows of each prompt.
         """
         rest = SERVER_REST if self.config.vllm_url else 0
+        tokens = sum(map(sum, lengths))
 
         def run(arm: Any, repetition: int) -> float:
-            texts, seeds = self.work(prompts, repetition)
-            return rate(partial(getattr(arm, method), texts, *args, seeds), tokens, rest)
+            prompts, seeds = self.work(len(lengths), repetition)
+            return rate(partial(arm.draw, prompts, lengths, seeds, rows_at_once), tokens, rest)
 
         arms = {name: partial(run, arm) for name, arm in self.arms.items()}
         return harness.alternate(arms, self.config.repeats)
@@ -102,9 +100,9 @@ def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
     policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
     arms: dict[str, Any] = {}
     if only in (None, harness.OURS):
-        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer), MAX_NUM_SEQS)
+        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer))
     if only in (None, "generate"):
-        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id, MAX_NUM_SEQS)
+        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id)
     if config.vllm_url and only is None:
         arms["vllm"] = samplers.VLLM(config.vllm_url)
     return Bench(config, problems, tokenizer, cost, arms)
@@ -113,13 +111,7 @@ def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
     """Tokens per second, after `rest` seconds of rest; all of the tokens must have been drawn."""
     time.sleep(rest)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    drawn = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    seconds, drawn = harness.timed(work)
     if drawn != expected:
         raise RuntimeError(f"{drawn} tokens came out where {expected} were asked for")
     return expected / seconds
@@ -130,7 +122,7 @@ def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
 
 def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
-    runs = bench.time("fixed", prompts, GROUP, new_tokens, tokens=rows * new_tokens)
+    runs = bench.time([[new_tokens] * GROUP] * prompts, rows)
     length = mean(len(text) for text in bench.work(prompts, 1)[0])
     sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
     step = floor.decode_floor(rates, bench.cost, **sizes)
@@ -143,9 +135,8 @@ def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
 
 
 def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
-    useful, rows = sum(map(sum, recorded)), sum(map(len, recorded))
-    runs = bench.time("lengths", len(recorded), recorded, tokens=useful)
-    average = useful / rows
+    runs, rows = bench.time(recorded, MAX_NUM_SEQS), sum(map(len, recorded))
+    average = sum(map(sum, recorded)) / rows
     name = f"{rows} rows, real lengths"
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
     cell |= {"max_num_seqs": MAX_NUM_SEQS, "length_mean": average, "length_limit": limit}
@@ -159,8 +150,8 @@ def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
     config = RolloutConfig(**config)
     bench = load_bench(config, only=arm)
     rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
-    texts, seeds = bench.work(rows // GROUP, 1)
-    bench.arms[arm].fixed(texts, GROUP, config.new_tokens, seeds)
+    prompts, seeds = bench.work(rows // GROUP, 1)
+    bench.arms[arm].draw(prompts, [[config.new_tokens] * GROUP] * len(prompts), seeds, rows)
     return {}
 
 

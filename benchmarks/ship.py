@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -200,9 +199,7 @@ def model_card(
     for problem, (graded,) in zip(last.problems, last.groups, strict=True):
         kind = "Right" if graded.strict.correct else "Wrong"
         examples.setdefault(kind, (problem, graded.text))
-    card = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
-    options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return jinja2.Template(card, keep_trailing_newline=True, **options).render(
+    return harness.template(Path(__file__).with_name("model_card.md.jinja")).render(
         history=info.run,
         sft=start.run,
         sft_data=public_dataset(start.dataset),

@@ -10,11 +10,9 @@ test set it was at. A cell that fails is named with its log, and the others go o
 from __future__ import annotations
 
 import time
-from functools import partial
-from statistics import mean
 
 from benchmarks import harness
-from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json
+from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.evaluation import show_table
 from rlm.runs import lock_file
@@ -40,7 +38,7 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
         UsageError: a cell needs one that is neither done nor chosen, or other settings were used.
     """
     config.fix()
-    chosen, started, failed = config.chosen_cells(), time.monotonic(), []
+    chosen, failed = config.chosen_cells(), []
     for cell in chosen:
         for needed in cell.needs:
             if needed not in chosen and not is_trained(config, needed):
@@ -48,9 +46,6 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
     for cell in chosen:
         if is_done(config, cell):
             continue
-        if config.minutes is not None and time.monotonic() - started >= 60 * config.minutes:
-            terminal.line(f"--minutes {config.minutes:g} are over: no new cell is started")
-            break
         if not all(is_trained(config, needed) for needed in cell.needs):
             terminal.line(f"{cell.name}: left for later, what it needs is not done")
             continue
@@ -88,9 +83,6 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     return True
 
 
-# --- what is done and what is left --------------------------------------------------------------
-
-
 def state(config: EvidenceConfig, cell: Cell) -> str:
     folder = config.folder(cell)
     if is_done(config, cell):
@@ -101,19 +93,8 @@ def state(config: EvidenceConfig, cell: Cell) -> str:
 
 
 def show(config: EvidenceConfig) -> None:
-    """A table of the chosen cells, and how long the rest will take, from the finished ones."""
-    chosen = config.chosen_cells()
-    took: dict[str, list[float]] = {}
-    for cell in filter(partial(is_done, config), chosen):
-        result = read_json(config.folder(cell) / "result.json")
-        seconds = result["training"].get("wall", 0.0) + result["judging_seconds"]
-        took.setdefault(cell.arm, []).append(seconds)
-    left = [cell for cell in chosen if not is_done(config, cell)]
-    expected = {arm: terminal.duration(mean(seconds)) for arm, seconds in took.items()}
-    rows = {c.name: {"state": state(config, c), "time": expected.get(c.arm, "?")} for c in chosen}
-    show_table("", rows, "cell")
-    known = [mean(took[cell.arm]) for cell in left if cell.arm in took]
-    unknown = len(left) - len(known)
-    more = f", and {unknown} cells of arms that none is done of" if unknown else ""
-    done = f"{len(chosen) - len(left)} of {len(chosen)} done"
-    terminal.line(f"{done}; about {terminal.duration(sum(known))} left{more}")
+    """A table of the chosen cells."""
+    states = {cell.name: {"state": state(config, cell)} for cell in config.chosen_cells()}
+    show_table("", states, "cell")
+    done = sum(row["state"] == "done" for row in states.values())
+    terminal.line(f"{done} of {len(states)} done")

@@ -141,7 +141,6 @@ class EvidenceConfig:
     command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
-    minutes: float | None = flag(None, "start no cell after this many minutes", min=0)
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
     grid: Path = flag(Path("runs/evidence"), "the cells' directories")
     docs: Path = flag(Path("docs/results"), "where the report goes")
@@ -204,7 +203,7 @@ class EvidenceConfig:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides what a cell measures, and must not change within a grid."""
-        free = {"command", "cells", "list", "minutes", "seeds", "grid", "docs"}
+        free = {"command", "cells", "list", "seeds", "grid", "docs"}
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
