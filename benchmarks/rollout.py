@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -120,17 +120,17 @@ def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
+def fixed_cell(bench: Bench, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
     runs = bench.time([[new_tokens] * GROUP] * prompts, rows)
     length = mean(len(text) for text in bench.work(prompts, 1)[0])
     sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
     step = floor.decode_floor(rates, bench.cost, **sizes)
-    least = rows / step.seconds
+    least = rows / step["seconds"]
     cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
     share = cell["arms"][harness.OURS]["median"] / least
-    cell["floor"] = asdict(step) | {"bound": step.bound, "tokens_per_second": least, "share": share}
-    cell["note"] = f"ours at {share:.0%} of the floor ({step.bound})"
+    cell["floor"] = step | {"tokens_per_second": least, "share": share}
+    cell["note"] = f"ours at {share:.0%} of the floor ({step['bound']})"
     return cell
 
 
@@ -159,13 +159,8 @@ def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(config: RolloutConfig) -> int:
+    """Load, choose the peer's options, run all cells."""
     prepare_process()
-    harness.write_report(config.json, measure(config))
-    return 0
-
-
-def measure(config: RolloutConfig) -> dict[str, Any]:
-    """Load, choose the peer's options, run all cells; the report."""
     memory = {}
     # First: these processes want the memory that the models below will hold.
     for arm in (harness.OURS, "generate"):
@@ -177,8 +172,8 @@ def measure(config: RolloutConfig) -> dict[str, Any]:
     device = pick_device()
     rates = floor.measure(device.type, device.dtype)
     terminal.line(
-        f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "
-        f"multiplies {rates.flops_per_second / 1e9:.0f} GFLOP/s"
+        f"{device}: reads {rates['bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"multiplies {rates['flops_per_second'] / 1e9:.0f} GFLOP/s"
     )
     generate = bench.arms["generate"]
     # 32 rows, or fewer if no cell has more.
@@ -195,15 +190,17 @@ def measure(config: RolloutConfig) -> dict[str, Any]:
         recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))
         cells.append(lengths_cell(bench, recorded["lengths"], recorded["limit"]))
     harness.show("rollouts", cells)
-    return harness.report(
+    found = harness.report(
         "rollout",
         headline,
         cells,
         memory,
         generate_tried_seconds=tried,
         generate_options=generate.options,
-        measured_rates=asdict(rates),
+        measured_rates=rates,
     )
+    harness.write_report(config.json, found)
+    return 0
 
 
 if __name__ == "__main__":

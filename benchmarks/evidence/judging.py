@@ -104,13 +104,11 @@ def _judge(config: EvidenceConfig, cell: Cell, folder: Path) -> dict[str, Any]:
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
     """What runs this cell again in an empty grid, after the ones it needs."""
     default = EvidenceConfig()
-    usual = default.settings()
-    changed = {k: v for k, v in config.settings().items() if v != usual[k]}
     spelled = [] if cell.seed in default.seeds else [f"--seeds {cell.seed}"]
-    for name, value in changed.items():
-        option = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
-        shown = "" if isinstance(value, bool) else f" {_public(name, value)}"
-        spelled.append(f"--{option}{shown}")
+    usual = default.settings()
+    for name, value in config.settings().items():
+        if value != usual[name]:
+            spelled.append(f"--{name.replace('_', '-')} {_public(name, value)}")
     return " ".join(["python -m benchmarks.evidence --cells", cell.name, *spelled])
 
 

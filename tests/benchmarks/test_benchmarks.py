@@ -99,11 +99,11 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying():
     cost = floor.ModelCost(
         weight_bytes=1000, row_flops=500, layers=2, query_width=8, cache_bytes_per_token=10
     )
-    rates = floor.Machine(bytes_per_second=100.0, flops_per_second=1000.0)
+    rates = {"bytes_per_second": 100.0, "flops_per_second": 1000.0}
     step = floor.decode_floor(rates, cost, prompts=1, rows=4, prompt_tokens=20, new=5)
-    assert step.memory_seconds == (1000 + (20 + 4 * 5) * 10) / 100
-    assert step.arithmetic_seconds == 4 * (500 + 4 * 2 * 8 * 25) / 1000
-    assert (step.seconds, step.bound) == (14.0, "memory")
+    assert step["memory_seconds"] == (1000 + (20 + 4 * 5) * 10) / 100
+    assert step["arithmetic_seconds"] == 4 * (500 + 4 * 2 * 8 * 25) / 1000
+    assert (step["seconds"], step["bound"]) == (14.0, "memory")
 
 
 def test_the_cost_of_a_model_counts_each_weight_once():

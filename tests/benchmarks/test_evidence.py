@@ -177,7 +177,7 @@ def test_gsm8k_must_be_the_published_files(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="is missing"):
         pools.pools(config, 0)
     digests = {}
-    for name, rows in zip(pools.GSM8K_FILES, (250, 3), strict=True):  # 200 are for validation
+    for name, rows in zip(pools.GSM8K_FILES, (250, 3), strict=True):
         lines = [
             f'{{"question": "{i} + 1?", "answer": "1 more\\n#### {i + 1}"}}\n' for i in range(rows)
         ]
@@ -188,7 +188,7 @@ def test_gsm8k_must_be_the_published_files(tmp_path, monkeypatch):
     monkeypatch.setattr(pools, "GSM8K_FILES", digests)
     judged, learned = pools.judged_sets(config)[0], pools.pools(config, 0)
     assert (judged.name, len(judged.problems), judged.sampled) == ("gsm8k", 3, 3)
-    assert (len(learned.solved), len(learned.practice)) == (8, 42)
+    assert (len(learned.solved), len(learned.practice), len(learned.validation)) == (8, 96, 25)
     assert {p.question for p in learned.solved}.isdisjoint(p.question for p in learned.practice)
     assert not any(p.solution for p in learned.practice)
     with pytest.raises(UsageError, match="word-problems or gsm8k"):
@@ -652,9 +652,9 @@ def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypa
 
     def killed_in_the_second_step(self, args, state, control, **options):
         steps.append(state.global_step)
-        if steps == [1, 2]:
-            raise Killed
         end(self, args, state, control, **options)
+        if steps == [1, 2]:  # its seconds are written down, its checkpoint is not
+            raise Killed
 
     monkeypatch.setattr(trl_arm.Clock, "on_step_end", killed_in_the_second_step)
     with pytest.raises(Killed):
