@@ -141,19 +141,23 @@ class _Completions(BaseHTTPRequestHandler):
     asked: list[dict] = []  # noqa: RUF012
 
     def do_GET(self):
-        self._answer({"data": [{"id": "served"}]})
+        self._send(json.dumps({"data": [{"id": "served"}]}))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
+        if body.get("stream"):
+            content, usage = {"choices": [{"delta": {"content": "5"}}]}, {"completion_tokens": 3}
+            chunks = [json.dumps(content), json.dumps({"choices": [], "usage": usage}), "[DONE]"]
+            return self._send("".join(f"data: {chunk}\n\n" for chunk in chunks))
         stop_early = body["prompt"] == [0]
         drawn = body["n"] * body["max_tokens"] - stop_early
-        self._answer({"usage": {"completion_tokens": drawn}})
+        self._send(json.dumps({"usage": {"completion_tokens": drawn}}))
 
-    def _answer(self, content):
+    def _send(self, text):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, *_):
         pass
@@ -186,6 +190,23 @@ def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
         vllm.draw([[0]], [[7]], [1], 1)
     with pytest.raises(UsageError, match="refused"):
         samplers.VLLM("http://127.0.0.1:9")
+
+
+def test_two_servers_are_asked_in_turns_in_a_row_and_at_once(vllm, capsys):
+    config = serving.ServingConfig(requests=2, repeats=1)
+    servers = {
+        "ours": serving.Server(vllm.url, "base", []),
+        serving.PEER: serving.Server(vllm.url, "m", [serving.SYSTEM]),
+    }
+    report = serving.measure(config, servers)
+    asked = [body for body in _Completions.asked if "messages" in body]
+    assert len(asked) == 2 * 2 * 2 * 2  # servers, requests, a warm-up, in a row and at once
+    for ours, theirs in zip(asked[0:2], asked[2:4], strict=True):
+        assert theirs["messages"] == [serving.SYSTEM, *ours["messages"]]
+        assert (ours["model"], theirs["model"], theirs["max_tokens"]) == ("base", "m", 64)
+    assert [cell["unit"] for cell in report["cells"]][::2] == list(serving.FIGURES)
+    assert set(report["ratio"]) == {serving.PEER}
+    assert set(report["speedup_at_once"]) == set(servers)
 
 
 # --- training -----------------------------------------------------------------------------------
