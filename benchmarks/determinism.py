@@ -10,11 +10,7 @@ parity of a completion's length, so that nearly every group has a difference to 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +19,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness
-from rlm.cli import UsageError, flag, run_main
+from rlm.cli import flag, run_main
 from rlm.evaluation import show_table
+from rlm.runs import read_lines
 
 SMALL = ("--max-num-seqs=7", "--train-batch-size=1")
+THREADS = 2  # of the runs that have more than one
 
 
 @dataclass
@@ -35,7 +33,6 @@ class DeterminismConfig(harness.BenchmarkConfig):
     batch_size: int = flag(8, "problems in a step", min=2)
     group_size: int = flag(8, "completions of each", min=2)
     max_new_tokens: int = flag(96, "longest completion", min=1)
-    threads: int = flag(2, "threads of the runs that have more than one", min=2)
     repeats: int = flag(1, "runs with and without --deterministic that are timed, in turns", min=1)
 
 
@@ -55,7 +52,7 @@ def train(
     """Train in a process of its own; returns the adapter's hash and the seconds of its steps.
 
     Raises:
-        UsageError: it failed; the message has the end of what it said.
+        UsageError: it failed.
     """
     options = {
         "model": config.model, "dataset": config.dataset, "sft-adapter": "none",
@@ -65,21 +62,16 @@ def train(
         "eval-samples": 0, "sample-every": 0, "save-every": 1, "keep-checkpoints": config.steps + 1,
         "seed": config.seed, "run-dir": folder / "run", "output": folder / "adapter",
     }  # fmt: skip
-    words = [f"--{name}={value}" for name, value in options.items()] + [*flags]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launch if processes > 1 else ()), "train_grpo.py", *words]
-    done = subprocess.run(
-        command + ["--deterministic"] * deterministic,
-        cwd=harness.ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+    distributed = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    harness.run_script(
+        "train_grpo.py",
+        *(f"--{name}={value}" for name, value in options.items()),
+        *flags,
+        *["--deterministic"] * deterministic,
+        launch=distributed if processes > 1 else (),
+        OMP_NUM_THREADS=str(threads),
     )
-    if done.returncode:
-        raise UsageError("a run failed:\n" + "\n".join(done.stdout.splitlines()[-20:]))
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    rows = read_lines(folder / "run" / "metrics.jsonl", repair=False)
     weights = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
     seconds = [row["time/sample"] + row["time/learn"] for row in rows]
     return {"sha256": hashlib.sha256(weights).hexdigest(), "step_seconds": seconds}
@@ -87,26 +79,22 @@ def train(
 
 def measure(config: DeterminismConfig, folder: Path) -> dict[str, Any]:
     """Train in every setting; returns the report."""
-    threads, half = config.threads, config.steps // 2
-    found: dict[str, dict[str, Any]] = {}
+    half, found = config.steps // 2, {}
     for repeat in range(config.repeats):
         for name, deterministic in (("without the option", False), ("deterministic", True)):
-            run = train(
-                config, folder / f"{name}{repeat}", deterministic=deterministic, threads=threads
-            )
-            found[f"{name}, {threads} threads" + f", run {repeat + 1}" * (config.repeats > 1)] = run
-    found["without the option, small batches"] = train(
-        config, folder / "other", *SMALL, deterministic=False
-    )
-    found["deterministic, 1 thread, small batches"] = train(config, folder / "small", *SMALL)
-    shutil.copytree(folder / "small" / "run", folder / "resumed" / "run")
+            options = {"deterministic": deterministic, "threads": THREADS}
+            run = f"{name}, {THREADS} threads" + f", run {repeat + 1}" * (config.repeats > 1)
+            found[run] = train(config, folder / run, **options)
+    other, small = "without the option, small batches", "deterministic, 1 thread, small batches"
+    found[other] = train(config, folder / other, *SMALL, deterministic=False)
+    found[small] = train(config, folder / small, *SMALL)
+    resumed = f"deterministic, resumed at step {half}"
+    shutil.copytree(folder / small / "run", folder / resumed / "run")
     for step in range(half + 1, config.steps + 1):
-        shutil.rmtree(folder / "resumed" / "run" / "checkpoints" / f"step_{step:06d}")
-    found[f"deterministic, resumed at step {half}"] = train(
-        config, folder / "resumed", "--resume", threads=threads
-    )
-    found["deterministic, 2 processes"] = train(config, folder / "two", processes=2)
-    return found
+        shutil.rmtree(folder / resumed / "run" / "checkpoints" / f"step_{step:06d}")
+    found[resumed] = train(config, folder / resumed, "--resume", threads=THREADS)
+    two = "deterministic, 2 processes"
+    return found | {two: train(config, folder / two, processes=2)}
 
 
 def main(config: DeterminismConfig) -> int:

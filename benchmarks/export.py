@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.plain_generate import greedy
-from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.cli import flag, run_main, terminal
 from rlm.data import Problem, load_problems, render_problem, stop_token_ids
 from rlm.evaluation import percent, show_table, summarize_scores
 from rlm.grading import grade
@@ -34,15 +34,17 @@ from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, loa
 
 KINDS = ("f16", "q8_0")
 SECONDS = 600  # for one answer of llama.cpp
+PROBLEMS, COMPARED = 100, 20  # that exported models answer; of these, base and adapter too
+MAX_NEW_TOKENS = 96
+
+
+Conversations = Sequence[Sequence[dict[str, str]]]  # chat messages of each problem
 
 
 @dataclass
 class ExportConfig(harness.BenchmarkConfig):
     adapter: Path = flag(ADAPTER, "what is exported")
     dataset: str = flag("elementary", "where the problems come from (its test split)")
-    problems: int = flag(100, "problems that exported models answer", min=1)
-    compared: int = flag(20, "of these, problems that base and adapter answer too", min=1)
-    max_new_tokens: int = flag(96, "longest completion", min=1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Answers:
     """What one program made of the problems, as token ids."""
 
     prompts: list[list[int]]
-    completions: list[list[int]]  # without the end token
+    completions: list[list[int]]
 
 
 @contextmanager
@@ -71,9 +73,7 @@ def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
     yield post  # the server ends with the last reference to it
 
 
-def ask_llama_cpp(
-    path: Path, conversations: Sequence[Sequence[dict[str, str]]], max_new_tokens: int
-) -> Answers:
+def ask_llama_cpp(path: Path, conversations: Conversations) -> Answers:
     """Greedy answers of a GGUF file; its own template and tokenizer make the prompts."""
     prompts, completions = [], []
     with llama_cpp(path) as post:
@@ -81,19 +81,17 @@ def ask_llama_cpp(
             text = post("/apply-template", {"messages": messages})["prompt"]
             body = {"content": text, "parse_special": True, "add_special": True}
             prompts.append(post("/tokenize", body)["tokens"])
-            body = {"prompt": prompts[-1], "n_predict": max_new_tokens, "temperature": 0}
+            body = {"prompt": prompts[-1], "n_predict": MAX_NEW_TOKENS, "temperature": 0}
             more = {"return_tokens": True, "cache_prompt": False}
             completions.append(post("/completion", body | more)["tokens"])
     return Answers(prompts, completions)
 
 
-def ask_transformers(
-    folder: Path, conversations: Sequence[Sequence[dict[str, str]]], max_new_tokens: int
-) -> Answers:
+def ask_transformers(folder: Path, conversations: Conversations) -> Answers:
     """Greedy answers of a merged model, in a process that imports transformers and not us."""
     program = Path(__file__).with_name("plain_generate.py")
     done = subprocess.run(
-        [sys.executable, program, folder, str(max_new_tokens)],
+        [sys.executable, program, folder, str(MAX_NEW_TOKENS)],
         input=json.dumps(conversations),
         stdout=subprocess.PIPE,
         text=True,
@@ -102,28 +100,10 @@ def ask_transformers(
     return Answers(**json.loads(done.stdout))
 
 
-def export(config: ExportConfig, *options: object) -> None:
-    """Run `inference.py` on the adapter.
-
-    Raises:
-        UsageError: it refused.
-    """
-    command = [sys.executable, "inference.py", "--adapter", config.adapter.resolve(), *options]
-    done = subprocess.run(
-        [*map(str, command), "--model", config.model],
-        cwd=harness.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise UsageError(f"inference.py: {done.stderr.strip()[-300:]}")
-
-
 def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     """Export, ask and compare; returns {exported model: figures}."""
     info = AdapterInfo.load(config.adapter)
-    problems = load_problems(config.dataset, "test", max_samples=config.problems, seed=config.seed)
+    problems = load_problems(config.dataset, "test", max_samples=PROBLEMS, seed=config.seed)
     tokenizer = load_tokenizer(config.model)
     prompts = [render_problem(tokenizer, problem, info.format) for problem in problems]
     conversations = [
@@ -136,34 +116,33 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     base = load_base(config.model, Device("cpu", torch.float32, "as it is merged"))
     ends = sorted(stop_token_ids(tokenizer, base.generation_config))
     model = load_adapter(base, config.adapter, trainable=False)
-    limits = {"max_new_tokens": config.max_new_tokens}
-    expected = Answers(
-        prompts,
-        [greedy(model, p, eos_token_id=ends, **limits) for p in prompts[: config.compared]],
-    )
-    export(config, "--merge", folder / "merged")
-    answers = {"merged": ask_transformers(folder / "merged", conversations, **limits)}
-    for kind in KINDS if util.find_spec("xllamacpp") else ():
-        export(config, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
-        answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations, **limits)
 
     def cut(ids: list[int]) -> list[int]:
         return ids[:-1] if ids and ids[-1] in ends else ids
 
+    options = {"eos_token_id": ends, "max_new_tokens": MAX_NEW_TOKENS}
+    expected = [cut(greedy(model, prompt, **options)) for prompt in prompts[:COMPARED]]
+    adapter = ("inference.py", "--adapter", config.adapter.resolve(), "--model", config.model)
+    harness.run_script(*adapter, "--merge", folder / "merged")
+    answers = {"merged": ask_transformers(folder / "merged", conversations)}
+    for kind in KINDS if util.find_spec("xllamacpp") else ():
+        harness.run_script(*adapter, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
+        answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations)
+
     def is_right(problem: Problem, ids: list[int]) -> bool:
-        text = tokenizer.decode(cut(ids))
+        text = tokenizer.decode(ids)
         kind, tags = problem.answer_type, info.format.tags
         return grade(text, problem.answer, strict=True, kind=kind, **tags).correct
 
     figures = {}
     for name, found in answers.items():
-        pairs = zip(expected.completions, found.completions, strict=False)
-        right = [is_right(*p) for p in zip(problems, found.completions, strict=True)]
+        completions = [cut(ids) for ids in found.completions]
+        right = [is_right(*pair) for pair in zip(problems, completions, strict=True)]
         figures[name] = {
             "equal_prompts": sum(map(list.__eq__, found.prompts, prompts)),
-            "equal_completions": sum(cut(ours) == cut(theirs) for ours, theirs in pairs),
-            "compared": len(expected.completions),
-            "compared_tokens": sum(map(len, map(cut, expected.completions))),
+            "equal_completions": sum(map(list.__eq__, completions, expected)),
+            "compared": len(expected),
+            "compared_tokens": sum(map(len, expected)),
             "right": summarize_scores(right, trials=True),
         }
     return figures

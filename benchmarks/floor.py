@@ -7,14 +7,15 @@ type; nothing is taken from a data sheet. Products are torch's or oneDNN's, whic
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.harness import timed
 from rlm.sampling import fused_linear
 
 REPEATS = 7
@@ -24,14 +25,6 @@ PRODUCTS = {
     "cpu": ((1024, 576, 1536), (1536, 1536, 1536)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Measured rates."""
-
-    bytes_per_second: float
-    flops_per_second: float
 
 
 @dataclass(frozen=True)
@@ -65,23 +58,16 @@ class ModelCost:
         )
 
 
-@dataclass(frozen=True)
-class Floor:
-    """The least time of one decode step, and what sets it."""
-
-    seconds: float
-    memory_seconds: float
-    arithmetic_seconds: float
-
-    @property
-    def bound(self) -> str:
-        return "memory" if self.memory_seconds >= self.arithmetic_seconds else "arithmetic"
-
-
 def decode_floor(
-    machine: Machine, cost: ModelCost, *, prompts: int, rows: int, prompt_tokens: float, new: float
-) -> Floor:
-    """The floor of a step in the middle of a batch.
+    rates: Mapping[str, float],
+    cost: ModelCost,
+    *,
+    prompts: int,
+    rows: int,
+    prompt_tokens: float,
+    new: float,
+) -> dict[str, Any]:
+    """The least seconds of a step in the middle of a batch, and what sets them.
 
     Args:
         prompts: different ones; the cache of a prompt is read once for all its rows.
@@ -90,17 +76,21 @@ def decode_floor(
     """
     tokens_read = prompts * prompt_tokens + rows * new
     attention = 4 * cost.layers * cost.query_width * (prompt_tokens + new)  # of one row
-    memory = (cost.weight_bytes + tokens_read * cost.cache_bytes_per_token) / (
-        machine.bytes_per_second
-    )
-    arithmetic = rows * (cost.row_flops + attention) / machine.flops_per_second
-    return Floor(max(memory, arithmetic), memory, arithmetic)
+    bytes_read = cost.weight_bytes + tokens_read * cost.cache_bytes_per_token
+    memory = bytes_read / rates["bytes_per_second"]
+    arithmetic = rows * (cost.row_flops + attention) / rates["flops_per_second"]
+    return {
+        "seconds": max(memory, arithmetic),
+        "memory_seconds": memory,
+        "arithmetic_seconds": arithmetic,
+        "bound": "memory" if memory >= arithmetic else "arithmetic",
+    }
 
 
-def measure(device: str, dtype: torch.dtype) -> Machine:
+def measure(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Best of a few repetitions: a floor must not hold what disturbed the measurement."""
     buffer = torch.ones(BUFFER_BYTES[device] // 4, device=device)
-    seconds = _best(buffer.sum, device)
+    seconds = _best(buffer.sum)
     bandwidth = buffer.numel() * buffer.element_size() / seconds
     flops = 0.0
     for rows, inner, columns in PRODUCTS[device]:
@@ -109,9 +99,9 @@ def measure(device: str, dtype: torch.dtype) -> Machine:
         ways = [lambda a=a, b=b: torch.nn.functional.linear(a, b)]
         if device == "cpu":  # torch's fp32 is MKL's, which is slow on AMD: oneDNN's, packed, too
             ways.append(partial(fused_linear(_layer(b)), a))
-        seconds = min(_best(way, device) for way in ways)
+        seconds = min(_best(way) for way in ways)
         flops = max(flops, 2 * rows * inner * columns / seconds)
-    return Machine(bandwidth, flops)
+    return {"bytes_per_second": bandwidth, "flops_per_second": flops}
 
 
 def _layer(weight: torch.Tensor) -> torch.nn.Linear:
@@ -120,12 +110,5 @@ def _layer(weight: torch.Tensor) -> torch.nn.Linear:
     return layer
 
 
-def _best(work: Callable[[], object], device: str) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def _best(work: Callable[[], object]) -> float:
+    return min(timed(work)[0] for _ in range(REPEATS))

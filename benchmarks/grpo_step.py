@@ -5,7 +5,7 @@ its own, in turns. Rewards are scripted, so that the share of groups with signal
 them in the headline cell, all of them in the second.
 
     python -m benchmarks.grpo_step --adapter weights/sft_lora --json docs/results/grpo_step.json
-    python -m benchmarks.grpo_step --scaling --batch-size 4     # ours alone, as a step grows
+    python -m benchmarks.grpo_step --alone --group-size 16    # ours, at full length
 """
 
 from __future__ import annotations
@@ -16,45 +16,59 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import harness, shapes
-from benchmarks.scaling import measure_growth
-from benchmarks.trainers import TRLFlags, Work, run_work
-from rlm.cli import flag, run_main
+from benchmarks import harness
+from rlm.cli import flag, run_main, to_dict
 from rlm.evaluation import show_table
 from rlm.model import prepare_process
+from rlm.training import GRPOConfig
 
 PARTS = ("sample", "score", "learn")
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
 
 
 @dataclass
-class GRPOStepConfig(TRLFlags, harness.BenchmarkConfig):
+class GRPOStepConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to start from (none: a new one)")
     batch_size: int = flag(8, "problems in a step", aliases=("--prompts",), min=1)
     group_size: int = flag(8, "completions of each", min=2)
     max_new_tokens: int = flag(128, "longest completion", min=1)
-    lora_r: int = flag(16, "rank of a new adapter", min=1)
-    learning_rate: float = flag(1e-6, "of AdamW, constant", min=0)
-    trl_attn: str = flag("sdpa", "TRL: attention", group="TRL", choices=("sdpa", "eager"))
     steps: int = flag(3, "measured steps of a process, after one to warm up", min=1)
     rounds: int = flag(2, "processes of each arm and cell, in turns", min=1)
     cells: tuple[str, ...] = flag(tuple(CELLS), "groups with signal", choices=tuple(CELLS))
-    scaling: bool = flag(False, "instead: ours, as group size, length and model size grow")
+    alone: bool = flag(False, "ours without TRL; all groups with signal, ends ignored")
+    trl_batch: int = flag(8, "TRL: rows in a forward pass", group="TRL", min=1)
+    trl_autocast: bool = flag(False, "TRL: its bf16 option (mixed precision)", group="TRL")
+    trl_malloc: bool = flag(False, "TRL: with our allocator settings", group="TRL")
+    trl_attn: str = flag("sdpa", "TRL: attention", group="TRL", choices=("sdpa", "eager"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_trl_batch(self.batch_size * self.group_size)
+        if self.batch_size * self.group_size % self.trl_batch:
+            raise ValueError("--trl-batch must divide the completions of a step")
 
-    def work(self, model: str, reward: str, **more: Any) -> Work:
-        """
-        Args:
-            model: a directory where `self.model` asks for random weights.
-            more: further fields of `Work`.
-        """
-        names = ("dataset", "batch_size", "group_size", "max_new_tokens", "learning_rate")
-        same = {name: getattr(self, name) for name in (*names, "lora_r", "seed")}
-        adapter = str(self.adapter) if self.adapter else None
-        return Work(model, adapter, steps=1 + self.steps, reward=reward, **same, **more)
+    def trl_settings(self) -> dict[str, Any]:
+        """As `trl_arm` takes them: without the prefix."""
+        names = ("batch", "autocast", "malloc", "attn")
+        return {name: getattr(self, f"trl_{name}") for name in names}
+
+    def training(self) -> GRPOConfig:
+        """What both trainers are asked to do."""
+        return GRPOConfig(
+            model=self.model,
+            dataset=self.dataset,
+            sft_adapter=self.adapter,
+            steps=1 + self.steps,
+            batch_size=self.batch_size,
+            group_size=self.group_size,
+            max_new_tokens=self.max_new_tokens,
+            learning_rate=1e-6,
+            lr_schedule="constant",
+            warmup_steps=0,
+            eval_every=0,
+            save_every=0,
+            sample_every=0,
+            seed=self.seed,
+        )
 
 
 def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -66,16 +80,14 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
         cell["arms"][arm] |= {
             "parts": {part: harness.summary([step[part] for step in rows]) for part in PARTS},
             "length_mean": mean(step["length_mean"] for step in rows),
-            "signal": mean(step["signal"] for step in rows),
             # From one call of the reward to the next: the same clock for both, from outside.
             "between_calls": harness.summary([s for r in runs[arm] for s in r["between_calls"]]),
             "peak_memory_gb": harness.summary([r["peak_memory_gb"] for r in runs[arm]]),
         }
-    cell["signal"] = cell["arms"][harness.OURS]["signal"]
+    cell["planned_memory_gb"] = runs[harness.OURS][0]["planned_memory_gb"]
     cell["memory_gb"] = {
         arm: figures["peak_memory_gb"]["median"] for arm, figures in cell["arms"].items()
     }
-    cell["note"] = f"{cell['signal']:.0%} of the groups with signal"
     return cell
 
 
@@ -86,36 +98,30 @@ def show_parts(cells: Sequence[dict[str, Any]]) -> None:
             row = {f"{p}, s": f"{figures['parts'][p]['median']:.2f}" for p in PARTS}
             row["mean length"] = f"{figures['length_mean']:.0f}"
             row["peak memory, GB"] = f"{cell['memory_gb'][arm]:.2f}"
+            planned = f"{cell['planned_memory_gb']:.2f}"
+            row["planned, GB"] = planned if arm == harness.OURS else ""
             rows[f"{cell['name']}, {arm}"] = row
     show_table("", rows, "cell, arm")
 
 
-def compare(config: GRPOStepConfig, model: str) -> dict[str, Any]:
-    """All cells; the report. Each process has its own warm-up step."""
-    settings = config.trl_settings()
-    cells = []
-    for reward in config.cells:
-        work = config.work(model, reward)
+def main(config: GRPOStepConfig) -> int:
+    """Run all cells. Each process has its own warm-up step."""
+    prepare_process()
+    settings, cells = config.trl_settings(), []
+    for reward in ("all",) if config.alone else config.cells:
+        work = {"config": to_dict(config.training()), "signal": reward}
+        asked = {harness.OURS: ("trainers", "run_ours", work | {"ignore_ends": config.alone})}
+        if not config.alone:
+            asked["trl"] = ("trl_arm", "run_trl", work | {"settings": settings})
         arms = {
-            harness.OURS: lambda _, work=work: run_work(work),
-            "trl": lambda _, work=work: run_work(work, settings),
+            name: lambda _, ask=ask: harness.run_child(f"benchmarks.{ask[0]}", *ask[1:])
+            for name, ask in asked.items()
         }
-        runs = harness.alternate(arms, config.rounds, warm_up=False)
-        cells.append(step_cell(reward, runs))
+        cells.append(step_cell(reward, harness.alternate(arms, config.rounds, warm_up=False)))
         harness.show("GRPO step", cells[-1:])
     show_parts(cells)
-    return harness.report(
-        "grpo_step", cells[0], cells, cells[0]["memory_gb"], trl_settings=settings
-    )
-
-
-def main(config: GRPOStepConfig) -> int:
-    prepare_process()
-    if config.scaling:
-        found = measure_growth(config.work(config.model, "all", ignore_ends=True))
-    else:
-        with shapes.model_at(config.model) as model:
-            found = compare(config, model)
+    memory = cells[0]["memory_gb"]
+    found = harness.report("grpo_step", cells[0], cells, memory, trl_settings=settings)
     harness.write_report(config.json, found)
     return 0
 

@@ -16,15 +16,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jinja2
 import torch
 
-from rlm.cli import check_values, flag, terminal
+from rlm.cli import UsageError, check_values, flag, terminal
 from rlm.evaluation import show_table
 from rlm.model import hardware as machine
 from rlm.runs import git_commit, replace_json
@@ -42,7 +44,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft")
 class BenchmarkConfig:
     """The options of every benchmark."""
 
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id, directory, or random:SHAPE (shapes.py)")
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory (of benchmarks.shapes, too)")
     dataset: str = flag("word-problems:1", "where the prompts come from")
     seed: int = flag(0, "of problems and sampling")
     json: Path | None = flag(None, "file for the report")
@@ -69,6 +71,41 @@ def alternate(
             if repetition:
                 results[name].append(result)
     return results
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """The seconds that some work takes, of a GPU too, and what it returns."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, result
+
+
+def run_script(script: str, *options: object, launch: Sequence[str] = (), **variables: str) -> None:
+    """Run one of the project's scripts in a process of its own.
+
+    Args:
+        launch: of python, before the script, such as -m torch.distributed.run.
+        variables: of the environment.
+
+    Raises:
+        UsageError: it failed; the message has the end of what it said.
+    """
+    done = subprocess.run(
+        [sys.executable, *launch, script, *map(str, options)],
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        end = "\n".join(done.stdout.splitlines()[-20:])
+        raise UsageError(f"{script} failed:\n{end}")
 
 
 class ChildFailed(RuntimeError):
@@ -251,6 +288,19 @@ def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
             columns[f"ahead of {peer}"] = f"{row['ratio'][peer]:.2f} × ({low:.2f} – {high:.2f})"
         rows[f"{row['name']}, {row['unit']}"] = columns | {"note": row.get("note", "")}
     show_table("", rows, title)
+
+
+def template(file: Path, **filters: Callable[..., Any]) -> jinja2.Template:
+    """A template with what it may call; a name that it lacks is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(file.parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= filters
+    return environment.get_template(file.name)
 
 
 def write_report(path: Path | None, content: Mapping[str, Any]) -> None:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
-from benchmarks import floor, harness, samplers, shapes
+from benchmarks import floor, harness, samplers
 from rlm.cli import flag, run_main, terminal, to_dict
 from rlm.data import FORMATS, Problem, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
@@ -72,39 +70,39 @@ class Bench:
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
         return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
 
-    def time(self, method: str, prompts: int, *args: Any, tokens: int) -> dict[str, list[float]]:
+    def time(self, lengths: samplers.Lengths, rows_at_once: int) -> dict[str, list[float]]:
         """Tokens per second of each arm, in turns.
 
         Args:
-            method: "fixed" or "lengths"; `args` are what it takes between prompts and seeds.
-            tokens: how many it draws.
+            lengths: of the rows of each prompt.
         """
         rest = SERVER_REST if self.config.vllm_url else 0
+        tokens = sum(map(sum, lengths))
 
         def run(arm: Any, repetition: int) -> float:
-            texts, seeds = self.work(prompts, repetition)
-            return rate(partial(getattr(arm, method), texts, *args, seeds), tokens, rest)
+            prompts, seeds = self.work(len(lengths), repetition)
+            return rate(partial(arm.draw, prompts, lengths, seeds, rows_at_once), tokens, rest)
 
         arms = {name: partial(run, arm) for name, arm in self.arms.items()}
         return harness.alternate(arms, self.config.repeats)
 
 
-def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Bench:
+def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
     """
     Args:
         only: one arm of this process, "ours" or "generate", to measure its memory.
     """
     device = pick_device()
     problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
-    tokenizer = load_tokenizer(model)
-    base = load_base(model, device)
+    tokenizer = load_tokenizer(config.model)
+    base = load_base(config.model, device)
     cost = floor.ModelCost.of(base)
     policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
     arms: dict[str, Any] = {}
     if only in (None, harness.OURS):
-        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer), MAX_NUM_SEQS)
+        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer))
     if only in (None, "generate"):
-        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id, MAX_NUM_SEQS)
+        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id)
     if config.vllm_url and only is None:
         arms["vllm"] = samplers.VLLM(config.vllm_url)
     return Bench(config, problems, tokenizer, cost, arms)
@@ -113,13 +111,7 @@ def load_bench(config: RolloutConfig, model: str, only: str | None = None) -> Be
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
     """Tokens per second, after `rest` seconds of rest; all of the tokens must have been drawn."""
     time.sleep(rest)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    drawn = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    seconds, drawn = harness.timed(work)
     if drawn != expected:
         raise RuntimeError(f"{drawn} tokens came out where {expected} were asked for")
     return expected / seconds
@@ -128,24 +120,23 @@ def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def fixed_cell(bench: Bench, rows: int, rates: floor.Machine) -> dict[str, Any]:
+def fixed_cell(bench: Bench, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
-    runs = bench.time("fixed", prompts, GROUP, new_tokens, tokens=rows * new_tokens)
+    runs = bench.time([[new_tokens] * GROUP] * prompts, rows)
     length = mean(len(text) for text in bench.work(prompts, 1)[0])
     sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
     step = floor.decode_floor(rates, bench.cost, **sizes)
-    least = rows / step.seconds
+    least = rows / step["seconds"]
     cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
     share = cell["arms"][harness.OURS]["median"] / least
-    cell["floor"] = asdict(step) | {"bound": step.bound, "tokens_per_second": least, "share": share}
-    cell["note"] = f"ours at {share:.0%} of the floor ({step.bound})"
+    cell["floor"] = step | {"tokens_per_second": least, "share": share}
+    cell["note"] = f"ours at {share:.0%} of the floor ({step['bound']})"
     return cell
 
 
 def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
-    useful, rows = sum(map(sum, recorded)), sum(map(len, recorded))
-    runs = bench.time("lengths", len(recorded), recorded, tokens=useful)
-    average = useful / rows
+    runs, rows = bench.time(recorded, MAX_NUM_SEQS), sum(map(len, recorded))
+    average = sum(map(sum, recorded)) / rows
     name = f"{rows} rows, real lengths"
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
     cell |= {"max_num_seqs": MAX_NUM_SEQS, "length_mean": average, "length_limit": limit}
@@ -153,14 +144,14 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
     return cell
 
 
-def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]:
+def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Run in a process of its own: one repetition of the headline cell (or the largest below)."""
     prepare_process()
     config = RolloutConfig(**config)
-    bench = load_bench(config, model, only=arm)
+    bench = load_bench(config, only=arm)
     rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
-    texts, seeds = bench.work(rows // GROUP, 1)
-    bench.arms[arm].fixed(texts, GROUP, config.new_tokens, seeds)
+    prompts, seeds = bench.work(rows // GROUP, 1)
+    bench.arms[arm].draw(prompts, [[config.new_tokens] * GROUP] * len(prompts), seeds, rows)
     return {}
 
 
@@ -168,27 +159,21 @@ def memory_of(arm: str, config: Mapping[str, Any], model: str) -> dict[str, Any]
 
 
 def main(config: RolloutConfig) -> int:
+    """Load, choose the peer's options, run all cells."""
     prepare_process()
-    with shapes.model_at(config.model) as model:
-        harness.write_report(config.json, measure(config, model))
-    return 0
-
-
-def measure(config: RolloutConfig, model: str) -> dict[str, Any]:
-    """Load, choose the peer's options, run all cells; the report."""
     memory = {}
     # First: these processes want the memory that the models below will hold.
     for arm in (harness.OURS, "generate"):
-        arguments = {"arm": arm, "config": to_dict(config), "model": model}
+        arguments = {"arm": arm, "config": to_dict(config)}
         child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
         memory[arm] = child["peak_memory_gb"]
         terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
-    bench = load_bench(config, model)
+    bench = load_bench(config)
     device = pick_device()
     rates = floor.measure(device.type, device.dtype)
     terminal.line(
-        f"{device}: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "
-        f"multiplies {rates.flops_per_second / 1e9:.0f} GFLOP/s"
+        f"{device}: reads {rates['bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"multiplies {rates['flops_per_second'] / 1e9:.0f} GFLOP/s"
     )
     generate = bench.arms["generate"]
     # 32 rows, or fewer if no cell has more.
@@ -205,15 +190,17 @@ def measure(config: RolloutConfig, model: str) -> dict[str, Any]:
         recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))
         cells.append(lengths_cell(bench, recorded["lengths"], recorded["limit"]))
     harness.show("rollouts", cells)
-    return harness.report(
+    found = harness.report(
         "rollout",
         headline,
         cells,
         memory,
         generate_tried_seconds=tried,
         generate_options=generate.options,
-        measured_rates=asdict(rates),
+        measured_rates=rates,
     )
+    harness.write_report(config.json, found)
+    return 0
 
 
 if __name__ == "__main__":

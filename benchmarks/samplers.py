@@ -1,12 +1,11 @@
 """The arms of `rollout.py`: our sampler, transformers' `generate`, a server of vLLM.
 
-Each has two methods: `fixed` (every row draws the same number of tokens, ends ignored) and
-`lengths` (each row ends at its own). Both return how many useful tokens were drawn.
+Each has a method `draw`: every row ends at its own length, whatever is drawn, and the number of
+useful tokens comes back.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import httpx2
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.harness import timed
 from rlm.cli import UsageError
 from rlm.sampling import Completion, Request, Sampler, SamplingParams
 
@@ -32,19 +32,20 @@ class Ours:
     """Our sampler. Rows of their own length refill a place in its batch at once."""
 
     sampler: Sampler
-    max_num_seqs: int  # of `lengths`; `fixed` takes all its rows at once
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
-        sampler, ends = self.sampler, self.sampler.stop_ids
-        sampler.stop_ids, sampler.max_num_seqs = frozenset(), len(prompts) * n
-        try:
-            return count_tokens(sampler.sample(prompts, n, SamplingParams(new_tokens), seeds))
-        finally:
-            sampler.stop_ids = ends
-
-    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
-        """An end token is put where the recording had one, another where one is drawn early."""
-        stop_ids, self.sampler.max_num_seqs = self.sampler.stop_ids, self.max_num_seqs
+    def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
+        """Rows of one length have no end token. Else one is put where the recording had it, and
+        another token where one is drawn early.
+        """
+        sampler, stop_ids = self.sampler, self.sampler.stop_ids
+        sampler.max_num_seqs = rows_at_once
+        if length := only_length(lengths):
+            sampler.stop_ids = frozenset()
+            try:
+                params = SamplingParams(length)
+                return count_tokens(sampler.sample(prompts, len(lengths[0]), params, seeds))
+            finally:
+                sampler.stop_ids = stop_ids
         end = min(stop_ids)
 
         def force(ends: Sequence[int], other: int, row: int, ids: list[int], token: int) -> Any:
@@ -62,7 +63,13 @@ class Ours:
             )
             for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
         ]
-        return count_tokens(self.sampler.complete(requests))
+        return count_tokens(sampler.complete(requests))
+
+
+def only_length(lengths: Lengths) -> int | None:
+    """The length of all rows; None where they differ."""
+    found = {length for group in lengths for length in group}
+    return found.pop() if len(found) == 1 else None
 
 
 def count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
@@ -91,19 +98,13 @@ class Generate:
 
     model: PreTrainedModel
     pad_id: int
-    batch_rows: int  # of `lengths`; `fixed` takes all its rows at once
     options: dict[str, Any] = field(default_factory=dict)  # of GenerationConfig
 
     def __post_init__(self) -> None:
         # `generate` fills in from the model's own config what a call leaves open.
         self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
-        torch.manual_seed(seeds[0])
-        rows = [prompt for prompt in prompts for _ in range(n)]
-        return self._generate(rows, new_tokens, None).numel()
-
-    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
+    def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
         torch.manual_seed(seeds[0])
         rows = [
             (prompt, length)
@@ -111,8 +112,8 @@ class Generate:
             for length in group
         ]
         useful = 0
-        for start in range(0, len(rows), self.batch_rows):
-            batch = rows[start : start + self.batch_rows]
+        for start in range(0, len(rows), rows_at_once):
+            batch = rows[start : start + rows_at_once]
             ends = torch.tensor([length for _, length in batch], device=self.model.device)
             drawn = self._generate([prompt for prompt, _ in batch], int(ends.max()), ends)
             if drawn.shape[1] != ends.max():
@@ -121,12 +122,11 @@ class Generate:
         return useful
 
     @torch.inference_mode()
-    def _generate(self, rows: Prompts, new_tokens: int, ends: torch.Tensor | None) -> torch.Tensor:
+    def _generate(self, rows: Prompts, new_tokens: int, ends: torch.Tensor) -> torch.Tensor:
         """The tokens drawn, (rows, new_tokens)."""
         longest = max(map(len, rows))
         ids = torch.tensor([[*[self.pad_id] * (longest - len(row)), *row] for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        criteria = [] if ends is None else [EndAt(ends, longest)]
         output = self.model.generate(
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
@@ -139,12 +139,13 @@ class Generate:
                 pad_token_id=self.pad_id,
                 **self.options,
             ),
-            stopping_criteria=StoppingCriteriaList(criteria),
+            stopping_criteria=StoppingCriteriaList([EndAt(ends, longest)]),
         )
         return output[:, longest:]
 
     def choose_options(self, prompts: Prompts, n: int, seeds: Seeds) -> dict[str, float]:
         """Try each kind of cache once, keep the fastest; the seconds of each."""
+        work = (prompts, [[PROBE_TOKENS] * n] * len(prompts), seeds, len(prompts) * n)
         kinds: dict[str, dict[str, Any]] = {
             "dynamic cache": {},
             "static cache": {"cache_implementation": "static", "disable_compile": True},
@@ -154,9 +155,7 @@ class Generate:
         seconds = {}
         for name, self.options in kinds.items():
             for _ in range(2):  # the first run warms up (and compiles)
-                started = time.perf_counter()
-                self.fixed(prompts, n, PROBE_TOKENS, seeds)
-                seconds[name] = time.perf_counter() - started
+                seconds[name], _ = timed(partial(self.draw, *work))
         self.options = kinds[min(seconds, key=seconds.get)]
         return seconds
 
@@ -175,21 +174,17 @@ class VLLM:
         self.url = self.url.rstrip("/").removesuffix("/v1")
         self.model = self._ask("GET", "/v1/models")["data"][0]["id"]
 
-    def fixed(self, prompts: Prompts, n: int, new_tokens: int, seeds: Seeds) -> int:
-        """One request a prompt, so that it is read once."""
-        jobs = [(p, n, new_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
-        return self._complete(jobs)
+    def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
+        """Rows of one length are one request a prompt, so that it is read once."""
+        jobs = [
+            (prompt, 1, length, seed + row)
+            for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
+            for row, length in enumerate(group)
+        ]
+        if length := only_length(lengths):
+            pairs = zip(prompts, seeds, strict=True)
+            jobs = [(prompt, len(lengths[0]), length, seed) for prompt, seed in pairs]
 
-    def lengths(self, prompts: Prompts, lengths: Lengths, seeds: Seeds) -> int:
-        return self._complete(
-            [
-                (prompt, 1, length, seed + row)
-                for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
-                for row, length in enumerate(group)
-            ]
-        )
-
-    def _complete(self, jobs: Sequence[tuple[Sequence[int], int, int, int]]) -> int:
         def ask(job: tuple[Sequence[int], int, int, int]) -> int:
             prompt, n, max_tokens, seed = job
             body = {

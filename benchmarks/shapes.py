@@ -1,22 +1,21 @@
-"""Models that only have a shape: random weights, for speed and memory where no download is at hand.
+"""Write a model that only has a shape: random weights, for speed and memory without a download.
 
-`--model random:qwen2.5-0.5b` builds one in a temporary directory, with the embedded model's
-tokenizer. What such a model says means nothing; what it costs is what the real one costs.
+What such a model says means nothing; what it costs is what the real one costs.
+
+    python -m benchmarks.shapes qwen2.5-0.5b runs/qwen2.5-0.5b
+    python -m benchmarks.grpo_step --model runs/qwen2.5-0.5b
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlm.cli import UsageError
+from rlm.cli import check_values, flag, run_main, terminal
 from rlm.model import EMBEDDED_MODEL, load_tokenizer, pick_device
-
-PREFIX = "random:"
 
 # From the published config.json of each model.
 COLUMNS = (
@@ -24,42 +23,26 @@ COLUMNS = (
     "num_key_value_heads", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
 SHAPES = {
-    "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49152, True),
     "smollm2-360m": ("llama", 960, 2560, 32, 15, 5, 49152, True),
     "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
     "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
 }
 
 
-def config_of(shape: str, **more: object) -> PretrainedConfig:
-    """The transformers config of a shape."""
-    return AutoConfig.for_model(**dict(zip(COLUMNS, SHAPES[shape], strict=True)), **more)
+@dataclass
+class ShapeConfig:
+    shape: str = flag("qwen2.5-0.5b", "of which model", choices=tuple(SHAPES), positional=True)
+    output: Path = flag(Path("runs/random"), "where the model goes", positional=True)
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
-@contextmanager
-def model_at(name: str) -> Iterator[str]:
-    """What `rlm.model` loads: the name itself, or a directory with the random model it asks for.
-
-    Raises:
-        UsageError: no such shape.
-    """
-    if not name.startswith(PREFIX):
-        yield name
-        return
-    shape = name.removeprefix(PREFIX)
-    if shape not in SHAPES:
-        raise UsageError(f"--model {name}: the shapes are {', '.join(PREFIX + s for s in SHAPES)}")
-    with tempfile.TemporaryDirectory(prefix=f"{shape}-") as folder:
-        save_random_model(shape, folder)
-        yield folder
-
-
-def save_random_model(shape: str, folder: str) -> None:
+def main(config: ShapeConfig) -> int:
     """Weights of the machine's number type and the embedded tokenizer, as from_pretrained reads."""
-    device = pick_device()
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    config = config_of(
-        shape,
+    device, tokenizer = pick_device(), load_tokenizer(EMBEDDED_MODEL)
+    shape = AutoConfig.for_model(
+        **dict(zip(COLUMNS, SHAPES[config.shape], strict=True)),
         max_position_embeddings=8192,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -67,6 +50,12 @@ def save_random_model(shape: str, folder: str) -> None:
     )
     torch.manual_seed(0)
     with torch.device(device.type):
-        model = AutoModelForCausalLM.from_config(config, dtype=device.dtype)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(shape, dtype=device.dtype)
+    model.save_pretrained(config.output)
+    tokenizer.save_pretrained(config.output)
+    terminal.line(f"written: {config.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, ShapeConfig, description=__doc__)

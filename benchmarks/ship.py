@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import harness
 from benchmarks.evidence.plan import read_json
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
-from rlm.data import FORMATS, Problem, load_problems
+from rlm.data import Problem, load_problems
 from rlm.evaluation import GRADINGS, Evaluation, evaluate, paired_bootstrap
 from rlm.model import (
     EMBEDDED_MODEL,
@@ -35,17 +34,14 @@ from rlm.model import (
     load_tokenizer,
     pick_device,
     prepare_process,
+    public_dataset,
+    published_run,
 )
 from rlm.runs import replace_json
 from rlm.sampling import Sampler
 from rlm.tools import load_tool
 
 LARGEST_MB = 20
-KEPT = (
-    *("stage", "base_model", "base_hash", "dataset", "tool", "step", "commit"),
-    *("start_accuracy", "accuracy", "validated_on"),
-)
-CONFIG = ("reasoning_format", "tool", "steps", "batch_size", "group_size", "learning_rate")
 NAMES = ("start", "shipped")  # the SFT adapter, and the one that is shipped
 
 
@@ -73,42 +69,36 @@ def main(config: ShipConfig) -> int:
     """
     prepare_process()
     info = AdapterInfo.load(config.adapter)
-    if info.run.get("stage") != "grpo" or not info.run.get("start_adapter"):
+    if info.stage != "grpo" or not info.run.get("start_adapter"):
         raise UsageError(f"{config.adapter} was not made by train_grpo.py from an SFT adapter")
     start = Path(info.run["start_adapter"])
+    public = {name: public_dataset(name) for name in config.sets}
+    sets = {
+        Path(public[name]).stem: load_problems(name, "test", max_samples=config.max_samples)
+        for name in config.sets
+    }
     with replacing(config.weights) as folder:
-        write_rounded(config.adapter, folder, info.run["base_model"])
-        sets = {
-            title(name): load_problems(name, "test", max_samples=config.max_samples)
-            for name in config.sets
+        write_rounded(config.adapter, folder, info.base_model)
+        judged = judge(config, info, {"start": start, "shipped": folder}, sets)
+        figures = {
+            name: {tool: figures_of(found) for tool, found in tools.items()}
+            for name, tools in judged.items()
         }
-        is_start = info.run["step"] == 0  # no step of GRPO was better on validation
-        adapters = {"shipped": folder} if is_start else {"start": start, "shipped": folder}
-        judged = judge(config, info, adapters, sets)
-        figures = summarize(judged)
-        replace_json(folder / "run.json", run_json(info.run, figures))
-        card = model_card(info, AdapterInfo.load(start).run, figures, judged)
+        measured = {"shipped": True, "numbers": "bfloat16", "greedy_after_rounding": figures}
+        replace_json(folder / "run.json", published_run(info.run) | measured)
+        card = model_card(info, AdapterInfo.load(start), figures, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
     config.results.parent.mkdir(parents=True, exist_ok=True)
     origin = harness.provenance("ship")
     for name in config.sets:
-        origin["command"] = origin["command"].replace(name, without_place(name))
-    figures_of_all = {"sets": figures, "verdicts": verdicts(judged)}
-    replace_json(config.results, origin | figures_of_all)
+        origin["command"] = origin["command"].replace(name, public[name])
+    verdicts = {
+        name: {tool: verdicts_of(found) for tool, found in tools.items()}
+        for name, tools in judged.items()
+    }
+    replace_json(config.results, origin | {"sets": figures, "verdicts": verdicts})
     terminal.line(f"{config.weights}: {config.adapter} in bf16")
     return 0
-
-
-def title(dataset: str) -> str:
-    """The name of a data set, or of its file, without this machine's directories."""
-    name, colon, _ = dataset.partition(":")
-    return name if colon else Path(dataset).stem
-
-
-def without_place(dataset: str) -> str:
-    """How a data set is named in a record: as on the command line, without directories."""
-    name, colon, _ = dataset.partition(":")
-    return f"{name}:DIRECTORY" if colon else Path(dataset).name
 
 
 @contextmanager
@@ -144,21 +134,20 @@ def write_rounded(adapter: Path, folder: Path, model: str) -> None:
     save_file(rounded, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-Judged = dict[str, dict[str, dict[str, Evaluation]]]  # test set → tool → NAMES
+Found = dict[str, Evaluation]  # by NAMES
+Judged = dict[str, dict[str, Found]]  # test set → tool
 
 
 def judge(
     config: ShipConfig,
     info: AdapterInfo,
-    adapters: Mapping[str, Path],
+    adapters: dict[str, Path],
     sets: Mapping[str, Sequence[Problem]],
 ) -> Judged:
-    """One greedy completion of each problem by each adapter, without a tool and with its own.
-
-    Without a start among the adapters what is shipped is the start.
-    """
-    model, format = info.run["base_model"], FORMATS[info.run["config"]["reasoning_format"]]
-    tokenizer, base = load_tokenizer(model), load_base(model, pick_device())
+    """One greedy completion of each problem by each adapter, without a tool and with its own."""
+    if info.run["step"] == 0:  # no step of GRPO was better on validation: it is the start
+        adapters = {"shipped": adapters["shipped"]}
+    tokenizer, base = load_tokenizer(info.base_model), load_base(info.base_model, pick_device())
     tools = dict.fromkeys(("none", info.tool))
     judged: Judged = {name: {tool: {} for tool in tools} for name in sets}
     for who, path in adapters.items():
@@ -171,82 +160,51 @@ def judge(
                         sampler,
                         tokenizer,
                         problems,
-                        format,
+                        info.format,
                         max_new_tokens=config.max_new_tokens,
                         on_finish=advance,
                     )
         base = policy.unload()
-    if "start" not in adapters:
-        for tools_of_set in judged.values():
-            for found in tools_of_set.values():
-                found["start"] = found["shipped"]
-    return judged
-
-
-def summarize(judged: Judged) -> dict[str, Any]:
-    """Accuracies with their intervals, and how far the shipped adapter is ahead of its start."""
-    figures: dict[str, Any] = {}
-    for name, tools in judged.items():
-        figures[name] = {}
-        for tool, found in tools.items():
-            scores = [found[who].per_problem(strict=True) for who in NAMES]
-            lead = paired_bootstrap(*scores)
-            figures[name][tool] = {
-                who: {grading: found[who].accuracy(s) for grading, s in GRADINGS.items()}
-                | {"right_with_wrong_equation": found[who].right_with_wrong_equation(True)}
-                for who in NAMES
-            } | {"lead": {"points": lead.points, "low": lead.low, "high": lead.high}}
-    return figures
-
-
-def verdicts(judged: Judged) -> dict[str, Any]:
-    """Whether each adapter was right on each problem: "01" is the shipped one alone."""
     return {
-        name: {
-            tool: {
-                problem.id: "".join(str(int(found[who].per_problem(True)[i])) for who in NAMES)
-                for i, problem in enumerate(found["start"].problems)
-            }
-            for tool, found in tools.items()
-        }
-        for name, tools in judged.items()
+        name: {tool: {"start": found["shipped"]} | found for tool, found in tools_of_set.items()}
+        for name, tools_of_set in judged.items()
     }
 
 
-def run_json(history: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's own run.json, without this machine's paths."""
-    kept = {key: history[key] for key in KEPT if key in history}
-    kept["dataset"] = "+".join(map(title, history["dataset"].split("+")))
-    config = {name: history["config"][name] for name in CONFIG}
-    kept["shipped"] = True  # `save_adapter` keeps it when another takes its place
-    return kept | {"numbers": "bfloat16", "config": config, "greedy_after_rounding": figures}
+def figures_of(found: Found) -> dict[str, Any]:
+    """Accuracies with their intervals, and how far the shipped adapter is ahead of its start."""
+    lead = paired_bootstrap(*(found[who].per_problem(strict=True) for who in NAMES))
+    return {
+        who: {grading: found[who].accuracy(strict) for grading, strict in GRADINGS.items()}
+        | {"right_with_wrong_equation": found[who].right_with_wrong_equation(True)}
+        for who in NAMES
+    } | {"lead": {"points": lead.points, "low": lead.low, "high": lead.high}}
+
+
+def verdicts_of(found: Found) -> dict[str, str]:
+    """Whether each adapter was right on each problem: "01" is the shipped one alone."""
+    scores = zip(*(found[who].per_problem(strict=True) for who in NAMES), strict=True)
+    return {
+        problem.id: "".join(str(int(score)) for score in pair)
+        for problem, pair in zip(found["start"].problems, scores, strict=True)
+    }
 
 
 def model_card(
-    info: AdapterInfo,
-    sft: Mapping[str, Any],
-    figures: Mapping[str, Any],
-    judged: Judged,
+    info: AdapterInfo, start: AdapterInfo, figures: Mapping[str, Any], judged: Judged
 ) -> str:
-    """The card of model_card.md.jinja.
-
-    Args:
-        sft: run.json of the adapter that it started from.
-    """
-    history = info.run
-    embedded, examples = history["base_model"] == EMBEDDED_MODEL, {}
-    first = next(reversed(list(judged.values())))[history["config"]["tool"]]["shipped"]
-    for problem, (graded,) in zip(first.problems, first.groups, strict=True):
+    """The card of model_card.md.jinja, with one right answer and one wrong one."""
+    examples: dict[str, tuple[Problem, str]] = {}
+    last = [*judged.values()][-1][info.tool]["shipped"]
+    for problem, (graded,) in zip(last.problems, last.groups, strict=True):
         kind = "Right" if graded.strict.correct else "Wrong"
         examples.setdefault(kind, (problem, graded.text))
-    card = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
-    options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return jinja2.Template(card, keep_trailing_newline=True, **options).render(
-        history=history,
-        sft=sft,
-        sft_data="+".join(map(title, sft["dataset"].split("+"))),
-        grpo_data="+".join(map(title, history["dataset"].split("+"))),
-        embedded=embedded,
+    return harness.template(Path(__file__).with_name("model_card.md.jinja")).render(
+        history=info.run,
+        sft=start.run,
+        sft_data=public_dataset(start.dataset),
+        grpo_data=public_dataset(info.dataset),
+        embedded=info.base_model == EMBEDDED_MODEL,
         hub_id=hub_base(info),
         figures=figures,
         examples=examples,

@@ -81,7 +81,7 @@ class Training:
     equal: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def command(self, name: str, *more: str) -> list[str]:
+    def start(self, name: str, *more: str, small_files: bool = False) -> subprocess.Popen:
         folder, config = self.config.run_dir, self.config
         options = {
             "model": config.model, "sft-adapter": config.adapter, "dataset": config.dataset,
@@ -89,19 +89,16 @@ class Training:
             "save-every": 1, "eval-every": 0, "sample-every": 0, "seed": config.seed,
             "run-dir": folder / name, "output": folder / f"{name}_adapter",
         }  # fmt: skip
-        typed = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        return [sys.executable, "train_grpo.py", *typed, *more]
+        typed = [f"--{key}={value}" for key, value in options.items()]
 
-    def start(self, name: str, *more: str, small_files: bool = False) -> subprocess.Popen:
         def limit() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
             if small_files:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, SMALL_FILE))
 
-        log = (self.config.run_dir / f"{name}.log").open("ab")
-        with log:
+        with (folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                self.command(name, *more),
+                [sys.executable, "train_grpo.py", *typed, *more],
                 stdout=log,
                 stderr=log,
                 preexec_fn=limit,

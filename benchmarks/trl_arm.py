@@ -1,14 +1,16 @@
-"""TRL's GRPOTrainer as an arm of a benchmark: the same work as `trainers.run_ours`.
+"""TRL's GRPOTrainer on the work that a `GRPOConfig` asks ours to do.
 
-Imported only in the arm's own process: TRL takes seconds and memory to load. `settings` are what a
-user of TRL can choose without changing what is learned (`TRLFlags`).
+The same problems in the same order, the same schedule and optimizer. Imported only in the arm's own
+process: TRL takes seconds and memory to load.
 """
 
 from __future__ import annotations
 
-import tempfile
+import json
+import math
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,138 +19,173 @@ import trl
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
-from benchmarks.trainers import FORMAT, ScriptedReward, Work
+from benchmarks.trainers import FORMAT, ScriptedReward, in_scratch, problem_pool
 from rlm.data import Problem, render_prompt, stop_token_ids
 from rlm.model import (
+    adapter_tensors,
+    base_model_hash,
     load_adapter,
     load_base,
     load_tokenizer,
     new_adapter,
     pick_device,
     prepare_process,
+    save_adapter,
 )
+from rlm.rewards import CorrectnessReward
+from rlm.runs import append_lines, read_lines
+from rlm.training import GRPOConfig, problems_for_step
+
+# What a user of TRL can choose without changing what is learned: `--trl-…` of grpo_step.
+SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
+STEPS = "steps.jsonl"  # each step's seconds, which so outlive a kill
+
+
+def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """The reward of training, as a plain function: TRL takes no other."""
+    correct = CorrectnessReward()
+    return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+class Clock(TrainerCallback):
+    """Cuts the run into steps, and writes down how long each part of one took."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.started, self.length_mean = file, 0.0, 0.0
+        self.spent: dict[str, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.started, self.spent = time.monotonic(), {"sample": 0.0, "score": 0.0}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not all(self.spent.values()):  # a version of TRL whose methods are called otherwise
+            raise RuntimeError(f"no time was noted for a part of the step: {self.spent}")
+        learn = time.monotonic() - self.started - sum(self.spent.values())
+        row = {**self.spent, "learn": learn, "length_mean": self.length_mean}
+        append_lines(self.file, [row])
 
 
 class TimedTrainer(trl.GRPOTrainer):
     """Notes how long the two parts of a step take that are not learning."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.spent = {"sample": 0.0, "score": 0.0}
-        self.length_mean = 0.0
+    def __init__(self, clock: Clock, **options: Any) -> None:
+        super().__init__(callbacks=[clock], **options)
+        self.clock = clock
 
     def _generate(self, *args: Any, **options: Any) -> Any:
         started = time.monotonic()
         result = super()._generate(*args, **options)
-        self.spent["sample"] += time.monotonic() - started
+        self.clock.spent["sample"] += time.monotonic() - started
         lengths = [len(ids) for ids in result[1]]
-        self.length_mean = sum(lengths) / len(lengths)
+        self.clock.length_mean = sum(lengths) / len(lengths)
         return result
 
     def _calculate_rewards(self, *args: Any, **options: Any) -> Any:
         started = time.monotonic()
         result = super()._calculate_rewards(*args, **options)
-        self.spent["score"] += time.monotonic() - started
+        self.clock.spent["score"] += time.monotonic() - started
         return result
 
 
-class Clock(TrainerCallback):
-    """Cuts the run into steps."""
-
-    def __init__(self) -> None:
-        self.trainer: TimedTrainer | None = None
-        self.steps: list[dict[str, float]] = []
-        self.step_started = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.step_started = time.monotonic()
-        self.trainer.spent = {"sample": 0.0, "score": 0.0}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        now, spent = time.monotonic(), self.trainer.spent
-        if not all(spent.values()):  # a version of TRL whose methods are called otherwise
-            raise RuntimeError(f"no time was noted for a part of the step: {spent}")
-        learn = now - self.step_started - sum(spent.values())
-        self.steps.append({**spent, "learn": learn, "length_mean": self.trainer.length_mean})
-
-
-def run_trl(work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Train as `work` says; seconds of every step, of which the first is the warm-up."""
-    work = Work(**work)
+def run_trl(config: Mapping[str, Any], signal: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Train as `config` says; seconds of every step, of which the first is the warm-up."""
     if settings["malloc"]:
         prepare_process()
-    policy, tokenizer = load_policy(work, settings["attn"])
-    reward, clock = ScriptedReward(work.reward, work.group_size), Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        clock.trainer = TimedTrainer(
-            model=policy,
-            reward_funcs=reward.score,
-            args=config_for(work, settings, folder),
-            train_dataset=dataset(work.problems(work.pool()), tokenizer),
-            processing_class=tokenizer,
-            callbacks=[clock],
-        )
-        clock.trainer.train()
-    return reward.result(clock.steps)
+    with in_scratch(config) as options:
+        reward = ScriptedReward(signal, options.group_size)
+        return reward.result(train(options, problem_pool(options), reward.score, settings))
 
 
-def load_policy(work: Work, attn: str = "sdpa") -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """The model with the adapter that the work starts from, as both trainers have it."""
-    tokenizer = load_tokenizer(work.model)
-    base = load_base(work.model, pick_device(), attn=attn)
+def train(
+    config: GRPOConfig,
+    pool: Sequence[Problem],
+    reward: Callable[..., list[float]],
+    settings: Mapping[str, Any] = SETTINGS,
+) -> list[dict[str, float]]:
+    """Train, or go on from the last checkpoint of `run_dir`; returns the seconds of every step.
+
+    The adapter goes to `output`, and every `save_every` steps into run_dir/checkpoint-N/.
+    """
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    begun, rate = _last_whole_checkpoint(config.run_dir), config.learning_rate
+    policy, tokenizer = load_policy(config, settings["attn"])
+    optimizer = torch.optim.AdamW(adapter_tensors(policy).values(), lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: config.learning_rate_at(step) / rate
+    )
+    trainer = TimedTrainer(
+        Clock(config.run_dir / STEPS),
+        model=policy,
+        reward_funcs=reward,
+        args=trl_config(config, settings),
+        train_dataset=dataset(in_order(config, pool), tokenizer),
+        processing_class=tokenizer,
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train(resume_from_checkpoint=begun)
+    run = {"base_model": config.model, "base_hash": base_model_hash(config.model)}
+    save_adapter(policy, tokenizer, config.output, run)
+    return read_lines(config.run_dir / STEPS, repair=False)
+
+
+def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
+    """The problems of all steps, in the order in which our trainer takes them."""
+    return [
+        problem
+        for step in range(config.steps)
+        for problem in problems_for_step(pool, step, config.batch_size, config.seed)
+    ]
+
+
+def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """The model with the adapter that training starts from, as both trainers have it."""
+    tokenizer = load_tokenizer(config.model)
+    base = load_base(config.model, pick_device(), attn=attn)
     # TRL stops at the ends that the model's config names: all of those that ours stops at.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
-    if work.adapter:
-        return load_adapter(base, Path(work.adapter), trainable=True), tokenizer
-    torch.manual_seed(work.seed)
-    return new_adapter(base, r=work.lora_r, alpha=2 * work.lora_r), tokenizer
+    if config.sft_adapter:
+        return load_adapter(base, config.sft_adapter, trainable=True), tokenizer
+    torch.manual_seed(config.seed)
+    return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha), tokenizer
 
 
-def config_for(work: Work, settings: Mapping[str, Any], folder: str, **more: Any) -> trl.GRPOConfig:
-    """The algorithm as ours has it, one update over all rows of a step, and nothing logged.
-
-    Args:
-        more: other options of TRL's, which win.
-    """
-    rows = work.batch_size * work.group_size
-    if rows % settings["batch"]:
-        raise ValueError(f"a batch of {settings['batch']} does not divide the {rows} rows")
+def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> trl.GRPOConfig:
+    """The algorithm as ours has it, one update over all rows of a step, and nothing logged."""
+    in_a_step = config.batch_size * config.group_size
+    rows = math.gcd(settings["batch"], in_a_step)
     use_cpu = pick_device().type == "cpu"
-    options = {
-        "output_dir": folder,
-        "max_steps": work.steps,
-        "per_device_train_batch_size": settings["batch"],
-        "gradient_accumulation_steps": rows // settings["batch"],
-        "num_generations": work.group_size,
-        "max_completion_length": work.max_new_tokens,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "beta": 0.0,
-        "epsilon": 0.2,
-        "loss_type": "grpo",
-        "scale_rewards": "group",
-        "num_iterations": 1,
-        "learning_rate": work.learning_rate,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "disable_dropout": True,
-        "gradient_checkpointing": settings["checkpointing"],
-        "use_transformers_continuous_batching": settings["continuous"],
-        "bf16": settings["autocast"],
-        "use_cpu": use_cpu,
-        "dataloader_pin_memory": not use_cpu,
-        "shuffle_dataset": False,
-        "seed": work.seed,
-        "report_to": "none",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return trl.GRPOConfig(**options | more)
+    return trl.GRPOConfig(
+        output_dir=str(config.run_dir),
+        max_steps=config.steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=in_a_step // rows,
+        num_generations=config.group_size,
+        max_completion_length=config.max_new_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="grpo",
+        scale_rewards="group",
+        num_iterations=1,
+        learning_rate=config.learning_rate,
+        max_grad_norm=1.0,
+        disable_dropout=True,
+        gradient_checkpointing=False,
+        bf16=settings["autocast"],
+        use_cpu=use_cpu,
+        dataloader_pin_memory=not use_cpu,
+        shuffle_dataset=False,
+        seed=config.seed,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="steps" if config.save_every else "no",
+        save_steps=config.save_every or 1,
+        disable_tqdm=True,
+    )
 
 
 def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -165,3 +202,20 @@ def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> 
             raise ValueError(f"TRL would see other token ids than ours for {problem.id}")
         rows.append({"prompt": prompt, "answer": problem.answer})
     return Dataset.from_list(rows)
+
+
+# --- after a kill ---------------------------------------------------------------------------------
+
+
+def _last_whole_checkpoint(folder: Path) -> str | None:
+    """What to resume from; what came after it, and a checkpoint that a kill tore, is removed."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # TRL writes this file last
+            shutil.rmtree(checkpoint)
+    begun, steps = get_last_checkpoint(str(folder)), folder / STEPS
+    done = int(begun.rpartition("-")[2]) if begun else 0
+    rows = steps.read_text(encoding="utf-8").splitlines(keepends=True) if steps.exists() else []
+    steps.write_text("".join(rows[:done]), encoding="utf-8")
+    return begun

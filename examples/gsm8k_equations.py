@@ -26,6 +26,8 @@ from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package, when it is not installed
 
@@ -54,41 +56,14 @@ _OPERATORS = {
     ast.Div: operator.truediv,
 }
 
-# Numbers that questions say in words, and what units stand for.
-_COUNTS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty"
-)
-_SHARES = {
-    "0.5": "half halves halved halfway",
-    "1": "first single once a an",
-    "2": "second twice double doubled doubles half halves halved pair pairs couple both",
-    "3": "third thirds thrice triple tripled triples triplets yard yards",
-    "4": "fourth fourths quarter quarters quadruple quadrupled quadruplets gallon gallons",
-    "5": "fifth fifths quintuple weekday weekdays workweek nickel nickels",
-    "6": "sixth sixths",
-    "7": "seventh sevenths week weeks weekly daily",
-    "8": "eighth eighths",
-    "9": "ninth ninths",
-    "10": "tenth tenths dime dimes decade decades",
-    "12": "dozen dozens month months monthly year years yearly annual annually foot feet",
-    "16": "pound pounds",
-    "24": "day days daily hour hours",
-    "25": "quarter quarters",
-    "28": "february",
-    "30": "thirty month months monthly april june september november",
-    "31": "month months january march may july august october december",
-    "52": "year years yearly annual annually",
-    "60": "minute minutes hour hours hourly",
-    "100": "hundred percent percentage cent cents penny pennies century meter meters",
-    "365": "year years yearly annual annually",
-    "1000": "thousand kilometer kilometers kilogram kilograms liter liters",
-}
 # What makes the answer depend on which of several numbers is larger: other equations, perhaps.
 _CHOOSES = re.compile(
     r"(?i)\b(?:most|least|best|max\w*|minim\w*|cheaper|either|(?:high|low|larg|small|great|few|short|long"
     r"|tall|heavi|light|cheap|old|young|fast|slow|big|quick|clos|near|far)est|farthest|furthest)\b"
 )
+
+# Numbers that questions say in words, and what units stand for.
+_WORDS = yaml.safe_load(Path(__file__).with_name("number_words.yaml").read_text(encoding="utf-8"))
 
 Equation = tuple[str, str]  # what is computed, and what comes out, as written
 
@@ -241,8 +216,12 @@ def said_in_words(question: str) -> tuple[set[Fraction], set[Fraction]]:
     (['2'], ['1', '100', '2', '24', '60', '7'])
     """
     words = {*re.findall("[a-z]+", question.lower().replace("%", " percent "))}
-    counted = {Fraction(number) for number, word in enumerate(_COUNTS.split()) if word in words}
-    return counted, {Fraction(n) for n, names in _SHARES.items() if words & {*names.split()}}
+    counted = {
+        Fraction(number) for number, word in enumerate(_WORDS["counts"].split()) if word in words
+    }
+    return counted, {
+        Fraction(n) for n, names in _WORDS["shares"].items() if words & {*names.split()}
+    }
 
 
 def _put_in(values: Mapping[Fraction, str], numbers: re.Pattern[str], text: str) -> str:

@@ -9,20 +9,15 @@ test set it was at. A cell that fails is named with its log, and the others go o
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Mapping
-from functools import partial
-from statistics import mean
-from typing import Any
 
 from benchmarks import harness
-from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig, read_json, write_atomically
-from rlm.cli import UsageError, terminal
+from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig
+from rlm.cli import UsageError, terminal, to_dict
 from rlm.evaluation import show_table
 from rlm.runs import lock_file
 
-THIS = "benchmarks.evidence.grid"
+THIS = "benchmarks.evidence"
 
 
 def is_done(config: EvidenceConfig, cell: Cell) -> bool:
@@ -43,7 +38,7 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
         UsageError: a cell needs one that is neither done nor chosen, or other settings were used.
     """
     config.fix()
-    chosen, started, failed = config.chosen_cells(), time.monotonic(), []
+    chosen, failed = config.chosen_cells(), []
     for cell in chosen:
         for needed in cell.needs:
             if needed not in chosen and not is_trained(config, needed):
@@ -51,9 +46,6 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
     for cell in chosen:
         if is_done(config, cell):
             continue
-        if config.minutes is not None and time.monotonic() - started >= 60 * config.minutes:
-            terminal.line(f"--minutes {config.minutes:g} are over: no new cell is started")
-            break
         if not all(is_trained(config, needed) for needed in cell.needs):
             terminal.line(f"{cell.name}: left for later, what it needs is not done")
             continue
@@ -79,10 +71,11 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     """
     begun = time.monotonic()
     log = config.folder(cell).resolve() / "log.txt"
-    for part in ("train_cell", "judge_cell"):
-        payload = {"config": config.payload(), "arm": cell.arm, "seed": cell.seed}
+    settings = to_dict(config) | {"grid": str(config.grid.resolve())}
+    payload = {"config": settings, "arm": cell.arm, "seed": cell.seed}
+    for module, function in (("training", "train"), ("judging", "judge")):
         try:
-            harness.run_child(THIS, part, payload, log=log, inherited=(lock,))
+            harness.run_child(f"{THIS}.{module}", function, payload, log=log, inherited=(lock,))
         except harness.ChildFailed:
             terminal.line(f"{cell.name}: failed; the end of {log} says why")
             return False
@@ -90,60 +83,18 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     return True
 
 
-# --- in a cell's own process --------------------------------------------------------------------
-
-
-def train_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    from benchmarks.evidence.training import train
-
-    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
-    if not is_trained(settings, cell):
-        write_atomically(settings.folder(cell) / "train.json", train(settings, cell))
-    return {}
-
-
-def judge_cell(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    from benchmarks.evidence.judging import judge
-
-    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
-    judge(settings, cell)
-    # Hundreds of megabytes that only a resume or the curve needed.
-    for leftover in (settings.folder(cell) / "train").glob("checkpoint*"):
-        shutil.rmtree(leftover)
-    return {}
-
-
-# --- what is done and what is left --------------------------------------------------------------
-
-
 def state(config: EvidenceConfig, cell: Cell) -> str:
     folder = config.folder(cell)
     if is_done(config, cell):
         return "done"
-    if (folder / "scores").exists():
-        return f"judged on {len(list((folder / 'scores').glob('*.json')))} sets"
     if (folder / "train.json").exists():
         return "trained"
-    steps = [*folder.glob("train/metrics.jsonl"), *folder.glob("train/steps.jsonl")]
-    if steps:
-        return f"step {len(steps[0].read_text(encoding='utf-8').splitlines())} of {config.steps}"
-    return "left"
+    return "begun" if folder.exists() else "left"
 
 
 def show(config: EvidenceConfig) -> None:
-    """A table of the chosen cells, and how long the rest will take, from the finished ones."""
-    chosen = config.chosen_cells()
-    took: dict[str, list[float]] = {}
-    for cell in filter(partial(is_done, config), chosen):
-        result = read_json(config.folder(cell) / "result.json")
-        seconds = result["training"].get("wall", 0.0) + result["judging_seconds"]
-        took.setdefault(cell.arm, []).append(seconds)
-    left = [cell for cell in chosen if not is_done(config, cell)]
-    expected = {arm: terminal.duration(mean(seconds)) for arm, seconds in took.items()}
-    rows = {c.name: {"state": state(config, c), "time": expected.get(c.arm, "?")} for c in chosen}
-    show_table("", rows, "cell")
-    known = [mean(took[cell.arm]) for cell in left if cell.arm in took]
-    unknown = len(left) - len(known)
-    more = f", and {unknown} cells of arms that none is done of" if unknown else ""
-    done = f"{len(chosen) - len(left)} of {len(chosen)} done"
-    terminal.line(f"{done}; about {terminal.duration(sum(known))} left{more}")
+    """A table of the chosen cells."""
+    states = {cell.name: {"state": state(config, cell)} for cell in config.chosen_cells()}
+    show_table("", states, "cell")
+    done = sum(row["state"] == "done" for row in states.values())
+    terminal.line(f"{done} of {len(states)} done")

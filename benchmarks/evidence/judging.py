@@ -5,9 +5,9 @@ Each test set is written when it is complete, so a kill costs one set at most.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from benchmarks.evidence.plan import (
     EvidenceConfig,
     made_once,
     read_json,
-    write_atomically,
 )
 from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
-from benchmarks.evidence.training import points
 from benchmarks.trainers import FORMAT
 from rlm.data import Problem
 from rlm.evaluation import GRADINGS, Evaluation, Graded, evaluate
@@ -36,53 +34,59 @@ VOTERS = 8  # of maj@8
 SHOTS = 8  # worked examples that `base_few` is shown: the best of 2, 4 and 8 (docs/results)
 
 
-@dataclass
 class Judge:
-    """A model on problems. The base may be shown (question, completion) pairs first."""
+    """A model on problems: the base, or with an adapter."""
 
-    sampler: Sampler
-    tokenizer: Any
-    max_new_tokens: int
-    seed: int
-    examples: Sequence[tuple[str, str]] = ()
+    def __init__(
+        self,
+        config: EvidenceConfig,
+        cell: Cell,
+        max_new_tokens: int,
+        adapter: Path | None,
+        examples: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """
+        Args:
+            examples: (question, completion) pairs that are shown first.
+        """
+        self.tokenizer = load_tokenizer(config.model)
+        base = load_base(config.model, pick_device())
+        self.model = load_adapter(base, adapter, trainable=False) if adapter else base
+        self.sampler = Sampler(self.model, self.tokenizer)
+        options = {"max_new_tokens": max_new_tokens, "seed": cell.seed, "examples": examples}
+        self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
         """One greedy completion of each (k = 1), or k drawn at the training temperature."""
-        return evaluate(
-            self.sampler,
-            self.tokenizer,
-            problems,
-            FORMAT,
-            max_new_tokens=self.max_new_tokens,
-            temperature=0.0 if k == 1 else 1.0,
-            k=k,
-            seed=self.seed,
-            examples=self.examples,
-        )
+        return self.evaluate(problems, k=k, temperature=0.0 if k == 1 else 1.0)
 
 
-def judge(config: EvidenceConfig, cell: Cell) -> None:
+def judge(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
     """Judge a trained cell on all test sets and write its `result.json`, the mark of being done."""
     prepare_process()
-    started = time.monotonic()
-    folder, is_base = config.folder(cell), ARMS[cell.arm].kind == "base"
-    tokenizer = load_tokenizer(config.model)
-    model = load_base(config.model, pick_device())
-    training: dict[str, Any] = {}
-    if not is_base:
-        model = load_adapter(model, folder / "adapter", trainable=False)
-        training = read_json(folder / "train.json")
-    limit = config.base_new_tokens if is_base else config.max_new_tokens
+    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
+    folder = settings.folder(cell)
+    made_once(folder / "result.json", partial(_judge, settings, cell, folder))
+    # Hundreds of megabytes that only a resume or the curve needed.
+    for leftover in (folder / "train").glob("checkpoint*"):
+        shutil.rmtree(leftover)
+    return {}
+
+
+def _judge(config: EvidenceConfig, cell: Cell, folder: Path) -> dict[str, Any]:
+    started, is_base = time.monotonic(), ARMS[cell.arm].kind == "base"
     learned = pools(config, cell.seed)
     shown = learned.solved[:SHOTS] if cell.arm == "base_few" else ()
     examples = [(p.question, FORMAT.completion(p.solution, p.answer)) for p in shown]
-    examiner = Judge(Sampler(model, tokenizer), tokenizer, limit, cell.seed, examples)
+    limit = config.base_new_tokens if is_base else config.max_new_tokens
+    examiner = Judge(config, cell, limit, None if is_base else folder / "adapter", examples)
+    training = {} if is_base else read_json(folder / "train.json")
     tests = {}
     for test in judged_sets(config, base=is_base):
         file = folder / "scores" / f"{test.name}.json"
         tests[test.name] = made_once(file, partial(_judged, config, examiner, test))["scores"]
-    curve = [] if is_base else _curve(config, cell, examiner, model, learned.validation, training)
-    result = {
+    curve = [] if is_base else _curve(config, cell, examiner, learned.validation, training)
+    return {
         "cell": cell.name,
         "arm": cell.arm,
         "title": ARMS[cell.arm].title,
@@ -92,21 +96,19 @@ def judge(config: EvidenceConfig, cell: Cell) -> None:
         "tests": tests,
         "judging_seconds": time.monotonic() - started,
         "settings": {k: _public(k, v) for k, v in config.settings().items()},
+        **harness.provenance("evidence"),
+        "command": command_of(config, cell),
     }
-    made_by = harness.provenance("evidence") | {"command": command_of(config, cell)}
-    write_atomically(folder / "result.json", result | made_by)
 
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
     """What runs this cell again in an empty grid, after the ones it needs."""
     default = EvidenceConfig()
-    usual = default.settings()
-    changed = {k: v for k, v in config.settings().items() if v != usual[k]}
     spelled = [] if cell.seed in default.seeds else [f"--seeds {cell.seed}"]
-    for name, value in changed.items():
-        option = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
-        shown = "" if isinstance(value, bool) else f" {_public(name, value)}"
-        spelled.append(f"--{option}{shown}")
+    usual = default.settings()
+    for name, value in config.settings().items():
+        if value != usual[name]:
+            spelled.append(f"--{name.replace('_', '-')} {_public(name, value)}")
     return " ".join(["python -m benchmarks.evidence --cells", cell.name, *spelled])
 
 
@@ -179,17 +181,16 @@ def _curve(
     config: EvidenceConfig,
     cell: Cell,
     examiner: Judge,
-    model: Any,
     validation: Sequence[Problem],
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Validation after some of the steps and at the end, against seconds and samples."""
-    rows, scores = [], config.folder(cell) / "scores"
+    rows, scores, model = [], config.folder(cell) / "scores", examiner.model
     final = {n: t.clone() for n, t in model.named_parameters() if "lora_" in n}
     validate = partial(_validate, config, examiner, validation)
     on_the_way = {}  # SFT's checkpoints are by the clock, and of no curve
     if not ARMS[cell.arm].role and "seconds_until" in training:
-        on_the_way = points(config, cell)
+        on_the_way = _points(config, config.folder(cell) / "train")
     for step, folder in on_the_way.items():
         model.load_state_dict(_adapter_of(folder, set(final)), strict=False)
         cost = {name: training[f"{name}_until"][step - 1] for name in ("seconds", "samples")}
@@ -197,6 +198,13 @@ def _curve(
     model.load_state_dict(final, strict=False)
     end = {"seconds": training["seconds"], "samples": training.get("samples", 0)}
     return [*rows, end | made_once(scores / "end.json", validate)]
+
+
+def _points(config: EvidenceConfig, folder: Path) -> dict[int, Path]:
+    """Steps done → what the adapter was then; not the last, which is `adapter/`."""
+    found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}  # ours
+    found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}  # TRL's
+    return {step: found[step] for step in sorted(found) if 0 < step < config.steps}
 
 
 def _validate(

@@ -15,7 +15,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.trainers import TRLFlags
 from rlm.cli import UsageError, check_values, flag, to_dict
 from rlm.model import EMBEDDED_MODEL
 from rlm.runs import replace_file
@@ -138,11 +137,10 @@ def count(default: int, help: str, at_least: int = 1) -> Any:
 
 
 @dataclass
-class EvidenceConfig(TRLFlags):
+class EvidenceConfig:
     command: str = flag("run", "what to do", choices=COMMANDS, positional=True)
     cells: tuple[str, ...] = flag((), "run only these, such as grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only show what is done and what is left")
-    minutes: float | None = flag(None, "start no cell after this many minutes", min=0)
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
     grid: Path = flag(Path("runs/evidence"), "the cells' directories")
     docs: Path = flag(Path("docs/results"), "where the report goes")
@@ -173,7 +171,6 @@ class EvidenceConfig(TRLFlags):
 
     def __post_init__(self) -> None:
         check_values(self)
-        self.check_trl_batch(self.batch_size * self.group_size)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("--seeds needs different numbers, at least one")
 
@@ -206,7 +203,7 @@ class EvidenceConfig(TRLFlags):
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides what a cell measures, and must not change within a grid."""
-        free = {"command", "cells", "list", "minutes", "seeds", "grid", "docs"}
+        free = {"command", "cells", "list", "seeds", "grid", "docs"}
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
@@ -234,10 +231,6 @@ class EvidenceConfig(TRLFlags):
                     )
             if OTHER not in begun:
                 write_atomically(file, settings | begun)
-
-    def payload(self) -> dict[str, Any]:
-        """Its fields as JSON, for a cell's own process."""
-        return to_dict(self) | {"grid": str(self.grid.resolve())}
 
     def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
         """The options of our trainer for a cell; TRL's schedule is read off it, too."""

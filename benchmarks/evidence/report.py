@@ -17,16 +17,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import jinja2
-
 from benchmarks.evidence import plots
 from benchmarks.evidence.intervals import FEW_SEEDS
 from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig
 from benchmarks.evidence.pools import TITLES
 from benchmarks.evidence.results import Result, Results, copy_results, machine_name
+from benchmarks.harness import template
 from rlm.cli import UsageError, terminal
+from rlm.evaluation import GRADINGS
 
-GRADINGS, HEADLINE = ("strict", "lenient"), ("greedy", "sampled")
+HEADLINE = ("greedy", "sampled")
 METRICS = (*HEADLINE, "majority")
 VARIANTS = ("algorithm", "choice")  # roles of GRPO in another form
 PAIRS = [(metric, grading) for metric in HEADLINE for grading in GRADINGS]
@@ -49,28 +49,16 @@ def write_report(config: EvidenceConfig) -> None:
 
 
 def render(results: Results, values: dict[str, Any]) -> str:
-    return template("report.md.jinja", results).render(values)
-
-
-def template(name: str, results: Results | None = None) -> jinja2.Template:
-    """A template beside this file, with what it may call; a name that it lacks is an error."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "title_of": lambda name: TITLES.get(name, name),
-        "arm_title": lambda arm: ARMS[arm].title,
-        "k_is": "k = {}".format,
-        "average": average,
-        "machine_name": machine_name,
-        "timed_alike": partial(timed_alike, results),
-        "short": short,
-    }
-    return environment.get_template(name)
+    return template(
+        Path(__file__).with_name("report.md.jinja"),
+        title_of=lambda name: TITLES.get(name, name),
+        arm_title=lambda arm: ARMS[arm].title,
+        k_is="k = {}".format,
+        average=average,
+        machine_name=machine_name,
+        timed_alike=partial(timed_alike, results),
+        short=short,
+    ).render(values)
 
 
 def contents(results: Results, docs: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -18,24 +18,37 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.evidence.plan import ARMS, OURS, START, Cell, EvidenceConfig, made_once, read_json
+from benchmarks.evidence.judging import Judge
+from benchmarks.evidence.plan import (
+    ARMS,
+    OURS,
+    START,
+    Cell,
+    EvidenceConfig,
+    made_once,
+    read_json,
+)
 from benchmarks.evidence.pools import pools, without_golds
-from benchmarks.trainers import FORMAT
 from rlm.data import Problem
-from rlm.evaluation import evaluate
 from rlm.grading import grade, split_completion
-from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
+from rlm.model import prepare_process
 from rlm.runs import read_lines
-from rlm.sampling import Sampler
-from rlm.training import problems_for_step
+from rlm.training import GRPOConfig, SFTConfig, problems_for_step
 
 Record = dict[str, Any]
 SOLVE_RATE_SAMPLES = 4  # completions of the start by which GRPO's problems are selected
 RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
 
 
-def train(config: EvidenceConfig, cell: Cell) -> Record:
+def train(config: Mapping[str, Any], arm: str, seed: int) -> Record:
     """Train the cell's adapter into `adapter/`, or go on where a kill stopped it."""
+    settings, cell = EvidenceConfig(**config), Cell(arm, seed)
+    if ARMS[arm].kind == "base":
+        return {}
+    return made_once(settings.folder(cell) / "train.json", partial(_train, settings, cell))
+
+
+def _train(config: EvidenceConfig, cell: Cell) -> Record:
     prepare_process()
     kinds: dict[str, Callable[[EvidenceConfig, Cell], Record]] = {
         "sft": _sft,
@@ -57,19 +70,15 @@ def train(config: EvidenceConfig, cell: Cell) -> Record:
 
 def _sft(config: EvidenceConfig, cell: Cell) -> Record:
     solved = pools(config, cell.seed).solved
-    shown = problems_for_step(solved, 0, config.sft_passes * len(solved), cell.seed)
-    return _fine_tune(config, cell, shown, config.sft_rate, start=None)
+    return _fine_tune(config, cell, solved, config.sft_passes * len(solved))
 
 
 def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
     """As many examples as fit in the seconds that GRPO of this seed took; several passes if so."""
     learned = pools(config, cell.seed)
-    examples = learned.solved
-    if cell.arm == "sft_all_solved":
-        examples = examples + learned.practice_solved
+    more = learned.practice_solved if cell.arm == "sft_all_solved" else []
     count = _examples_for(config, cell, _budget(config, cell))
-    shown = problems_for_step(examples, 0, count, cell.seed)
-    return _fine_tune(config, cell, shown, config.more_rate, _adapter(config, cell, START))
+    return _fine_tune(config, cell, learned.solved + more, count, _start(config, cell))
 
 
 def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
@@ -79,18 +88,19 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     and goes on from there with all that was kept so far. One pass over what is new is the least.
     """
     rounds, practice = ARMS[cell.arm].rounds, pools(config, cell.seed).practice
-    adapter, budget = _adapter(config, cell, START), _budget(config, cell) / rounds
+    adapter, budget = _start(config, cell), _budget(config, cell) / rounds
     kept: dict[tuple[str, str], Problem] = {}
     records = []
     for number in range(1, rounds + 1):
         part = practice[len(practice) * (number - 1) // rounds : len(practice) * number // rounds]
         folder = config.folder(cell) / (f"round_{number}" if number < rounds else "")
-        draw = partial(_draw, config, cell, part, adapter)
+        draw = partial(_draw, config, cell, part, adapter, config.group_size)
         drawn = made_once(folder / "drawn.json", draw)
         right = _right(part, drawn["texts"])
         kept |= (new := _distinct(right))
         count = max(len(new), _examples_for(config, cell, budget - drawn["seconds"]))
-        learn = partial(_learn_kept, config, cell, list(kept.values()), count, adapter, folder)
+        examples = list(kept.values())
+        learn = partial(_fine_tune, config, cell, examples, count, adapter, folder)
         learned = made_once(folder / "learned.json", learn)
         records.append({"seconds": drawn["seconds"] + learned["seconds"], "right": len(right)})
         adapter = folder / "adapter"
@@ -106,77 +116,54 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
     """Learn what GRPO of this seed answered rightly, in the seconds that its updates took."""
-    ours = Cell(OURS, cell.seed)
-    steps = read_json(config.folder(ours) / "train.json")["steps"]
+    ours = config.folder(Cell(OURS, cell.seed))
+    steps = read_json(ours / "train.json")["steps"]
     drawing = sum(step["sample"] + step["score"] for step in steps)
     answered = {problem.id: problem for problem in pools(config, cell.seed).practice}
-    groups = read_lines(config.folder(ours) / "train" / "samples.jsonl", repair=False)
-    texts = [(answered[group["problem"]], group["completions"]) for group in groups]
-    right = _right(*zip(*texts, strict=True))
+    groups = read_lines(ours / "train" / "samples.jsonl", repair=False)
+    problems = [answered[group["problem"]] for group in groups]
+    right = _right(problems, [group["completions"] for group in groups])
     kept = list(_distinct(right).values())
     count = max(len(kept), _examples_for(config, cell, _budget(config, cell) - drawing))
-    start, folder = _adapter(config, cell, START), config.folder(cell)
-    record = _learn_kept(config, cell, kept, count, start, folder)
-    samples = sum(step["samples"] for step in steps)
-    found = {"samples": samples, "right": len(right), "kept": len(kept)}
-    return record | found | {"seconds": record["seconds"] + drawing}
+    record = _fine_tune(config, cell, kept, count, _start(config, cell))
+    return record | {
+        "seconds": record["seconds"] + drawing,
+        "samples": sum(step["samples"] for step in steps),
+        "right": len(right),
+        "kept": len(kept),
+    }
 
 
-def _learn_kept(
-    config: EvidenceConfig, cell: Cell, kept: list[Problem], count: int, start: Path, folder: Path
+def _draw(
+    config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path, k: int
 ) -> Record:
-    if not kept:
-        raise RuntimeError("no completion was right: there is nothing to learn from")
-    shown = problems_for_step(kept, 0, count, cell.seed)
-    return _fine_tune(config, cell, shown, config.more_rate, start, folder)
-
-
-def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path) -> Record:
-    tokenizer = load_tokenizer(config.model)
-    base = load_base(config.model, pick_device())
-    policy = load_adapter(base, adapter, trainable=False)
-    sampler = Sampler(policy, tokenizer, max_num_seqs=config.batch_size * config.group_size)
+    """k completions of each problem."""
+    examiner = Judge(config, cell, config.max_new_tokens, adapter)
     started = time.monotonic()
-    drawn = evaluate(
-        sampler,
-        tokenizer,
-        practice,
-        FORMAT,
-        max_new_tokens=config.max_new_tokens,
-        temperature=1.0,
-        k=config.group_size,
-        seed=cell.seed,
-    )
+    drawn = examiner(practice, k)
     texts = [[graded.text for graded in group] for group in drawn.groups]
     return {"seconds": time.monotonic() - started, "texts": texts}
 
 
-def _right(
-    problems: Sequence[Problem], texts: Sequence[Sequence[str]]
-) -> list[tuple[Problem, str, str]]:
-    """(problem, reasoning, answer) of each completion that is right."""
-    return [
-        (problem, *found)
-        for problem, group in zip(problems, texts, strict=True)
-        for text in group
-        if (found := _kept(text, problem.answer))
-    ]
+def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[Problem]:
+    """A worked problem of each completion that is right under strict grading."""
+    worked = []
+    for problem, group in zip(problems, texts, strict=True):
+        for text in group:
+            verdict = grade(text, problem.answer, strict=True)
+            if verdict.correct:
+                reasoning = (split_completion(text)[0] or "").strip()
+                worked.append(Problem(problem.id, problem.question, verdict.answer, reasoning))
+    return worked
 
 
-def _distinct(right: Sequence[tuple[Problem, str, str]]) -> dict[tuple[str, str], Problem]:
-    """A worked problem for each reasoning that differs, by problem and reasoning."""
-    return {
-        (problem.id, reasoning): Problem(problem.id, problem.question, answer, reasoning)
-        for problem, reasoning, answer in right
-    }
+def _distinct(right: Sequence[Problem]) -> dict[tuple[str, str], Problem]:
+    """One of each problem and reasoning."""
+    return {(problem.id, problem.solution): problem for problem in right}
 
 
-def _kept(text: str, gold: str) -> tuple[str, str] | None:
-    """(reasoning, answer) of a completion that is right under strict grading."""
-    verdict = grade(text, gold, strict=True)
-    if not verdict.correct or verdict.answer is None:
-        return None
-    return (split_completion(text)[0] or "").strip(), verdict.answer
+def _start(config: EvidenceConfig, cell: Cell) -> Path:
+    return config.folder(Cell(START, cell.seed)) / "adapter"
 
 
 def _budget(config: EvidenceConfig, cell: Cell) -> float:
@@ -193,25 +180,28 @@ def _fine_tune(
     config: EvidenceConfig,
     cell: Cell,
     examples: Sequence[Problem],
-    rate: float,
-    start: Path | None,
+    count: int,
+    start: Path | None = None,
     folder: Path | None = None,
 ) -> Record:
-    """Stage 1's own trainer on these examples, in one pass; after a kill it goes on, too.
+    """Stage 1's own trainer on `count` examples, in one pass; after a kill it goes on, too.
 
     Args:
+        examples: drawn from in shuffled passes.
         folder: where adapter/ and train/ go (None: the cell's).
     """
     import train_sft
 
+    if not examples:
+        raise RuntimeError("no completion was right: there is nothing to learn from")
     folder = folder or config.folder(cell)
-    options = train_sft.SFTConfig(
+    options = SFTConfig(
         model=config.model,
         dataset=config.dataset,
         adapter=start,
         batch_size=config.sft_batch,
         micro_batch=min(config.sft_batch, 8),
-        learning_rate=rate,
+        learning_rate=config.more_rate if start else config.sft_rate,
         lora_r=config.lora_r,
         lora_alpha=2 * config.lora_r,
         eval_samples=0,
@@ -219,10 +209,15 @@ def _fine_tune(
         output=folder / "adapter",
         run_dir=folder / "train",
     )
-    begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
-    options = replace(options, resume=begun)
-    run = train_sft.train(options, examples)
+    shown = problems_for_step(examples, 0, count, cell.seed)
+    run = train_sft.train(_resumed(options), shown)
     return {"seconds": run["seconds"], "samples": 0, "examples": run["examples"]}
+
+
+def _resumed(options: SFTConfig | GRPOConfig) -> Any:
+    """The options of a run that goes on from its checkpoint, if a kill left one."""
+    begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
+    return replace(options, resume=begun)
 
 
 # --- reinforcement ------------------------------------------------------------------------------
@@ -232,9 +227,7 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     """Ours; after a kill it goes on from its newest checkpoint, to the same end."""
     from rlm import GRPOTrainer
 
-    options = config.grpo_config(cell, _adapter(config, cell, START))
-    begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
-    options = replace(options, resume=begun)
+    options = _resumed(config.grpo_config(cell, _start(config, cell)))
     if not options.resume:
         shutil.rmtree(options.run_dir, ignore_errors=True)
     practice, spent = pools(config, cell.seed).practice, 0.0
@@ -275,11 +268,8 @@ def _by_solve_rate(
 ) -> tuple[list[Problem], float]:
     """The problems that the start solves in some of a few completions but not in all, the easiest
     first, and the seconds that the completions took."""
-    few = replace(config, group_size=SOLVE_RATE_SAMPLES)
-    start = _adapter(config, cell, START)
-    drawn = made_once(
-        config.folder(cell) / "drawn.json", partial(_draw, few, cell, practice, start)
-    )
+    draw = partial(_draw, config, cell, practice, _start(config, cell), SOLVE_RATE_SAMPLES)
+    drawn = made_once(config.folder(cell) / "drawn.json", draw)
     right = {p.id: _solved(p, texts) for p, texts in zip(practice, drawn["texts"], strict=True)}
     useful = [p for p in practice if 0 < right[p.id] < SOLVE_RATE_SAMPLES]
     if not useful:
@@ -288,7 +278,7 @@ def _by_solve_rate(
 
 
 def _solved(problem: Problem, texts: Sequence[str]) -> int:
-    return sum(_kept(text, problem.answer) is not None for text in texts)
+    return sum(grade(text, problem.answer, strict=True).correct for text in texts)
 
 
 def _in_order(problems: list[Problem], count: int, seed: int) -> list[Problem]:
@@ -312,10 +302,11 @@ def random_reward(seed: int) -> Callable[..., list[float]]:
 
 
 def _trl(config: EvidenceConfig, cell: Cell) -> Record:
-    from benchmarks.evidence.trl_cell import train_with_trl
+    from benchmarks import trl_arm  # loads TRL
 
+    options = config.grpo_config(cell, _start(config, cell))
+    steps = trl_arm.train(options, pools(config, cell.seed).practice, trl_arm.strict_reward)
     per_step = config.batch_size * config.group_size
-    steps = train_with_trl(config, cell, _adapter(config, cell, START))
     steps = [step | {"samples": per_step} for step in steps]
     return {"steps": steps} | _timed(steps)
 
@@ -332,24 +323,3 @@ def _timed(steps: Sequence[Record]) -> Record:
         "samples": samples[-1],
         "samples_until": samples,
     }
-
-
-def points(config: EvidenceConfig, cell: Cell) -> dict[int, Path]:
-    """Steps done → what the adapter was then; not the last, which is `adapter/`."""
-    folder = config.folder(cell) / "train"
-    found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}
-    found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*") if is_whole(p)}
-    return {step: found[step] for step in sorted(found) if 0 < step < config.steps}
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether TRL ended writing a checkpoint-N/: its trainer_state.json comes last."""
-    try:
-        read_json(checkpoint / "trainer_state.json")
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _adapter(config: EvidenceConfig, cell: Cell, arm: str) -> Path:
-    return config.folder(Cell(arm, cell.seed)) / "adapter"

@@ -22,7 +22,7 @@ EXPORTS = {
         "model_download peak_memory_gb pick_device pick_quantization prepare_process "
         "release_memory"
     ),
-    "hub": "collect_uploads hub_base public_dataset push_to_hub show_uploads",
+    "hub": "collect_uploads hub_base public_dataset published_run push_to_hub show_uploads",
     "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",
 }

@@ -4,14 +4,15 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import tiny_model
 
-from benchmarks import floor, grpo_step, harness, rollout, samplers, scaling, serving, trainers
-from rlm.cli import UsageError, run_main
+from benchmarks import floor, grpo_step, harness, rollout, samplers, serving, trainers
+from rlm.cli import UsageError, run_main, to_dict
 from rlm.sampling import Sampler
 
 ROOT = Path(__file__).parents[2]
@@ -98,11 +99,11 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying():
     cost = floor.ModelCost(
         weight_bytes=1000, row_flops=500, layers=2, query_width=8, cache_bytes_per_token=10
     )
-    rates = floor.Machine(bytes_per_second=100.0, flops_per_second=1000.0)
+    rates = {"bytes_per_second": 100.0, "flops_per_second": 1000.0}
     step = floor.decode_floor(rates, cost, prompts=1, rows=4, prompt_tokens=20, new=5)
-    assert step.memory_seconds == (1000 + (20 + 4 * 5) * 10) / 100
-    assert step.arithmetic_seconds == 4 * (500 + 4 * 2 * 8 * 25) / 1000
-    assert (step.seconds, step.bound) == (14.0, "memory")
+    assert step["memory_seconds"] == (1000 + (20 + 4 * 5) * 10) / 100
+    assert step["arithmetic_seconds"] == 4 * (500 + 4 * 2 * 8 * 25) / 1000
+    assert (step["seconds"], step["bound"]) == (14.0, "memory")
 
 
 def test_the_cost_of_a_model_counts_each_weight_once():
@@ -122,12 +123,12 @@ def test_the_cost_of_a_model_counts_each_weight_once():
 def test_arms_draw_as_many_tokens_as_asked_for(tokenizer, arm):
     options = {"cache_implementation": "static"} if "static" in arm else {}
     if arm == "ours":
-        arm = samplers.Ours(Sampler(tiny_model(), tokenizer), max_num_seqs=2)
+        arm = samplers.Ours(Sampler(tiny_model(), tokenizer))
     else:
-        arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, batch_rows=4, options=options)
-    assert arm.fixed(PROMPTS, 3, 7, SEEDS) == 2 * 3 * 7
+        arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, options)
+    assert arm.draw(PROMPTS, [[7] * 3] * 2, SEEDS, 6) == 2 * 3 * 7
     # `generate` in batches of 4 rows: it raises by itself unless each ends with its longest row.
-    assert arm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
+    assert arm.draw(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS, 4) == 20
 
 
 def test_a_rate_of_too_few_tokens_is_refused():
@@ -140,19 +141,23 @@ class _Completions(BaseHTTPRequestHandler):
     asked: list[dict] = []  # noqa: RUF012
 
     def do_GET(self):
-        self._answer({"data": [{"id": "served"}]})
+        self._send(json.dumps({"data": [{"id": "served"}]}))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
+        if body.get("stream"):
+            content, usage = {"choices": [{"delta": {"content": "5"}}]}, {"completion_tokens": 3}
+            chunks = [json.dumps(content), json.dumps({"choices": [], "usage": usage}), "[DONE]"]
+            return self._send("".join(f"data: {chunk}\n\n" for chunk in chunks))
         stop_early = body["prompt"] == [0]
         drawn = body["n"] * body["max_tokens"] - stop_early
-        self._answer({"usage": {"completion_tokens": drawn}})
+        self._send(json.dumps({"usage": {"completion_tokens": drawn}}))
 
-    def _answer(self, content):
+    def _send(self, text):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, *_):
         pass
@@ -167,129 +172,132 @@ def vllm():
         http.shutdown()
 
 
-def test_vllm_gets_one_request_a_prompt_and_nothing_that_filters(vllm):
-    assert vllm.fixed(PROMPTS, 3, 7, SEEDS) == 42
+def test_vllm_gets_one_request_a_prompt_or_a_row_and_nothing_that_filters(vllm):
+    assert vllm.draw(PROMPTS, [[7] * 3] * 2, SEEDS, 6) == 42
     assert sorted(body["prompt"] for body in _Completions.asked) == sorted(PROMPTS)
     body = _Completions.asked[0]
     assert (body["model"], body["n"], body["max_tokens"]) == ("served", 3, 7)
     assert (body["temperature"], body["top_p"], body["top_k"]) == (1.0, 1.0, -1)
     assert body["ignore_eos"]
-
-
-def test_rows_of_their_own_length_are_requests_of_their_own(vllm):
-    assert vllm.lengths(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS) == 20
-    assert sorted(body["max_tokens"] for body in _Completions.asked) == [1, 1, 2, 3, 4, 9]
-    assert len({body["seed"] for body in _Completions.asked}) == 6
+    assert vllm.draw(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS, 6) == 20  # each of its own length
+    asked = _Completions.asked[2:]
+    assert sorted(body["max_tokens"] for body in asked) == [1, 1, 2, 3, 4, 9]
+    assert len({body["seed"] for body in asked}) == 6
 
 
 def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
     with pytest.raises(RuntimeError, match="drew 6 tokens instead of 7"):
-        vllm.fixed([[0]], 1, 7, [1])
+        vllm.draw([[0]], [[7]], [1], 1)
     with pytest.raises(UsageError, match="refused"):
         samplers.VLLM("http://127.0.0.1:9")
+
+
+def test_two_servers_are_asked_in_turns_in_a_row_and_at_once(vllm, capsys):
+    config = serving.ServingConfig(requests=2, repeats=1)
+    servers = {
+        "ours": serving.Server(vllm.url, "base", []),
+        serving.PEER: serving.Server(vllm.url, "m", [serving.SYSTEM]),
+    }
+    report = serving.measure(config, servers)
+    asked = [body for body in _Completions.asked if "messages" in body]
+    assert len(asked) == 2 * 2 * 2 * 2  # servers, requests, a warm-up, in a row and at once
+    for ours, theirs in zip(asked[0:2], asked[2:4], strict=True):
+        assert theirs["messages"] == [serving.SYSTEM, *ours["messages"]]
+        assert (ours["model"], theirs["model"], theirs["max_tokens"]) == ("base", "m", 64)
+    assert [cell["unit"] for cell in report["cells"]][::2] == list(serving.FIGURES)
+    assert set(report["ratio"]) == {serving.PEER}
+    assert set(report["speedup_at_once"]) == set(servers)
 
 
 # --- training -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "share"), [("half", 0.5), ("all", 1.0)])
-def test_scripted_rewards_give_a_known_share_of_signal(kind, share):
-    reward = trainers.ScriptedReward(kind, group_size=2)
-    assert reward.score(completions=["x"] * 8, answer=["1"] * 8)[:2] == [1.0, 0.0]
-    assert reward.signal == [share]
-    reward.score(completions=["x"] * 8)
-    steps = [{"sample": 1.0, "score": 1.0, "learn": 1.0, "length_mean": 8.0} for _ in range(2)]
+@pytest.mark.parametrize(("kind", "second"), [("half", [0, 0, 0]), ("all", [1, 0, 1])])
+def test_scripted_rewards_are_a_second_clock(kind, second):
+    """Every second group has signal, or all have."""
+    reward = trainers.ScriptedReward(kind, group_size=3)
+    assert reward.score(completions=["x"] * 9, answer=["1"] * 9) == [1, 0, 1, *second, 1, 0, 1]
+    reward.score(completions=["x"] * 9)
+    steps = [{"sample": 1.0, "score": 2.0, "learn": 4.0, "length_mean": 8.0} for _ in range(2)]
     result = reward.result(steps)
-    assert [(step["total"], step["signal"]) for step in result["steps"]] == [(3.0, share)] * 2
+    assert [step["total"] for step in result["steps"]] == [7.0, 7.0]
     assert len(result["between_calls"]) == 1
 
 
-def test_the_strict_reward_is_the_one_of_training():
-    right = "<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>"
-    found = trainers.strict_reward(completions=[right, "2"], answer=["2", "2"], prompts=[])
-    assert found == [1.0, 0.0]
+@pytest.fixture(scope="module")
+def step_config(model_dir):
+    return grpo_step.GRPOStepConfig(
+        model=str(model_dir), batch_size=2, group_size=2, max_new_tokens=4, trl_batch=2, steps=1
+    )
 
 
 @pytest.mark.parametrize("arm", ["ours", "trl"])
-def test_arms_train_and_account_for_every_step(model_dir, arm):
+def test_arms_train_and_account_for_every_step(step_config, arm):
     from benchmarks import trl_arm  # loads TRL
 
-    work = trainers.Work(
-        str(model_dir), None, batch_size=2, group_size=2, max_new_tokens=4, steps=2,
-        ignore_ends=True,
-    )  # fmt: skip
+    work = {"config": to_dict(step_config.training()), "signal": "half"}
     if arm == "ours":
-        result = trainers.run_ours(**vars(work))
+        result = trainers.run_ours(**work, ignore_ends=True)
         assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
         assert result["planned_memory_gb"] > 0
     else:
-        settings = grpo_step.GRPOStepConfig(trl_batch=2).trl_settings()
-        result = trl_arm.run_trl(vars(work), settings)
-    assert [step["signal"] for step in result["steps"]] == [0.5, 0.5]
+        result = trl_arm.run_trl(**work, settings=step_config.trl_settings())
+    assert len(result["steps"]) == 2  # one to warm up
     assert all(step["learn"] > 0 for step in result["steps"])
     assert len(result["between_calls"]) == 1
 
 
 def test_the_first_step_of_a_process_is_not_measured():
-    step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 8.0, "signal": 0.5}
+    step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 8.0}
 
     def run(*totals):
         return {
             "steps": [step | {"total": total} for total in totals],
             "between_calls": [1.0],
             "peak_memory_gb": 2.0 * totals[-1],
+            "planned_memory_gb": 3.0,
         }
 
     cell = grpo_step.step_cell("half", {"ours": [run(99.0, 1.0)], "trl": [run(99.0, 6.0)]})
     assert cell["arms"]["ours"]["runs"] == [1.0]
     assert cell["ratio"] == {"trl": 6.0}
     assert cell["memory_gb"] == {"ours": 2.0, "trl": 12.0}
-    assert cell["signal"] == 0.5
 
 
-def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, model_dir, tmp_path):
+def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, step_config):
     from benchmarks import trl_arm  # loads TRL
 
-    options = grpo_step.GRPOStepConfig(batch_size=2, group_size=4, trl_batch=2, steps=2)
-    work = options.work(str(model_dir), "half")
-    problems = work.problems(work.pool())
+    right = "<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>"
+    assert trl_arm.strict_reward([right, "2"], answer=["2", "2"], prompts=[]) == [1.0, 0.0]
+    options = replace(step_config, group_size=4, steps=2)
+    config = options.training()
+    problems = trl_arm.in_order(config, trainers.problem_pool(config))
     assert len(problems) == 2 * 3  # one step more, to warm up
     assert [row["answer"] for row in trl_arm.dataset(problems, tokenizer)] == [
         problem.answer for problem in problems
     ]
-    config = trl_arm.config_for(work, options.trl_settings(), str(tmp_path))
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 8
-    assert config.generation_batch_size == 8
-    assert (config.top_k, config.temperature, config.beta) == (0, 1.0, 0.0)
+    theirs = trl_arm.trl_config(config, options.trl_settings())
+    assert theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps == 8
+    assert theirs.generation_batch_size == 8
+    assert (theirs.top_k, theirs.temperature, theirs.beta) == (0, 1.0, 0.0)
 
 
-# --- how a step grows ---------------------------------------------------------------------------
+@pytest.mark.parametrize(("alone", "children"), [(False, 4), (True, 1)])
+def test_a_growing_step_is_measured_alone(step_config, monkeypatch, tmp_path, alone, children):
+    asked = []
 
+    def run_child(module, function, payload):
+        asked.append((function, payload["signal"], payload.get("ignore_ends")))
+        step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 4.0, "total": 2.0}
+        memory = {"peak_memory_gb": 1.0, "planned_memory_gb": 1.5}
+        return {"steps": [step, step], "between_calls": [1.0], **memory}
 
-def test_exponents_and_sizes_of_a_growing_step(monkeypatch, capsys):
-    """Learning grows in proportion, sampling with the square."""
-    assert scaling.parameters("random:smollm2-135m") == 134_515_008
-
-    def run_work(work):
-        size = work.group_size * work.max_new_tokens
-        if work.model == "short":
-            size -= work.group_size
-        parts = {"total": size + size**2, "sample": size**2, "learn": size}
-        step = parts | {"length_mean": size / work.group_size}
-        return {"steps": [{}, step], "peak_memory_gb": 1.0, "planned_memory_gb": 2.0}
-
-    monkeypatch.setattr(scaling, "run_work", run_work)
-    monkeypatch.setattr(scaling, "MODELS", ("random:smollm2-135m", "random:qwen2.5-0.5b"))
-    monkeypatch.setattr(scaling.shapes, "save_random_model", lambda *_: None)
-    work = trainers.Work("m", None, reward="all", ignore_ends=True)
-    found = scaling.measure_growth(work)
-    assert [c["name"] for c in found["cells"]][:6] == ["4", "8", "16", "64", "128", "256"]
-    assert found["cells"][-1]["size"] == 494_032_768
-    assert found["exponents"]["length"]["learn"] == pytest.approx(1)
-    assert found["exponents"]["group size"]["sample"] == pytest.approx(2)
-    assert found["exponents"]["model size"]["learn"] == pytest.approx(0)
-    with pytest.raises(RuntimeError, match="ended early"):
-        scaling.run_cell(trainers.Work("short", None))
+    monkeypatch.setattr(harness, "run_child", run_child)
+    file = tmp_path / "report.json"
+    assert grpo_step.main(replace(step_config, alone=alone, rounds=1, json=file)) == 0
+    assert len(asked) == children
+    assert asked[-1] == (("run_ours", "all", True) if alone else ("run_trl", "all", None))
+    assert json.loads(file.read_text())["ratio"] == ({} if alone else {"trl": 1.0})
 
 
 # --- the scripts --------------------------------------------------------------------------------
@@ -308,9 +316,7 @@ def test_help_works_and_contradictions_are_refused(script, config, mistake, caps
         with pytest.raises(SystemExit) as end:
             run_main(script.main, config, argv=arguments, description=script.__doc__)
         assert (end.value.code or 0) == code
-    said = capsys.readouterr()
-    assert "--json" in said.out
-    assert said.err.startswith("error: ")
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.slow
@@ -329,7 +335,7 @@ def test_rollouts_of_the_embedded_model(tmp_path):
     assert report["cells"][0]["floor"]["share"] > 0
 
 
-@pytest.mark.parametrize("script", ["rollout", "grpo_step", "serving", "evidence"])
+@pytest.mark.parametrize("script", ["rollout", "evidence"])
 def test_a_script_run_by_its_path_says_how_it_is_run(script):
     path = ROOT / "benchmarks" / (script if script == "evidence" else f"{script}.py")
     done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)

@@ -21,10 +21,9 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
     """Six updates whose only randomness, the sampling, is taken away: what is left of the distance
     between the two adapters is rounding."""
     from benchmarks import trl_arm
-    from benchmarks.evidence import trl_cell
 
     config = toy(
-        model_dir, tmp_path, steps=6, batch_size=4, group_size=4, max_new_tokens=12, trl_batch=8,
+        model_dir, tmp_path, steps=6, batch_size=4, group_size=4, max_new_tokens=12,
         learning_rate=1e-2,
     )  # fmt: skip
     torch.manual_seed(0)  # 2e-6 with this adapter; 2e-4 was seen with another
@@ -49,7 +48,7 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
         return [ids for group in groups for ids in group], None
 
     monkeypatch.setattr(trl_arm.TimedTrainer, "_generate_single_turn", replayed)
-    monkeypatch.setattr(trl_cell, "strict_reward", odd_length)
+    monkeypatch.setattr(trl_arm, "strict_reward", odd_length)
     training._trl(config, Cell("trl", 0))
 
     before, ours, theirs = (
