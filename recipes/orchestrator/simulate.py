@@ -10,16 +10,17 @@ needs no choice. Problems, plans, drafts, grading and votes are real.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
-from recipes.orchestrator.agents import Call, Reply
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.plans import oracle_plan, steps_of
-from recipes.orchestrator.runner import Runner
+from recipes.orchestrator.runner import Call, Reply, Runner
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import Problem, load_problems
 from rlm.evaluation import paired_bootstrap, points, show_table
@@ -28,18 +29,15 @@ from rlm.runs import check_writable, replace_json
 from rlm.sampling import SamplingParams
 from rlm.tools import evaluate_expression
 
+STEP_ACCURACY = (0.6, 0.7, 0.8, 0.9, 0.95, 1.0)  # values of p
+CHOICE_ACCURACY = (0.6, 0.8, 0.9, 1.0)  # values of r
+VOTES = 3  # attempts of the single agent that vote
+
 
 @dataclass
 class SimulateConfig:
     dataset: str = flag("elementary:2-3", "problems with worked solutions")
     max_samples: int = flag(480, "number of problems", min=1)
-    step_accuracy: tuple[float, ...] = flag(
-        (0.6, 0.7, 0.8, 0.9, 0.95, 1.0), "values of p to try", min=0, max=1
-    )
-    choice_accuracy: tuple[float, ...] = flag(
-        (0.6, 0.8, 0.9, 1.0), "values of r to try", min=0, max=1
-    )
-    votes: int = flag(3, "attempts of the single agent that vote", min=1)
     seed: int = flag(0, "random seed of the solver's errors")
     output: Path = flag(Path("runs/orchestrator_simulation"), "folder for simulation.json")
 
@@ -73,22 +71,19 @@ class SimulatedSolver:
             value += rng.choice((-1, 1)) * rng.randint(1, 20)
         return Reply(f"[{float(value):.10g}]")
 
-    def release(self) -> None:
-        """Do nothing: no memory is held."""
-
 
 def simulate(
-    problems: Sequence[Problem], solver: SimulatedSolver, votes: int, seed: int
+    problems: Sequence[Problem], solver: SimulatedSolver, seed: int
 ) -> dict[str, list[float]]:
     """Return the scores of one agent, of its vote, and of two agents by the oracle's plan."""
     runner, single = Runner(solver, max_new_tokens=1, temperature=1.0), Graph.chain("solve")
-    voters = [problem for problem in problems for _ in range(votes)]
+    voters = [problem for problem in problems for _ in range(VOTES)]
     runs = runner.run(voters, [single] * len(voters), seed)
-    groups = [runs[i : i + votes] for i in range(0, len(runs), votes)]
+    groups = [runs[i : i + VOTES] for i in range(0, len(runs), VOTES)]
     plans = [oracle_plan(problem) for problem in problems]
     return {
         "one agent": [float(group[0].solved()) for group in groups],
-        f"vote of {votes}": [majority_score([run.verdict for run in group]) for group in groups],
+        f"vote of {VOTES}": [majority_score([run.verdict for run in group]) for group in groups],
         "oracle's plan": [float(run.solved()) for run in runner.run(problems, plans, seed)],
     }
 
@@ -99,20 +94,16 @@ def main(config: SimulateConfig) -> int:
     problems = [problem for problem in problems if oracle_plan(problem)]
     if not problems:
         raise UsageError(f"--dataset {config.dataset}: no solution has a step that uses another")
-    by_question = {problem.question: problem for problem in problems}
-    rows, table = [], {}
-    for r in config.choice_accuracy:
-        for p in config.step_accuracy:
-            scores = simulate(
-                problems, SimulatedSolver(by_question, p, r), config.votes, config.seed
-            )
-            *rivals, two = scores
-            accuracy = {name: sum(row) / len(row) for name, row in scores.items()}
-            gains = {n: asdict(paired_bootstrap(scores[n], scores[two])) for n in rivals}
-            rows.append({"p": p, "r": r, "accuracy": accuracy, "oracle's plan minus": gains})
-            table[f"r {r:g}, p {p:g}"] = {
-                name: f"{100 * mean:.1f}" for name, mean in accuracy.items()
-            } | {f"− {name}": points(gain) for name, gain in gains.items()}
+    by_question, rows, table = {problem.question: problem for problem in problems}, [], {}
+    for r, p in itertools.product(CHOICE_ACCURACY, STEP_ACCURACY):
+        scores = simulate(problems, SimulatedSolver(by_question, p, r), config.seed)
+        *rivals, two = scores
+        accuracy = {name: fmean(row) for name, row in scores.items()}
+        gains = {name: asdict(paired_bootstrap(scores[name], scores[two])) for name in rivals}
+        rows.append({"p": p, "r": r, "accuracy": accuracy, "oracle's plan minus": gains})
+        cells = {name: f"{100 * mean:.1f}" for name, mean in accuracy.items()}
+        cells |= {f"− {name}": points(gain) for name, gain in gains.items()}
+        table[f"r {r:g}, p {p:g}"] = cells
     show_table(f"Simulated solver: {config.dataset}, test, n = {len(problems)}", table, "% right")
     record = {"config": to_dict(config), "problems": len(problems), "rows": rows}
     replace_json(config.output / "simulation.json", record)

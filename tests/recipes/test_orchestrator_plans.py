@@ -7,10 +7,9 @@ import pytest
 from scripted_llm import ScriptedLLM
 
 from recipes.orchestrator import evaluate, simulate
-from recipes.orchestrator.agents import Call
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan, random_plan
-from recipes.orchestrator.runner import Runner
+from recipes.orchestrator.runner import Call, Runner
 from rlm.cli import UsageError
 from rlm.data import load_problems
 from rlm.data.problem import Problem
@@ -41,15 +40,6 @@ def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
         (SIMPLE.system_prompt, "What is 6 * 13?"),
         (SIMPLE.system_prompt, asked + rest),
     ]
-
-
-def test_a_leak_in_a_question_counts_and_a_result_on_the_way_does_not():
-    def leaks(*questions):
-        (run,) = Runner(ScriptedLLM(), 9).run([PENS], [Graph.plan(*questions)])
-        return run.leak
-
-    assert leaks("What is 6 * 13?", "What is 79 + 1 = 80?")
-    assert not leaks("What is 6 * 13?", "What is 78 + 2?")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,7 @@ def test_the_oracle_wins_by_what_choosing_steps_costs():
 
     def accuracy(p, r):
         solver = simulate.SimulatedSolver(known, p, r)
-        scores = simulate.simulate(problems, solver, votes=3, seed=0)
+        scores = simulate.simulate(problems, solver, seed=0)
         return [sum(row) / len(row) for row in scores.values()]
 
     assert accuracy(1, 1) == [1, 1, 1]
@@ -111,10 +101,9 @@ def test_the_simulation_is_a_function_of_its_seed_and_says_what_it_can_not_do(tm
     call = Call("solve", "What is 3 + 4 * 2?", seed=5)
     (reply,) = simulate.SimulatedSolver({}, 1, 1).chat([call], SamplingParams(1))
     assert reply.text == "[11]"
-    few = {"max_samples": 20, "step_accuracy": (0.9,), "choice_accuracy": (0.8,)}
     records = []
     for name in "ab":
-        simulate.main(simulate.SimulateConfig(**few, output=tmp_path / name))
+        simulate.main(simulate.SimulateConfig(max_samples=20, output=tmp_path / name))
         records.append(json.loads((tmp_path / name / "simulation.json").read_text())["rows"])
     assert records[0] == records[1]
     assert "r 0.8, p 0.9" in capsys.readouterr().out
