@@ -15,7 +15,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.graph import Graph, parse_graph
+from recipes.orchestrator.graph import parse_graph
 from recipes.orchestrator.runner import Call, LocalLLM, RemoteLLM, Runner, Trajectory
 from rlm.api_client import APIClient
 from rlm.cli import UsageError, command_of, parse
@@ -39,10 +39,7 @@ if TYPE_CHECKING:
 
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
-_SHAPES = {"prompts": Graph.chain("...", "..."), "questions": Graph.plan("...", "...")}
-SYSTEM_PROMPTS = {  # by --graph-form
-    form: f"{PROMPTS['orchestrator'][form]} {shape.to_json()}" for form, shape in _SHAPES.items()
-}
+SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # by --graph-form
 
 
 def render(tokenizer: PreTrainedTokenizerBase, question: str, form: str = "prompts") -> list[int]:

@@ -201,19 +201,15 @@ class Trajectory:
         }
 
 
+@dataclass
 class Runner:
     """Runs graphs on problems. Greedy calls are cached by content: the agents never change."""
 
-    def __init__(
-        self,
-        agents: LocalLLM | RemoteLLM,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        format: Format = FORMATS["deepseek"],
-    ) -> None:
-        self.agents, self.format = agents, format
-        self.params = SamplingParams(max_new_tokens, temperature)
-        self._cache: dict[Call, Reply] = {}
+    agents: LocalLLM | RemoteLLM
+    max_new_tokens: int
+    temperature: float = 0.0
+    format: Format = FORMATS["deepseek"]
+    _cache: dict[Call, Reply] = field(default_factory=dict)
 
     def run(
         self,
@@ -231,7 +227,7 @@ class Runner:
         runs = [
             Trajectory(*pair, format=self.format) for pair in zip(problems, graphs, strict=True)
         ]
-        if self.params.temperature:
+        if self.temperature:
             for run, number in zip(runs, numbers or range(len(runs)), strict=True):
                 run.seed = prompt_seed(seed, run.problem.id, number)
         while asking := [(run, call) for run in runs if (call := run.next_call())]:
@@ -246,18 +242,22 @@ class Runner:
     def _chat(self, calls: Sequence[Call]) -> list[Reply]:
         """Ask equal calls once; a failed one is asked again next time."""
         new = [call for call in dict.fromkeys(calls) if call not in self._cache]
-        replies = dict(zip(new, self.agents.chat(new, self.params), strict=True)) if new else {}
-        if self.params.temperature == 0:
+        params = SamplingParams(self.max_new_tokens, self.temperature)
+        replies = dict(zip(new, self.agents.chat(new, params), strict=True)) if new else {}
+        if self.temperature == 0:
             self._cache |= {call: reply for call, reply in replies.items() if not reply.error}
         return [replies.get(call) or self._cache[call] for call in calls]
 
 
+@dataclass
 class GraphReward:
     """Scores the graphs of a whole step; `GRPOTrainer` calls it as its scorer."""
 
-    def __init__(self, runner: Runner, config: OrchestratorConfig) -> None:
-        self.runner, self.config = runner, config
-        self.records: list[list[list[dict[str, Any]]]] = []  # of each call, by group
+    runner: Runner
+    config: OrchestratorConfig
+    records: list[list[list[dict[str, Any]]]] = field(
+        default_factory=list
+    )  # of each call, by group
 
     def __call__(
         self,
