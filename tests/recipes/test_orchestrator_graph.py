@@ -37,7 +37,7 @@ GOOD = written(A, B)
         f"```json\n{GOOD}\n```",
         f"```\n{GOOD}```",
         f"Here you are:\n{GOOD}",
-        f"I use {{A}} and {{}} first. ```json\n{GOOD}\n```",
+        f"I use {{}} and {{A}} first. ```json\n{GOOD}\n```",
         f"An open {{ brace, then ```json {GOOD} ```",
         json.dumps(json.loads(GOOD), indent=2),
         GOOD.replace("system_prompt", "question"),
