@@ -1,10 +1,13 @@
 """An LLM whose replies the test says, in place of a model or an API."""
 
-from recipes.orchestrator.agents import Reply
+from recipes.orchestrator.runner import Reply
+from rlm.data import FORMATS
 
 
 class ScriptedLLM:
     """Replies with `answer(call)`, a text or a whole Reply; keeps the batches."""
+
+    format = FORMATS["deepseek"]
 
     def __init__(self, answer=lambda call: f"<{call.system_prompt}|{call.text}>"):
         self.answer, self.batches = answer, []
@@ -13,9 +16,6 @@ class ScriptedLLM:
         self.batches.append(list(calls))
         said = [self.answer(call) for call in calls]
         return [s if isinstance(s, Reply) else Reply(s, 10, len(s)) for s in said]
-
-    def release(self):
-        pass
 
     @property
     def sizes(self):

@@ -72,14 +72,13 @@ def make_examples(
 ) -> list[Rollout]:
     """Write random graphs as completions to learn, GRAPHS_PER_PROBLEM for each problem's prompt."""
     rng, end = random.Random(f"cold start {config.seed}"), end_of_turn_id(tokenizer)
-    form = config.graph_form
     examples = []
     for number, problem in enumerate(problems):
-        prompt = render(tokenizer, problem.question, form)
+        prompt = render(tokenizer, problem.question, config.graph_form)
         for _ in range(GRAPHS_PER_PROBLEM):
-            by_form = {"prompts": (random_graph, format), "questions": (random_plan, problem)}
-            compose, of = by_form[form]
-            completion = [*encode_text(tokenizer, compose(rng, of).to_json()), end]
+            is_plan = config.graph_form == "questions"
+            graph = random_plan(rng, problem) if is_plan else random_graph(rng, format)
+            completion = [*encode_text(tokenizer, graph.to_json()), end]
             examples.append(Rollout(number, prompt, completion, advantage=1.0, weight=1.0))
     return examples
 

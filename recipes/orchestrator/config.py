@@ -26,14 +26,8 @@ class OrchestratorConfig(GRPOConfig):
 
     # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
     NOT_USED = (
-        "doctor",
-        "plan",
-        "reward",
-        "reward_timeout",
-        "num_epochs",
-        "reasoning_format",
-        "system_prompt",
-        "tool",
+        *("doctor", "plan", "reward", "reward_timeout"),
+        *("num_epochs", "reasoning_format", "system_prompt", "tool"),
     )
 
     model: str | None = flag(

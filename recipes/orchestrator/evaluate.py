@@ -21,8 +21,7 @@ from statistics import fmean
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
-from recipes.orchestrator.reward import graph_metrics
-from recipes.orchestrator.runner import Runner, Trajectory
+from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import Problem, is_local_file, load_problems
@@ -32,6 +31,7 @@ from rlm.model import prepare_process, using_adapter
 from rlm.runs import check_writable, replace_file, replace_json
 from rlm.training import fit_prompts
 
+SINGLE = "single agent"
 BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
 ADAPTERS = {BARE: None, UNTRAINED: "start", TRAINED: "default"}
 ORACLE = "two agents, oracle's plan"  # from the worked solution: what a plan can do, no rival
@@ -54,9 +54,7 @@ class EvaluateConfig:
         (Path("runs/orchestrator"),), "folder of the training run, or of several with other seeds"
     )
     split: str | None = flag(
-        None,
-        "part of the run's data set",
-        default_text="test; validation for a file of yours",
+        None, "part of the run's data set", default_text="test; validation for a file of yours"
     )
     max_samples: int = flag(200, "evaluate at most this many problems", min=1)
     read_price: float = flag(0.0, "price of a million input tokens", min=0)
@@ -70,11 +68,11 @@ class EvaluateConfig:
 
 def fixed_graphs(solver: str) -> dict[str, Graph]:
     """Return what the orchestrator is compared with; `solver` is the agents' own system prompt."""
-    plans = {name: Graph.plan(*questions) for name, questions in PROMPTS["fixed_plans"].items()}
     return {
-        name: Graph.chain(*(text.format(solver=solver) for text in prompts))
-        for name, prompts in PROMPTS["fixed_graphs"].items()
-    } | plans
+        name: Graph.chain(*(text.replace("{solver}", solver) for text in texts), field=field)
+        for name, arm in PROMPTS["fixed_graphs"].items()
+        for field, texts in arm.items()
+    }
 
 
 def make_rows(
@@ -85,32 +83,32 @@ def make_rows(
     Args:
         others: runs of the same agents and problems, whose graphs join those of `orchestrator`.
     """
-    config, agents = orchestrator.config, orchestrator.runner.agents
-    rows: dict[str, Row] = {}
-    format = orchestrator.format
-    fixed = fixed_graphs(format.system_prompt)
-    graphs = {name: [graph] * len(problems) for name, graph in fixed.items()}
+    config, format = orchestrator.config, orchestrator.agents.format
+
+    def run_agents(arm: Sequence[Graph], on: Sequence[Problem], temperature: float) -> list:
+        limit = 2 * config.agent_max_tokens // len(arm[0].agents)
+        return Runner(orchestrator.runner.agents, limit, temperature, format).run(on, arm, seed)
+
+    graphs = {
+        name: [graph] * len(problems) for name, graph in fixed_graphs(format.system_prompt).items()
+    }
     if any(plans := [oracle_plan(problem) for problem in problems]):
         graphs[ORACLE] = [plan or WHOLE_PROBLEM for plan in plans]
-    for name, arm in graphs.items():
-        limit = 2 * config.agent_max_tokens // len(arm[0].agents)
-        runner = Runner(agents, limit, config.agent_temperature, format)
-        rows[name] = [[run] for run in runner.run(problems, arm)]
+    rows: dict[str, Row] = {
+        name: [[run] for run in run_agents(arm, problems, config.agent_temperature)]
+        for name, arm in graphs.items()
+    }
     rows |= orchestrator_rows(orchestrator, problems)
     for number, run in enumerate(others, 2):
-        more = orchestrator_rows(load_another(run, orchestrator), problems)
-        rows |= {
-            name: [[*a, *b] for a, b in zip(rows[name], more[name], strict=True)] for name in more
-        }
+        for name, row in orchestrator_rows(load_another(run, orchestrator), problems).items():
+            rows[name] = [[*a, *b] for a, b in zip(rows[name], row, strict=True)]
         terminal.line(f"run {number} of {1 + len(others)}: done")
     judged = without_failures(rows)
-    single, trained = (tokens(judged[name]) for name in ("single agent", TRAINED))
+    single, trained = (tokens(judged[name]) for name in (SINGLE, TRAINED))
     k = round((trained["written"] + trained["orchestrator"]) / max(1.0, single["written"])) or 1
     voters = [problem for problem in problems for _ in range(k)]
-    runner = Runner(agents, 2 * config.agent_max_tokens, temperature=1.0, format=format)
-    votes = runner.run(voters, [fixed["single agent"]] * len(voters), seed)
-    groups = [votes[i : i + k] for i in range(0, len(votes), k)]
-    return rows | {f"single agent, vote of {k}": groups}
+    votes = run_agents(graphs[SINGLE][:1] * len(voters), voters, 1.0)
+    return rows | {f"{SINGLE}, vote of {k}": [votes[i : i + k] for i in range(0, len(votes), k)]}
 
 
 def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -> dict[str, Row]:
@@ -135,9 +133,9 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
     for name in ("dataset", "graph_form", "agent_max_tokens", "agent_temperature"):
         ours, theirs = getattr(first.config, name), getattr(other.config, name)
         if ours != theirs:
-            flag_name = name.replace("_", "-")
-            raise UsageError(f"{run} has --{flag_name} {theirs}, the first run {ours}")
-    if other.agents != first.agents:
+            option = name.replace("_", "-")
+            raise UsageError(f"{run} has --{option} {theirs}, the first run {ours}")
+    if str(other.agents) != str(first.agents):
         raise UsageError(f"the agents of {run} are {other.agents}; of the first run {first.agents}")
     if bool(other.config.sft_adapter) != bool(first.config.sft_adapter):
         raise UsageError(f"{run} and the first run differ in whether they began with an adapter")
@@ -229,15 +227,17 @@ def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
     """Print two tables, each as wide as a plain terminal: who is right, and what it takes."""
-    accuracy, cost = {}, {}
-    for name, row in metrics.items():
-        accuracy[name] = {
+    accuracy = {
+        name: {
             "accuracy, %": percent(row["accuracy"]),
             "against single": points(row["against_single"]),
         }
-        cost[name] = {
-            head: format(row[key], kind) for head, (key, kind) in COLUMNS.items() if key in row
-        }
+        for name, row in metrics.items()
+    }
+    cost = {
+        name: {head: format(row[key], kind) for head, (key, kind) in COLUMNS.items() if key in row}
+        for name, row in metrics.items()
+    }
     show_table(title, accuracy)
     show_table("Tokens a problem; cost of 1000; graphs", cost)
 

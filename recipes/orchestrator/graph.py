@@ -1,4 +1,4 @@
-"""Defines the graph of two agents that the orchestrator writes, and parses it.
+"""Defines the graph of two agents that the orchestrator writes, parses it, and finds leaks in it.
 
     {"agents": [{"id": "agentA", "type": "llm", "system_prompt": "…"},
                 {"id": "agentB", "type": "llm", "system_prompt": "…"}]}
@@ -14,16 +14,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, StringConstraints, ValidationError, field_validator
+
+from rlm.data import Problem
+from rlm.grading import numbers_in, parse_number
 
 AGENT_IDS = ["agentA", "agentB"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -53,12 +52,6 @@ class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
     system_prompt: Text | None = None
     question: Text | None = None
 
-    @model_validator(mode="after")
-    def _check_texts(self) -> Agent:
-        if not self.texts:
-            raise ValueError(f"{self.id} has neither a system_prompt nor a question")
-        return self
-
     @property
     def texts(self) -> list[str]:
         return [text for text in (self.system_prompt, self.question) if text]
@@ -71,26 +64,24 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 
     @field_validator("agents")
     @classmethod
-    def _check_ids(cls, agents: list[Agent]) -> list[Agent]:
+    def _check_agents(cls, agents: list[Agent]) -> list[Agent]:
         ids = [agent.id for agent in agents]
         if not ids or ids != AGENT_IDS[: len(ids)]:
             raise ValueError("the agents are not agentA, agentB")
+        if not all(agent.texts for agent in agents):
+            raise ValueError("an agent has neither a system_prompt nor a question")
         return agents
 
     @classmethod
-    def chain(cls, *prompts: str) -> Graph:
+    def chain(cls, *texts: str, field: str = "system_prompt") -> Graph:
         """Make a graph whose agents have these prompts; the single agent is a graph of one."""
-        return cls._of("system_prompt", prompts)
+        pairs = zip(AGENT_IDS, texts, strict=False)
+        return cls(agents=[Agent(id=name, type="llm", **{field: text}) for name, text in pairs])
 
     @classmethod
     def plan(cls, *questions: str) -> Graph:
         """Make a graph whose agents are asked these questions."""
-        return cls._of("question", questions)
-
-    @classmethod
-    def _of(cls, field: str, texts: Sequence[str]) -> Graph:
-        pairs = zip(AGENT_IDS, texts, strict=False)
-        return cls(agents=[Agent(id=name, type="llm", **{field: text}) for name, text in pairs])
+        return cls.chain(*questions, field="question")
 
     @property
     def texts(self) -> list[str]:
@@ -136,20 +127,12 @@ def _first_object(text: str) -> tuple[dict[str, Any], int]:
     The JSON parser itself finds the end, so braces and fences inside a string are text.
     """
     first, fence = text.index("{"), re.search(r"```(?:json)?\s*(?=\{)", text)
-    behind_fence = fence.end() if fence else first
-    try:
+    content, end = {}, first
+    with suppress(ValueError, RecursionError):  # of prose; behind the fence it is raised
         content, end = _DECODER.raw_decode(text, first)
-    except (ValueError, RecursionError):
-        if behind_fence <= first:
-            raise
-        end = first
-    if behind_fence > end:  # the first { was prose
-        return _DECODER.raw_decode(text, behind_fence)
+    if end == first or (fence and fence.end() > end):
+        return _DECODER.raw_decode(text, fence.end() if fence else first)
     return content, end
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,6 +141,43 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant
+_DECODER = json.JSONDecoder(object_pairs_hook=_refuse_repeated_keys)
+
+
+# --- leaks ----------------------------------------------------------------------------------------
+
+# A text leaks if it holds the gold as a whole number that the problem itself does not give. A gold
+# below 10 also stands in texts that tell no quantity of the problem: "Think in 2 steps", "Step 2",
+# "2. Check it". Such digits are left out: one that numbers an item, and one that counts what the
+# problem does not speak of.
+SMALL = 10  # a gold below it is a digit that instructions hold, too
+_IN_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+# A word that goes on about the number, in place of a noun that it counts: "7 plus 5", "7 is right".
+_NO_NOUN = "is|as|was|plus|minus|times|divided|equals"
+_ITEM = re.compile(
+    r"(?i:\b(?:step|part|line|rule|number|agent|point) )\d(?![\d.]*\d)"  # step 2, but not step 2.5
+    r"|(?:^|[.;\n])\s*\d[.)](?=\s[A-Z])"  # Read it. 2. Check it.
 )
+_COUNT = re.compile(rf"(?<![\w.,/])\d (?!(?:{_NO_NOUN})\b)([a-z]+s|step|line|sentence|word)\b")
+
+
+def is_leaked(problem: Problem, texts: Sequence[str]) -> bool:
+    """Tell whether one of the texts holds the gold, and the problem does not."""
+    gold = parse_number(problem.answer)
+    if gold is None or abs(gold) in numbers_in(problem.question):
+        return False
+    if abs(gold) < SMALL and gold.denominator == 1:
+        return _is_small_leaked(problem.question, abs(gold), texts)
+    return any(abs(gold) in numbers_in(text) for text in texts)
+
+
+def _is_small_leaked(question: str, gold: Fraction, texts: Sequence[str]) -> bool:
+    words = set(re.findall(r"[a-z]+", question.lower()))
+    if _IN_WORDS[int(gold)] in words:
+        return False
+
+    def keep_quantity(match: re.Match[str]) -> str:
+        return match[0] if match[1] in words else match[1]
+
+    kept = (_COUNT.sub(keep_quantity, _ITEM.sub(" ", text)) for text in texts)
+    return any(gold in numbers_in(text) for text in kept)

@@ -1,29 +1,27 @@
-"""Runs the orchestrator: a model writes graphs of agents, and the agents solve problems."""
+"""Runs the orchestrator: a model writes graphs of agents, and the agents solve problems.
+
+The agents are a frozen model: ours, which shares the orchestrator's weights if it can, or an API's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import (
-    AgentModel,
-    Call,
-    LocalLLM,
-    RemoteLLM,
-    agents_format,
-    choose_agents,
-    load_agents,
-)
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.graph import Graph, parse_graph
-from recipes.orchestrator.runner import Runner, Trajectory
-from rlm.cli import UsageError, parse
-from rlm.data import FORMATS, Problem, render_prompt
+from recipes.orchestrator.graph import parse_graph
+from recipes.orchestrator.runner import Call, LocalLLM, RemoteLLM, Runner, Trajectory
+from rlm.api_client import APIClient
+from rlm.cli import UsageError, command_of, parse
+from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.model import (
+    AdapterInfo,
     base_model_hash,
     check_adapter,
     check_base,
@@ -31,24 +29,93 @@ from rlm.model import (
     load_base,
     load_tokenizer,
     pick_device,
+    using_adapter,
 )
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
+from rlm.tools import load_tool
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
-_SHAPES = {"prompts": Graph.chain("...", "..."), "questions": Graph.plan("...", "...")}
-SYSTEM_PROMPTS = {  # by --graph-form
-    form: f"{PROMPTS['orchestrator'][form]} {shape.to_json()}" for form, shape in _SHAPES.items()
-}
+SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # by --graph-form
 
 
 def render(tokenizer: PreTrainedTokenizerBase, question: str, form: str = "prompts") -> list[int]:
     """Render the orchestrator's prompt for a problem to token ids; `form` is its --graph-form."""
     system_prompt = SYSTEM_PROMPTS[form]
     return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=system_prompt)
+
+
+@dataclass(frozen=True)
+class AgentModel:
+    """Names a frozen model; `load_agents` loads its weights, if they are not there already."""
+
+    name: str
+    adapter: Path | None = None
+    quantize: str = "none"
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} + {self.adapter}" if self.adapter else self.name
+
+    @property
+    def info(self) -> AdapterInfo:
+        return AdapterInfo.load(self.adapter) if self.adapter else AdapterInfo(Path())
+
+    @property
+    def format(self) -> Format:
+        """The tags that the agents were trained with."""
+        return self.info.format
+
+
+def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
+    """Return the agents that the config names.
+
+    Raises:
+        UsageError: the adapter is not there, or the URL or key of the API is none.
+    """
+    if config.agent_url:
+        limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
+        return RemoteLLM(APIClient(config.agent_url, **limits), config.agent_model)
+    if config.agent_adapter:
+        check_adapter(config.agent_adapter, f"run: {command_of('train_grpo')}")
+    return AgentModel(config.agent_model or config.model, config.agent_adapter, config.quantize)
+
+
+def load_agents(
+    agents: AgentModel | RemoteLLM,
+    config: OrchestratorConfig,
+    policy: PeftModel,
+    writer: LocalLLM,
+) -> LocalLLM | RemoteLLM:
+    """Load the agents' model, if it is ours; where it is the orchestrator's, they share weights.
+
+    They have the tool that their adapter was trained with.
+
+    Raises:
+        UsageError: the adapter belongs to another base, or cannot share the orchestrator's.
+    """
+    if not isinstance(agents, AgentModel):
+        return agents
+    tool = load_tool(agents.info.resolve_tool())
+    if agents.adapter:
+        check_base(agents.adapter, agents.name, base_model_hash(agents.name))
+    if (agents.name, agents.quantize) != (config.model, config.quantize):
+        model = load_base(agents.name, pick_device(), quantize=agents.quantize)
+        if agents.adapter:
+            model = load_adapter(model, agents.adapter, trainable=False)
+        tokenizer = agents.tokenizer or load_tokenizer(agents.name)
+        return LocalLLM(Sampler(model, tokenizer, tool=tool), tokenizer)
+    sampler, tokenizer, name = writer.sampler, writer.tokenizer, None
+    if agents.adapter:
+        name = "agent"
+        load_adapter(policy, agents.adapter, trainable=False, name=name)
+    # A vLLM server has the orchestrator's adapter only; the orchestrator has no tool.
+    if tool or not isinstance(sampler, Sampler):
+        sampler = Sampler(policy, tokenizer, dtype=getattr(sampler, "dtype", None), tool=tool)
+    return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))
 
 
 class Orchestrator:
@@ -65,8 +132,7 @@ class Orchestrator:
         self.config, self.agents, self.policy = config, agents, policy
         self.writer = LocalLLM(sampler, tokenizer)
         loaded = load_agents(agents, config, policy, self.writer)
-        self.format = agents_format(agents)
-        options = (config.agent_max_tokens, config.agent_temperature, self.format)
+        options = (config.agent_max_tokens, config.agent_temperature, agents.format)
         self.runner = Runner(loaded, *options)
 
     @classmethod

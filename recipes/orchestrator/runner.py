@@ -1,21 +1,124 @@
-"""Runs many graphs at once: all first agents in one batch, then all second ones."""
+"""Runs many graphs at once, all first agents in one batch, then all second ones; rewards them.
+
+The reward is 1 if the last agent's final number is the gold, else 0. An invalid graph stays in its
+group with 0: a retry would hide the failure from the learner. An orchestrator could also solve the
+problem itself and write the answer into a prompt, which no verifier sees; such leaks are counted,
+and earn nothing unless asked otherwise.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any
 
-from recipes.orchestrator.agents import Call, LocalLLM, RemoteLLM, Reply
-from recipes.orchestrator.graph import AGENT_IDS, Graph, InvalidGraph
-from recipes.orchestrator.leaks import is_leaked
-from rlm.data import FORMATS, Format, Problem
+from transformers import PreTrainedTokenizerBase
+
+from recipes.orchestrator.config import OrchestratorConfig
+from recipes.orchestrator.graph import (
+    AGENT_IDS,
+    REASONS,
+    Graph,
+    InvalidGraph,
+    is_leaked,
+    parse_graph,
+)
+from rlm.api_client import APIClient, APIError
+from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.grading import Verdict, grade
-from rlm.sampling import SamplingParams, prompt_seed
+from rlm.rewards import Scores
+from rlm.sampling import Sampler, SamplingParams, VLLMSampler, prompt_seed
 
 _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Holds what an LLM is asked; equal greedy calls have equal replies."""
+
+    system_prompt: str
+    text: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Holds the reply to a call; where an API failed `error` says why, and the text is empty."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+    logprobs: Sequence[float] = ()  # of its tokens, where the model is ours
+
+
+@dataclass
+class LocalLLM:
+    """Answers calls with a model of ours, through the sampling engine."""
+
+    sampler: Sampler | VLLMSampler
+    tokenizer: PreTrainedTokenizerBase
+    use_adapter: Callable[[], AbstractContextManager] = nullcontext  # while it writes
+
+    def chat(
+        self,
+        calls: Sequence[Call],
+        params: SamplingParams,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> list[Reply]:
+        """Reply to each call, all in one batch."""
+        # Whatever a system prompt holds, it was written by a model: plain text, no special tokens.
+        render = partial(render_prompt, self.tokenizer, format=FORMATS["deepseek"])
+        prompts = [render(call.text, system_prompt=call.system_prompt) for call in calls]
+        with self.use_adapter():
+            seeds = [call.seed for call in calls]
+            groups = self.sampler.sample(prompts, 1, params, seeds, on_finish)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return [
+            Reply(decode(c.token_ids), len(prompt), len(c.token_ids), logprobs=c.logprobs)
+            for prompt, (c,) in zip(prompts, groups, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Free the memory that only a batch needs."""
+        if isinstance(self.sampler, Sampler):  # a server's adapter stays: the trainer says when
+            self.sampler.release()
+
+
+@dataclass
+class RemoteLLM:
+    """Answers calls through an OpenAI-compatible API; failed requests get no verdict."""
+
+    client: APIClient
+    model: str
+    format: Format = FORMATS["deepseek"]
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.client.url}"
+
+    def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
+        """Reply to each call, as many at a time as the client sends."""
+        with ThreadPoolExecutor(self.client.concurrency) as pool:
+            return list(pool.map(partial(self._chat, params), calls))
+
+    def _chat(self, params: SamplingParams, call: Call) -> Reply:
+        system = {"role": "system", "content": call.system_prompt}
+        try:
+            reply = self.client.chat(
+                [system, {"role": "user", "content": call.text}],
+                model=self.model,
+                temperature=params.temperature,
+                max_tokens=params.max_new_tokens,
+                seed=call.seed % 2**31,
+            )
+        except APIError as error:
+            return Reply("", error=str(error))
+        return Reply(reply.text, reply.prompt_tokens, reply.completion_tokens)
 
 
 @dataclass
@@ -28,6 +131,7 @@ class Trajectory:
     replies: list[Reply] = field(default_factory=list)
     written: Reply | None = None  # the orchestrator's reply, where it wrote the graph
     format: Format = FORMATS["deepseek"]  # of the agents' replies
+    seed: int | None = None  # of agents that draw; None for greedy ones
 
     @property
     def error(self) -> str | None:
@@ -42,18 +146,15 @@ class Trajectory:
     def completion_tokens(self) -> int:
         return sum(reply.completion_tokens for reply in self.replies)
 
-    @cached_property
+    @property
     def verdict(self) -> Verdict:
-        """Grade the last agent's text leniently; where there is none, the reason says why."""
+        """Grade the last text so far leniently; where there is none, the reason says why."""
         if isinstance(self.graph, InvalidGraph):
             return Verdict(False, self.graph.reason, None)
         if self.error:
             return Verdict(False, "agent_failed", None)
-        return self._grade_last()
-
-    def _grade_last(self) -> Verdict:
-        tags = self.format.tags
-        return grade(self.replies[-1].text, self.problem.answer, strict=False, **tags)
+        text, tags = self.replies[-1].text, self.format.tags
+        return grade(text, self.problem.answer, strict=False, **tags)
 
     @property
     def leak(self) -> bool:
@@ -64,27 +165,20 @@ class Trajectory:
         """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""
         return self.verdict.correct and not (zero_leaks and self.leak)
 
-    def next_call(self, seed: int | None) -> Call | None:
-        """Return what the next agent is asked; None if all were, or the graph can not go on.
-
-        Args:
-            seed: of this graph, for agents that draw; None for greedy ones.
-        """
+    def next_call(self) -> Call | None:
+        """Return what the next agent is asked; None if all were, or the graph can not go on."""
         asked, text = len(self.replies), self.problem.question
         if self.error or asked == len(self.graph.agents):
             return None
         agent = self.graph.agents[asked]
         if agent.question:
-            draft = self._grade_last() if asked else None
-            known = {
-                "{problem}": text,
-                "{agentA}": draft.answer if draft and draft.is_answer else "?",
-            }
+            draft = self.verdict.answer if asked and self.verdict.is_answer else "?"
+            known = {"{problem}": text, "{agentA}": draft}
             text = _PLACEHOLDER.sub(lambda match: known[match[0]], agent.question)
         elif asked:
             text = f"PROBLEM: {text}\n\nDRAFT of {AGENT_IDS[asked - 1]}: {self.replies[-1].text}"
         prompt = agent.system_prompt or self.format.system_prompt
-        return Call(prompt, text, 0 if seed is None else prompt_seed(seed, agent.id))
+        return Call(prompt, text, 0 if self.seed is None else prompt_seed(self.seed, agent.id))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record that rollouts.jsonl holds."""
@@ -107,19 +201,15 @@ class Trajectory:
         }
 
 
+@dataclass
 class Runner:
     """Runs graphs on problems. Greedy calls are cached by content: the agents never change."""
 
-    def __init__(
-        self,
-        agents: LocalLLM | RemoteLLM,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        format: Format = FORMATS["deepseek"],
-    ) -> None:
-        self.agents, self.format = agents, format
-        self.params = SamplingParams(max_new_tokens, temperature)
-        self._cache: dict[Call, Reply] = {}
+    agents: LocalLLM | RemoteLLM
+    max_new_tokens: int
+    temperature: float = 0.0
+    format: Format = FORMATS["deepseek"]
+    _cache: dict[Call, Reply] = field(default_factory=dict)
 
     def run(
         self,
@@ -134,25 +224,80 @@ class Runner:
             seed: of agents that sample at a temperature.
             numbers: tells the graphs of a problem apart, for that seed; by default their places.
         """
-        pairs = zip(problems, graphs, strict=True)
-        runs = [Trajectory(*pair, format=self.format) for pair in pairs]
-        seeds: list[int | None] = [None] * len(runs)
-        if self.params.temperature:
-            numbers = range(len(runs)) if numbers is None else numbers
-            seeds = [prompt_seed(seed, p.id, n) for p, n in zip(problems, numbers, strict=True)]
-        seeded = list(zip(runs, seeds, strict=True))
-        while asking := [(run, call) for run, own in seeded if (call := run.next_call(own))]:
+        runs = [
+            Trajectory(*pair, format=self.format) for pair in zip(problems, graphs, strict=True)
+        ]
+        if self.temperature:
+            for run, number in zip(runs, numbers or range(len(runs)), strict=True):
+                run.seed = prompt_seed(seed, run.problem.id, number)
+        while asking := [(run, call) for run in runs if (call := run.next_call())]:
             replies = self._chat([call for _, call in asking])
             for (run, call), reply in zip(asking, replies, strict=True):
                 run.calls.append(call)
                 run.replies.append(reply)
-        self.agents.release()
+        if isinstance(self.agents, LocalLLM):
+            self.agents.release()
         return runs
 
     def _chat(self, calls: Sequence[Call]) -> list[Reply]:
         """Ask equal calls once; a failed one is asked again next time."""
         new = [call for call in dict.fromkeys(calls) if call not in self._cache]
-        replies = dict(zip(new, self.agents.chat(new, self.params), strict=True)) if new else {}
-        if self.params.temperature == 0:
+        params = SamplingParams(self.max_new_tokens, self.temperature)
+        replies = dict(zip(new, self.agents.chat(new, params), strict=True)) if new else {}
+        if self.temperature == 0:
             self._cache |= {call: reply for call, reply in replies.items() if not reply.error}
         return [replies.get(call) or self._cache[call] for call in calls]
+
+
+@dataclass
+class GraphReward:
+    """Scores the graphs of a whole step; `GRPOTrainer` calls it as its scorer."""
+
+    runner: Runner
+    config: OrchestratorConfig
+    records: list[list[list[dict[str, Any]]]] = field(
+        default_factory=list
+    )  # of each call, by group
+
+    def __call__(
+        self,
+        problems: Sequence[Problem],
+        groups: Sequence[Sequence[str]],
+        truncated: Sequence[Sequence[bool]] = (),
+    ) -> Scores:
+        """Score each graph. `truncated` changes nothing: a graph that was cut off is no JSON."""
+        asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
+        graphs = [parse_graph(text) for group in groups for text in group]
+        # Not their places: these change with the other problems, and the processes.
+        numbers = [number for group in groups for number in range(len(group))]
+        runs = self.runner.run(asked, graphs, self.config.seed, numbers)
+        rows = iter([run.to_dict() | {"reward": self._reward(run)} for run in runs])
+        records = [[next(rows) for _ in group] for group in groups]
+        self.records.append(records)
+        rewards = [[record["reward"] for record in group] for group in records]
+        return Scores(rewards, graph_metrics(runs))
+
+    def _reward(self, run: Trajectory) -> float | None:
+        if run.error:
+            return None
+        form = self.config.format_reward * isinstance(run.graph, Graph)
+        return float(run.solved(self.config.zero_leaks)) + form
+
+
+def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Count shares of all graphs; `graph/distinct` is of the valid ones."""
+    if not trajectories:  # the share of a process that has no problem to replace
+        return {}
+    count = len(trajectories)
+    graphs = [t.graph for t in trajectories if isinstance(t.graph, Graph)]
+    invalid = Counter(t.graph.reason for t in trajectories if isinstance(t.graph, InvalidGraph))
+    return {
+        "graph/valid_rate": len(graphs) / count,
+        **{f"graph/{reason}": invalid[reason] / count for reason in REASONS},
+        "graph/distinct": len({g.to_json() for g in graphs}) / len(graphs) if graphs else 0.0,
+        "graph/leak_rate": sum(t.leak for t in trajectories) / count,
+        "agents/correct": sum(t.solved() for t in trajectories) / count,
+        "agents/failed": sum(t.error is not None for t in trajectories),
+        "agents/tokens_read": sum(t.prompt_tokens for t in trajectories) / count,
+        "agents/tokens_written": sum(t.completion_tokens for t in trajectories) / count,
+    }

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.agents import AgentModel, RemoteLLM, agents_format, choose_agents
 from recipes.orchestrator.cold_start import train_start_adapter
 from recipes.orchestrator.config import Config, OrchestratorConfig
-from recipes.orchestrator.orchestrator import Orchestrator, render
-from recipes.orchestrator.reward import GraphReward
+from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_agents, render
+from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, run_main, terminal
 from rlm.data import Problem, is_local_file, load_problems, require_numeric_answers
@@ -236,7 +235,7 @@ def main(config: OrchestratorConfig) -> int:
                 f"alone: type another folder, such as --sft-adapter {config.run_dir}_start"
             )
         check_output(start, "--sft-adapter")
-        train_start_adapter(config, train[: config.start_questions], agents_format(agents))
+        train_start_adapter(config, train[: config.start_questions], agents.format)
     trainer = OrchestratorTrainer(config, agents)
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}")
     _, summary = trainer.train_and_test(train, validation, test)

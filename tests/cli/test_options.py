@@ -20,7 +20,6 @@ from recipes.experience.select import SelectConfig
 from recipes.orchestrator import evaluate as orchestrator_evaluate
 from recipes.orchestrator.ask import AskConfig
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.simulate import SimulateConfig
 from rlm.cli.flags import check_values, flag, flags_of, say_once
 from rlm.cli.main import run_main
 from rlm.cli.option_groups import FIRST, GROUPS
@@ -345,7 +344,6 @@ SCRIPTS = {
     "-m recipes.orchestrator.train": OrchestratorConfig,
     "-m recipes.orchestrator.evaluate": orchestrator_evaluate.EvaluateConfig,
     "-m recipes.orchestrator.ask": AskConfig,
-    "-m recipes.orchestrator.simulate": SimulateConfig,
     "-m recipes.experience.train": experience_train.TrainConfig,
     "-m recipes.experience.evaluate": experience_evaluate.EvaluateConfig,
     "-m recipes.experience.select": SelectConfig,

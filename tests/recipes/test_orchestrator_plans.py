@@ -1,21 +1,16 @@
-"""Graphs of sub-questions: what agents are asked, the oracle's plans, and the simulated solver."""
+"""Graphs of sub-questions: what agents are asked, the oracle's plans, the paired figures."""
 
-import json
 import random
 
 import pytest
 from scripted_llm import ScriptedLLM
 
-from recipes.orchestrator import evaluate, simulate
-from recipes.orchestrator.agents import Call
+from recipes.orchestrator import evaluate
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan, random_plan
 from recipes.orchestrator.runner import Runner
-from rlm.cli import UsageError
-from rlm.data import load_problems
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.sampling import SamplingParams
 
 PENS = Problem("p", "6 pens at $13 and {agentA}?", "80", "cost: 6 * 13 = 78\ntotal: 78 + 2 = 80")
 SIMPLE = FORMATS["simple"]
@@ -41,15 +36,6 @@ def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
         (SIMPLE.system_prompt, "What is 6 * 13?"),
         (SIMPLE.system_prompt, asked + rest),
     ]
-
-
-def test_a_leak_in_a_question_counts_and_a_result_on_the_way_does_not():
-    def leaks(*questions):
-        (run,) = Runner(ScriptedLLM(), 9).run([PENS], [Graph.plan(*questions)])
-        return run.leak
-
-    assert leaks("What is 6 * 13?", "What is 79 + 1 = 80?")
-    assert not leaks("What is 6 * 13?", "What is 78 + 2?")
 
 
 @pytest.mark.parametrize(
@@ -82,44 +68,6 @@ def test_random_plans_are_right_sometimes_and_always_can_be_read():
     assert all("{agentA}" in plan.texts[1] for plan in drawn)
     assert {"1002"} <= {word for plan in drawn for word in plan.texts[0].strip("?").split()}
     assert random_plan(rng, Problem("p", "how many?", "1")) == WHOLE_PROBLEM
-
-
-# --- the simulated solver ------------------------------------------------------------------------
-
-
-def test_the_oracle_wins_by_what_choosing_steps_costs():
-    problems = [p for p in load_problems("elementary:2", "test", max_samples=300) if oracle_plan(p)]
-    known = {problem.question: problem for problem in problems}
-
-    def accuracy(p, r):
-        solver = simulate.SimulatedSolver(known, p, r)
-        scores = simulate.simulate(problems, solver, votes=3, seed=0)
-        return [sum(row) / len(row) for row in scores.values()]
-
-    assert accuracy(1, 1) == [1, 1, 1]
-    assert accuracy(0, 1)[:2] == [0, 0]
-    one, vote, two = accuracy(1, 0.5)
-    assert two == 1
-    assert abs(one - 0.5) < 0.1
-    one, vote, two = accuracy(0.9, 1)
-    assert abs(one - 0.81) < 0.08
-    assert abs(two - 0.81) < 0.08
-    assert vote > 0.85
-
-
-def test_the_simulation_is_a_function_of_its_seed_and_says_what_it_can_not_do(tmp_path, capsys):
-    call = Call("solve", "What is 3 + 4 * 2?", seed=5)
-    (reply,) = simulate.SimulatedSolver({}, 1, 1).chat([call], SamplingParams(1))
-    assert reply.text == "[11]"
-    few = {"max_samples": 20, "step_accuracy": (0.9,), "choice_accuracy": (0.8,)}
-    records = []
-    for name in "ab":
-        simulate.main(simulate.SimulateConfig(**few, output=tmp_path / name))
-        records.append(json.loads((tmp_path / name / "simulation.json").read_text())["rows"])
-    assert records[0] == records[1]
-    assert "r 0.8, p 0.9" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="no solution has a step"):
-        simulate.main(simulate.SimulateConfig(dataset="word-problems:1", output=tmp_path))
 
 
 # --- the paired figures --------------------------------------------------------------------------
