@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from recipes.experience.agent import GENERATORS
 from recipes.experience.rewards import LOGIC_SCORES
 
 STAGES = {
@@ -45,6 +46,12 @@ def problems(count: int, start: int = 0) -> list[dict[str, str]]:
 def write_problems(path: Path, rows: list[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_endpoints(path: Path, url: str, **fields: Any) -> None:
+    """Write an --api-config with the same endpoint for every role."""
+    entry = {"base_url": url, "model": "m", "backoff": 0.001} | fields
+    path.write_text(json.dumps(dict.fromkeys((*GENERATORS, "critic"), entry)))
 
 
 def numbers(prompt: str) -> tuple[int, int]:

@@ -144,8 +144,8 @@ def tokens_of(texts: Sequence[str]) -> int:
 
 def announce_cost(
     calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], max_cost: float | None
-) -> float:
-    """Say what each role's requests, calls being (requests, tokens read), may take; return the sum.
+) -> None:
+    """Say what each role's requests, calls being (requests, tokens read), may take, and the sum.
 
     The tokens written are a bound, those read an estimate; the limit holds whatever they are.
     """
@@ -161,8 +161,6 @@ def announce_cost(
             f"{agent.name}: at most {requests:,} requests, about {read:,} tokens read, at most "
             f"{written:,} written, {money}"
         )
-    if not total:
-        return total
-    limit = "no limit (--max-cost)" if max_cost is None else f"limit {max_cost:g}"
-    terminal.line(f"in all a cost of at most about {total:.4g}; {limit}")
-    return total
+    if total:
+        limit = "no limit (--max-cost)" if max_cost is None else f"limit {max_cost:g}"
+        terminal.line(f"in all a cost of at most about {total:.4g}; {limit}")

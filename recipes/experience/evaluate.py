@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -136,39 +137,36 @@ def answer_as_committee(
     """
     options = {"samples": config.samples, "stage": config.stage}
     drawn = [answer_all(agents[name], problems, (), **options) for name in GENERATORS]
-    attempts = [
-        [reply for each in zip(*of_problem, strict=True) for reply in each]
-        for of_problem in zip(*drawn, strict=True)
+    attempts = [[*chain(*zip(*each, strict=True))] for each in zip(*drawn, strict=True)]
+    critic, k = agents["critic"], config.samples
+    tasks = [
+        (problem.id, partial(_ask_critic, critic, problem, three, sample))
+        for problem, group in zip(problems, attempts, strict=True)
+        for sample, three in enumerate(_threes(group))
     ]
-    answers = run_all(
-        agents["critic"],
-        [
-            (problem.id, partial(_ask_critic, agents["critic"], problem, group, sample))
-            for problem, group in zip(problems, attempts, strict=True)
-            for sample in range(config.samples)
-        ],
-    )
-    k = config.samples
+    answers = run_all(critic, tasks)
     fused = [group + answers[i * k : i * k + k] for i, group in enumerate(attempts)]
     return {VOTE: (attempts, mean_vote), CRITIC: (fused, partial(last_score, k))}
 
 
 def mean_vote(replies: Sequence[ChatReply], problem: Problem) -> float:
     """Average the votes of three of which the replies consist."""
-    size = len(GENERATORS)
-    votes = [replies[i : i + size] for i in range(0, len(replies), size)]
-    return fmean(vote_score(vote, problem) for vote in votes)
+    return fmean(vote_score(three, problem) for three in _threes(replies))
 
 
 def last_score(k: int, replies: Sequence[ChatReply], problem: Problem) -> float:
     return mean_score(replies[-k:], problem)
 
 
-def _ask_critic(
-    critic: Agent, problem: Problem, group: Sequence[ChatReply | None], sample: int
-) -> ChatReply | None:
+def _threes(replies: Sequence[ChatReply | None]) -> list[Sequence[ChatReply | None]]:
+    """Cut them into one reply of each generator."""
     size = len(GENERATORS)
-    attempts = group[sample * size : sample * size + size]
+    return [replies[i : i + size] for i in range(0, len(replies), size)]
+
+
+def _ask_critic(
+    critic: Agent, problem: Problem, attempts: Sequence[ChatReply | None], sample: int
+) -> ChatReply | None:
     if None in attempts:
         return None
     values = {"problem": problem.question, "attempts": format_attempts(attempts, problem)}

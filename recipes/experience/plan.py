@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import json
-from contextlib import suppress
 from typing import Annotated, Any
 
 import networkx
@@ -83,14 +82,6 @@ class Plan(_Part):
             graph.add_edges_from((cause, link.effect) for cause in link.cause)
         return graph
 
-    def raise_if_cyclic(self) -> None:
-        """Name the quantities of a cycle, if there is one."""
-        with suppress(networkx.NetworkXNoCycle):
-            edges = networkx.find_cycle(self.graph())
-            raise ReplyError(
-                "cycle: " + " → ".join([edges[0][0], *(effect for _, effect in edges)])
-            )
-
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
     """Find the first JSON object after the thinking that has `key`, at its top or one level below.
@@ -118,14 +109,19 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
     raise ReplyError(problem or "no_json: the reply holds no {")
 
 
-def parse_plan(reply: str) -> Plan:
-    """Parse the plan in a model's reply."""
+def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
+    """Parse the plan in a model's reply; `acyclic` refuses a cycle and names its quantities."""
     try:
-        return Plan.model_validate(find_object(reply, "causal_graph"))
+        plan = Plan.model_validate(find_object(reply, "causal_graph"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ReplyError(f"schema: {where}: {first['msg']}") from error
+    if acyclic and not networkx.is_directed_acyclic_graph(graph := plan.graph()):
+        (start, _), *rest = networkx.find_cycle(graph)
+        names = [start, *(cause for cause, _ in rest), start]
+        raise ReplyError("cycle: " + " → ".join(names))
+    return plan
 
 
 def check_plan(plan: Plan) -> dict[str, float]:

@@ -122,13 +122,10 @@ def differing_groups(
     """Return groups with right and wrong attempts, each as unlike those before it as can be."""
     left = []
     for problem, replies in zip(problems, attempts, strict=True):
-        given = [reply for reply in replies if reply]
-        right = [is_right(reply, problem) for reply in given]
-        if any(right) and not all(right):
-            parts = [
-                [r for r, ok in zip(given, right, strict=True) if ok is w] for w in (True, False)
-            ]
-            left.append(Group(problem, *parts))
+        right = [reply for reply in replies if reply and is_right(reply, problem)]
+        wrong = [reply for reply in replies if reply and not is_right(reply, problem)]
+        if right and wrong:
+            left.append(Group(problem, right, wrong))
     chosen: list[Group] = []
     while left and len(chosen) < most:
         best = min(left, key=lambda group: _closeness(group, chosen))
@@ -171,11 +168,9 @@ def _fusion(critic: Agent, group: Group) -> Candidate | None:
     attempts = format_attempts([*group.wrong, *group.right], problem)
     values = {"problem": problem.question, "attempts": attempts}
     reply = critic.ask("critic_answer", problem.id, **values)
-    return (
-        Candidate("fusion", problem, format_attempt(reply, problem))
-        if is_right(reply, problem)
-        else None
-    )
+    if not is_right(reply, problem):
+        return None
+    return Candidate("fusion", problem, format_attempt(reply, problem))
 
 
 def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -> list[int]:

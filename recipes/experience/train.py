@@ -34,7 +34,6 @@ from recipes.experience.agent import (
 from recipes.experience.answers import CostConfig, announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, Library
 from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
-from recipes.experience.summary import summarize
 from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
@@ -199,7 +198,7 @@ def main(config: TrainConfig) -> int:
                 train_at_once(trainers[-1:], load_proposals(config.run_dir))
         finally:
             for trainer in trainers:
-                shown = summarize(trainer)
+                shown = trainer.summary()
                 replace_json(config.run_dir / f"{trainer.name}_summary.json", shown)
                 terminal.facts(trainer.name, shown)
     return 0

@@ -6,17 +6,15 @@ import json
 from contextlib import contextmanager
 
 import pytest
+from scripted_model import write_problems
 from scripted_server import ScriptedServer
 
 from recipes.experience import demo
-from tests.recipes.test_experience_select import Pupil, problem
-from tests.recipes.test_experience_train import write_problems
+from tests.recipes.test_experience_select import Pupil, both_kinds
 
 
 def test_the_demo_ends_with_a_table_of_library_and_placebo(tmp_path, monkeypatch, capsys):
-    rows = [problem(("gross", "score")[n % 2], n) for n in range(2, 600)]
-    rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
-    data = write_problems(tmp_path / "all.jsonl", rows)
+    data = write_problems(tmp_path / "all.jsonl", both_kinds(600))
     with ScriptedServer(Pupil()) as server:
 
         @contextmanager

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from scripted_model import Model, operations, plan, write_problems
+from scripted_model import Model, operations, plan, write_endpoints, write_problems
 from scripted_server import ScriptedServer, refuse
 
 from recipes.experience import evaluate, train
@@ -77,9 +77,7 @@ def practised(tmp_path_factory):
     path = tmp_path_factory.mktemp("clerk")
     with ScriptedServer(Clerk()) as server:
         price = {"prompt": 100.0, "completion": 1000.0}
-        entry = {"base_url": server.url, "model": "m", "price": price, "backoff": 0.001}
-        roles = (*GENERATORS, "critic")
-        (path / "api.json").write_text(json.dumps(dict.fromkeys(roles, entry)))
+        write_endpoints(path / "api.json", server.url, price=price)
         data = write_problems(path / "practice.jsonl", gross_problems(8))
         write_problems(path / "unseen.jsonl", gross_problems(24, start=50))
         # With this seed the first group that differs has one right attempt, for each generator.

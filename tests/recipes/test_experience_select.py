@@ -2,14 +2,15 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
-from scripted_model import Model, write_problems
+from scripted_model import Model, write_endpoints, write_problems
 from scripted_server import ScriptedServer
 
 from recipes.experience import evaluate, select
-from recipes.experience.agent import GENERATORS
-from recipes.experience.answers import format_attempt, tokens_of, vote_score
+from recipes.experience.agent import Endpoint
+from recipes.experience.answers import announce_cost, format_attempt, tokens_of, vote_score
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
 from rlm.cli.main import run_main
@@ -29,6 +30,11 @@ def problem(kind: str, n: int) -> Problem:
     text = {"gross": "A crate holds {} gross of pens. How many pens is that?"}
     text["score"] = "Ann lives for {} score years. What age does she reach?"
     return Problem(f"{kind}_{n}", text[kind].format(n), str(n * KINDS[kind]))
+
+
+def both_kinds(end: int) -> list[dict[str, str]]:
+    rows = [problem(("gross", "score")[n % 2], n) for n in range(2, end)]
+    return [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
 
 
 # --- by hand ----------------------------------------------------------------------------------
@@ -130,22 +136,17 @@ def test_lessons_of_one_kind_have_no_placebo():
 
 
 def test_a_price_is_named_before_it_is_paid(capsys):
-    from types import SimpleNamespace
-
-    from recipes.experience.agent import Endpoint
-    from recipes.experience.answers import announce_cost
-
     paid = Endpoint(price={"prompt": 1.0, "completion": 2.0})
     agents = [SimpleNamespace(name="generator_1", reply_tokens=100, endpoint=paid)]
     agents += [SimpleNamespace(name="critic", reply_tokens=50, endpoint=Endpoint())]
     calls = {"generator_1": (1000, 500_000), "critic": (10, 9000), "judge": (1, 1)}
     # 0.5 million read at 1, 0.1 million written at 2
-    assert announce_cost(calls, agents, 3.0) == pytest.approx(0.7)
+    announce_cost(calls, agents, 3.0)
     said = " ".join(capsys.readouterr().out.split())
     assert "generator_1: at most 1,000 requests, about 500,000 tokens read" in said
     assert "100,000 written, cost 0.7" in said
     assert "at most 500 written, no price given" in said
-    assert "limit 3" in said
+    assert "in all a cost of at most about 0.7; limit 3" in said
     assert tokens_of(["12345678", ""]) == 2 + 64 + 64
 
 
@@ -177,13 +178,8 @@ class Pupil(Model):
 def selected(tmp_path_factory):
     path = tmp_path_factory.mktemp("pupil")
     with ScriptedServer(Pupil()) as server:
-        price = {"prompt": 1.0, "completion": 1.0}
-        entry = {"base_url": server.url, "model": "m", "price": price, "backoff": 0.001}
-        roles = (*GENERATORS, "critic")
-        (path / "api.json").write_text(json.dumps(dict.fromkeys(roles, entry)))
-        rows = [problem(("gross", "score")[n % 2], n) for n in range(2, 90)]
-        rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
-        path = path, write_problems(path / "all.jsonl", rows), server
+        write_endpoints(path / "api.json", server.url, price={"prompt": 1.0, "completion": 1.0})
+        path = path, write_problems(path / "all.jsonl", both_kinds(90)), server
         assert run(path, select, *SELECT) == 0
         yield path
 
