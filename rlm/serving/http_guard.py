@@ -9,16 +9,12 @@ tests with slow clients say when it moves.
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import uuid
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlm.serving import logging as logs
-from rlm.serving.errors import HTTPProblem
 
 
 class SlowGuard(H11Protocol):
@@ -37,11 +33,6 @@ class SlowGuard(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            # asyncio forgets this for a listening socket that it is handed; without it, the pieces
-            # of an answer wait up to 40 ms for the client's acknowledgement of the last one.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # pause_writing would wait for 64 KiB, and close() for ever for a client that leaves less.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.max_connections:
@@ -74,24 +65,6 @@ class SlowGuard(H11Protocol):
         if self._write_timer:
             self._write_timer.cancel()
         super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        """The answer to what is no HTTP: the body that all errors have, and the end."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # half an answer is out
-            self._cut("bad request")
-            return
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        body = HTTPProblem(400, "bad_request", "this is not valid HTTP").body(uuid.uuid4().hex)
-        headers = [("content-type", "application/problem+json"), ("connection", "close")]
-        for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=json.dumps(body).encode()),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event))
-        self.transport.close()
 
     def _wait_for(self, what: str | None) -> None:
         """The deadline starts when the wait does; more of the same does not move it."""

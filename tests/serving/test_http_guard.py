@@ -248,11 +248,9 @@ AMBIGUOUS += [b"Host: localhost", b"X: a\x00b", b"X : a"]  # the second Host
 
 
 @pytest.mark.parametrize("header", AMBIGUOUS)
-def test_ambiguous_requests_are_400_in_the_shape_of_all_errors(wall, header):
+def test_ambiguous_requests_are_400_and_the_end(wall, header):
     answer = wall.send(request("POST", "/phase1/reasoning", AUTH, JSON, header) + b"{}")
-    assert (answer.status, answer.json["code"]) == (400, "bad_request")
-    assert answer.headers["connection"] == "close"
-    assert len(answer.json["request_id"]) == 32
+    assert (answer.status, answer.headers["connection"]) == (400, "close")
 
 
 def test_what_is_no_http_at_all(wall):

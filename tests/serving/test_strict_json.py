@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.strict_json import parse, require_json
@@ -94,19 +95,19 @@ def test_any_bytes_are_a_value_or_a_problem(body):
     assert value == json.loads(body)
 
 
-def content_type(*values: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", value) for value in values]
+def content_type(*values: bytes) -> Headers:
+    return Headers(raw=[(b"accept", b"text/html"), *((b"content-type", v) for v in values)])
 
 
 def test_json_media_types():
     for value in (b"application/json", b"APPLICATION/JSON", b'application/json; charset="UTF-8"'):
-        require_json([(b"accept", b"text/html"), *content_type(value)])
+        require_json(content_type(value))
 
 
 @pytest.mark.parametrize(
     "headers",
     [
-        [],
+        content_type(),
         content_type(b""),
         content_type(b"text/plain"),
         content_type(b"application/x-www-form-urlencoded"),
