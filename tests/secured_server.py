@@ -24,8 +24,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.errors import HTTPProblem, as_problem
-from rlm.serving.http_guard import UVICORN, SlowGuard
-from rlm.serving.http_server import listen
+from rlm.serving.http_server import UVICORN, SlowGuard, listen
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.strict_json import parse, require_json
 

@@ -156,17 +156,6 @@ def test_an_origin_that_opens_too_much_or_never_comes_is_refused(origin):
         read_origins([origin])
 
 
-def test_an_unknown_host_is_told_how_to_be_allowed():
-    with SecuredServer() as wall:
-        host = "ab12.ngrok-free.app"
-        answer = wall.send(request("GET", "/health", host=f"{host}:443"))
-        assert (answer.status, answer.json["code"]) == (400, "bad_host")
-        assert answer.json["detail"].endswith(f"start the server with --allow-host {host}")
-        assert "--allow-host" not in wall.send(request("GET", "/", host="a@b")).json["detail"]
-        wall.settings.allowed_hosts.add(host)
-        assert wall.send(request("GET", "/health", host=host)).status == 200
-
-
 # --- the reply ------------------------------------------------------------------------------------
 
 
@@ -191,19 +180,6 @@ def test_the_right_answer_may_be_a_number(server, expected, text, right):
 def test_what_is_no_answer_is_refused(server, expected):
     reply = server.post({"prompt": "two and three", "expected_answer": expected})
     assert (reply.status_code, reply.json()["code"]) == (422, "validation")
-
-
-def test_the_details_have_the_courses_names(server):
-    details = server.post({"prompt": "two and three"}).json()["details"]
-    assert details["thinking"] == "2 + 3 = 5"
-    assert (details["answer"], details["has_valid_format"], details["verifier"]) == (
-        "5",
-        True,
-        None,
-    )
-    assert details["tokens_generated"] == details["completion_tokens"] == len(ADD) + 1
-    details = server.post({"prompt": "no script for this", "adapter": "base"}).json()["details"]
-    assert (details["thinking"], details["has_valid_format"]) == (None, False)
 
 
 def test_what_the_length_cuts_is_said(server):

@@ -224,6 +224,7 @@ def test_a_host_that_is_not_ours_is_400_everywhere(wall, host):
         answer = wall.send(request("GET", path, AUTH.encode(), host=host))
         assert answer.status == 400
         assert b"bad_host" in answer.body or answer.body == NO_HTTP
+        assert {*host}.isdisjoint("@?/, ") or b"--allow-host" not in answer.body
 
 
 def test_hosts_of_ours_come_and_go_and_may_be_numbers(wall):

@@ -28,7 +28,6 @@ REFUSED = {
     "NUL in a value": b'["a\\u0000"]',
     "NUL in a name": b'{"\\u0000": 1}',
     "a raw NUL": b'["\x00"]',
-    "a raw newline in a string": b'["\n"]',
     "a byte order mark": b"\xef\xbb\xbf{}",
     "UTF-16": '{"a": 1}'.encode("utf-16"),
     "UTF-16 without a mark": '{"a": 1}'.encode("utf-16-le"),
@@ -41,14 +40,8 @@ REFUSED = {
     "20,000 objects deep": b'{"a":' * 20_000,
     "a name twice": b'{"prompt": "a", "prompt": "b"}',
     "a name twice, once escaped": b'{"a": {"n": 1, "\\u006e": 2}}',
-    "a comment": b"[1] // one",
-    "a trailing comma": b"[1,]",
-    "single quotes": b"{'a': 1}",
     "two values": b"{}{}",
     "cut off": b'{"a": "secret',
-    "a leading zero": b"[01]",
-    "a plus": b"[+1]",
-    "hexadecimal": b"[0x10]",
 }
 
 

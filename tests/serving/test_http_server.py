@@ -15,7 +15,7 @@ import pytest
 from live_server import wait_until
 from secured_server import KEY, SecuredServer, read, request, rest
 
-from rlm.serving.http_guard import UVICORN, SlowGuard
+from rlm.serving.http_server import UVICORN, SlowGuard
 from rlm.serving.middleware import SecuritySettings
 
 QUICK = {"header_seconds": 0.4, "body_seconds": 1.2, "write_seconds": 0.4}
@@ -259,6 +259,11 @@ def test_what_is_no_http_at_all(wall):
     for data in (*no_http, b"\r\n" * 50, chunk + b"zz\r\n"):
         assert wall.send(data).status == 400
         assert wall.send(GET).status == 200
+    with wall.connect() as sock:  # after an answer
+        sock.sendall(request("POST", "/phase1/reasoning", b"Transfer-Encoding: chunked"))
+        assert read(sock).status == 401
+        sock.sendall(b"zz\r\n")
+        assert rest(sock) == b""
 
 
 def chunked(body: bytes, size: int = 1000) -> bytes:
