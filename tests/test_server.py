@@ -33,11 +33,10 @@ from rlm.model.hardware import Device
 from rlm.sampling import Sampler, prompt_seed
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
-from rlm.serving.engine import Engine
+from rlm.serving.engine import Engine, Limits
 from rlm.serving.http_server import GracefulServer, SlowGuard, listen, local_url
 from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import find_models, load_replicas
-from rlm.serving.request import Limits
 from rlm.serving.service import Service
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 

@@ -21,9 +21,9 @@ from rlm.reasoner import (
     trace,
     verify,
 )
+from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.models import ServedAdapter
-from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
     MAX_SAMPLES,
     PROMPT_CHARS,

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 
 from rlm.cli.options import UsageError
 from rlm.serving.access import AllowedHosts, Bucket, Keys, client_address, read_origins
+from rlm.serving.engine import Limits
 from rlm.serving.middleware import MAX_CLIENTS, SecurityMiddleware, SecuritySettings, add_cors
-from rlm.serving.request import Limits
 from rlm.tools import Calculator
 
 SCRIPT = {

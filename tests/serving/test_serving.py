@@ -365,7 +365,7 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
     ],
 )
 def test_a_silent_stream_is_kept_open_by_comments(tokenizer, monkeypatch, path, body):
-    monkeypatch.setattr("rlm.serving.request.PING_SECONDS", 0.02)
+    monkeypatch.setattr("rlm.serving.engine.PING_SECONDS", 0.02)
     service, sampler = make_service(tokenizer, SCRIPT)
     with live(service) as server:
         sampler.pause = 0.1  # a token
