@@ -145,8 +145,12 @@ def generate_reasoning(
 def main(config: InferenceConfig) -> int:
     from rlm.sampling import SamplingParams
 
+    if config.merge or config.gguf:
+        write_merged(config)
+    if config.push_to_hub:
+        upload(config)
     if config.writes:
-        return export(config)
+        return 0
     library = load_experiences(config.experiences) if config.experiences else ()
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
@@ -166,15 +170,6 @@ def main(config: InferenceConfig) -> int:
         else:
             reply = ask(asked, model, tokenizer, params, **options, on_text=_write)
             _print_summary(reply, config)
-    return 0
-
-
-def export(config: InferenceConfig) -> int:
-    """Write base and adapter as one model, which loads without any code of ours; upload it."""
-    if config.merge or config.gguf:
-        write_merged(config)
-    if config.push_to_hub:
-        upload(config)
     return 0
 
 
@@ -200,7 +195,7 @@ def upload(config: InferenceConfig) -> None:
 
 
 def write_merged(config: InferenceConfig) -> None:
-    """Write what --merge and --gguf name."""
+    """Write base and adapter as one model, which loads without any code of ours."""
     from rlm.model import (
         check_convertible,
         check_new,

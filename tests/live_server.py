@@ -17,12 +17,10 @@ from scripted_sampler import Script, ScriptedSampler
 from rlm.data.prompts import FORMATS
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
-from rlm.serving.engine import Engine
-from rlm.serving.http_guard import UVICORN
-from rlm.serving.http_server import GracefulServer
+from rlm.serving.engine import Engine, Limits
+from rlm.serving.http_server import UVICORN, GracefulServer
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.models import Replica, ServedAdapter, ServedModels, prompt_prefix
-from rlm.serving.request import Limits
 from rlm.serving.service import Service
 from rlm.tools import Tool
 

@@ -24,7 +24,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.errors import HTTPProblem, as_problem
-from rlm.serving.http_guard import UVICORN, SlowGuard
+from rlm.serving.http_server import UVICORN, SlowGuard, listen
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.strict_json import parse, require_json
 
@@ -52,7 +52,7 @@ def small_app() -> FastAPI:
 
     @app.post("/phase1/reasoning")
     async def reasoning(request: Request) -> dict[str, Any]:
-        require_json(request.headers.raw)
+        require_json(request.headers)
         return {"got": parse(await request.body()), "client": request.client.host}
 
     @app.post("/phase1/reasoning/{name}/answer")
@@ -114,7 +114,7 @@ class SecuredServer:
             lifespan="off",
         )
         self._server = uvicorn.Server(config)
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 

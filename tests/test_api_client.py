@@ -137,14 +137,6 @@ def test_a_reply_without_a_count_keeps_nobody_waiting(server):
     assert sum(isinstance(error, APIError) for error in errors) == 1
 
 
-def test_after_the_last_try_the_error_says_so(server):
-    server.script(*[refuse(500, "out of\nmemory")] * 3)
-    with pytest.raises(APIError, match=r"500 .*: out of memory \(tries: 3\)") as caught:
-        client_of(server, attempts=3).chat(HELLO, **ASK)
-    assert caught.value.status == 500
-    assert len(server.requests) == 3
-
-
 def test_a_slow_server_runs_into_the_time_out(server):
     server.answer = lambda body: "in time"
     server.script(chat_reply("too late", delay=5))
@@ -162,10 +154,11 @@ def pauses(monkeypatch) -> list[float]:
     return slept
 
 
-def test_pauses_double_with_jitter(server, pauses):
-    server.script(*[refuse(500)] * 4)
-    with pytest.raises(APIError):
+def test_pauses_double_with_jitter_and_the_last_error_says_how_many_tries(server, pauses):
+    server.script(*[refuse(500, "out of\nmemory")] * 4)
+    with pytest.raises(APIError, match=r"500 .*: out of memory \(tries: 4\)") as caught:
         client_of(server, attempts=4, backoff=1.0).chat(HELLO, **ASK)
+    assert (caught.value.status, len(server.requests)) == (500, 4)
     assert len(pauses) == 3  # none after the last
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses))
     assert len({pause / 2**i for i, pause in enumerate(pauses)}) == 3

@@ -175,11 +175,8 @@ def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypa
     assert (code, left, out.count("answer: 5  (")) == (0, [], 1)
 
 
-def test_an_empty_question_is_a_mistake(ask, scripted):
+def test_no_question_is_a_mistake(ask, scripted, monkeypatch):
     assert ask(" \n") == ("", 2)
-
-
-def test_no_question_at_all_is_a_mistake(ask, scripted, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # as from /dev/null
     assert ask()[1] == 2
     monkeypatch.setattr("sys.stdin", io.StringIO("two and three\n"))

@@ -6,13 +6,11 @@ import lazy_loader
 EXPORTS = {
     "access": "AllowedHosts Keys is_loopback load_keys new_key read_origins",
     "app": "create_app",
-    "engine": "Engine",
-    "http_guard": "UVICORN",
-    "http_server": "GracefulServer listen local_url",
+    "engine": "Engine Limits",
+    "http_server": "GracefulServer UVICORN listen local_url",
     "middleware": "SecurityMiddleware SecuritySettings add_cors",
     "models": "find_models load_replicas",
     "process": "server_process",
-    "request": "Limits",
     "service": "Service",
     "tunnel": "Tunnel TunnelError",
 }

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from rlm.cli import UsageError
+from starlette.datastructures import Headers
 
-Headers = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower case
+from rlm.cli import UsageError
 
 MIN_KEY_LENGTH = 16
 NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
-FORM = b"application/x-www-form-urlencoded"  # what curl -d says if it is not told otherwise
+FORM = "application/x-www-form-urlencoded"  # what curl -d says if it is not told otherwise
 
 
 def new_key() -> str:
@@ -68,17 +68,11 @@ class Keys:
 
 def sent_key(headers: Headers) -> bytes:
     """The key that was sent, right or wrong; nothing, which no hash belongs to, if none was."""
-    found: dict[bytes, list[bytes]] = {b"x-api-key": [], b"authorization": []}
-    for name, value in headers:
-        if name in found:
-            found[name].append(value)
-    own, shared = found.values()
+    own, shared = headers.getlist("x-api-key"), headers.getlist("authorization")
     if len(own) > 1 or len(shared) > 1:
         return b""
-    if own:
-        return own[0]
-    scheme, _, key = shared[0].partition(b" ") if shared else (b"", b"", b"")
-    return key if scheme.lower() == b"bearer" else b""
+    scheme, _, key = ("bearer", "", own[0]) if own else "".join(shared).partition(" ")
+    return key.encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
@@ -129,9 +123,9 @@ class AllowedHosts(set[str]):
 
 def asked_host(headers: Headers) -> str:
     """The name in the Host header, in lower case and without a port; "" if it is none."""
-    values = [value for name, value in headers if name == b"host"]
-    match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
-    return match[1].decode("ascii").lower().strip("[]") if match else ""
+    values = headers.getlist("host")
+    match = _HOST.fullmatch(values[0].lower()) if len(values) == 1 else None
+    return match[1].strip("[]") if match else ""
 
 
 def read_origins(origins: Iterable[str]) -> list[str]:
@@ -159,14 +153,12 @@ def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
     A page has to ask before it sends JSON to another server (CORS), but not before it sends a
     form; browsers write Origin in both.
     """
-    types = [value.strip().lower() for name, value in headers if name == b"content-type"]
-    sent = {name: value.decode("latin-1").lower() for name, value in headers}
-    if b"origin" in sent:
-        own = {f"{scheme}://{sent.get(b'host')}" for scheme in ("http", "https")}
-        is_ours = sent[b"origin"] in {*own, *allowed}
-    else:
-        is_ours = sent.get(b"sec-fetch-site", "none") in ("none", "same-origin")
-    return types == [FORM] and is_ours
+    if [value.lower() for value in headers.getlist("content-type")] != [FORM]:
+        return False
+    if (origin := headers.get("origin")) is None:
+        return headers.get("sec-fetch-site", "none").lower() in ("none", "same-origin")
+    own = {f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")}
+    return origin.lower() in {*own, *allowed}
 
 
 def client_address(peer: str, headers: Headers) -> str | None:
@@ -175,11 +167,11 @@ def client_address(peer: str, headers: Headers) -> str | None:
     X-Forwarded-For counts only where the sender is this machine: a tunnel's agent, which has added
     the address that it saw at the end. Of an IPv6 address its network counts: one client has many.
     """
-    values = [value for name, value in headers if name == b"x-forwarded-for"]
+    values = headers.getlist("x-forwarded-for")
     if is_loopback(peer):
         if not values and is_loopback(asked_host(headers)):
             return None
-        peer = values[-1].decode("latin-1").rpartition(",")[2].strip() if values else ""
+        peer = values[-1].rpartition(",")[2].strip() if values else ""
     if not _is_address(peer):
         return "unknown"
     address = ipaddress.ip_address(peer)

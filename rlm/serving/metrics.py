@@ -6,8 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rlm.serving.engine import Engine
-from rlm.serving.request import RunningRequest
+from rlm.serving.engine import Engine, RunningRequest
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 

@@ -11,12 +11,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +26,6 @@ from rlm.serving import logging as logs
 from rlm.serving.access import (
     AllowedHosts,
     Bucket,
-    Headers,
     Keys,
     asked_host,
     client_address,
@@ -36,7 +36,7 @@ from rlm.serving.errors import HTTPProblem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
 MAX_CLIENTS = 4096  # addresses whose rate is known
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {  # where the app says nothing else
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -68,7 +68,8 @@ class SecurityMiddleware:
 
     def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
         self._app, self._settings = app, settings
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # the one used last comes last
+        # Of a key or an address. Addresses have no end: those unseen longest are forgotten.
+        self._bucket = lru_cache(MAX_CLIENTS)(lambda name: Bucket(settings.requests_per_minute))
         self._failures = Bucket(settings.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,19 +81,20 @@ class SecurityMiddleware:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        check_headers(scope, self._settings)
-        if not self._settings.allowed_hosts.allows(scope["headers"]):
-            raise _unknown_host(scope["headers"])
-        scope["state"]["key_id"] = self._authorize(scope)
+        headers = Headers(scope=scope)
+        check_headers(scope, headers, self._settings)
+        if not self._settings.allowed_hosts.allows(headers):
+            raise _unknown_host(headers)
+        scope["state"]["key_id"] = self._authorize(scope, headers)
         if re.search(r"[^/]/$", scope["path"]):  # one slash at the end changes nothing
             scope["path"] = scope["path"][:-1]
-        await self._app(scope, await read_body(scope, receive, self._settings), send)
+        await self._app(scope, await read_body(scope, receive, headers, self._settings), send)
 
-    def _authorize(self, scope: Scope) -> str:
+    def _authorize(self, scope: Scope, headers: Headers) -> str:
         """The id of the key, or "public" or "open"; raises a 401 or a 429."""
-        keys, headers = self._settings.keys, scope["headers"]
         if scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
             return "public"
+        keys = self._settings.keys
         key_id = keys.allows(headers)
         if key_id is None:
             # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
@@ -105,14 +107,6 @@ class SecurityMiddleware:
         if limited is not None and (wait := self._bucket(limited).take()):
             raise HTTPProblem(429, "rate_limited", "too many requests", retry_after=wait)
         return key_id
-
-    def _bucket(self, name: str) -> Bucket:
-        """The bucket of a key or an address. Addresses have no end: those unseen longest leave."""
-        bucket = self._buckets.setdefault(name, Bucket(self._settings.requests_per_minute))
-        self._buckets.move_to_end(name)
-        if len(self._buckets) > MAX_CLIENTS:
-            self._buckets.popitem(last=False)
-        return bucket
 
 
 def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -138,31 +132,30 @@ def _unknown_host(headers: Headers) -> HTTPProblem:
     return HTTPProblem(400, "bad_host", detail)
 
 
-def check_headers(scope: Scope, settings: SecuritySettings) -> None:
+def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) -> None:
     """Raise a 431 for too much, a 400 for a body with two lengths (how requests are smuggled)."""
-    headers: Headers = scope["headers"]
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-    size += sum(len(name) + len(value) + 4 for name, value in headers)
-    names = [name for name, _ in headers]
-    if size > settings.max_header_bytes or len(names) > settings.max_headers:
+    size += sum(len(name) + len(value) + 4 for name, value in headers.raw)
+    if size > settings.max_header_bytes or len(headers.raw) > settings.max_headers:
         detail = f"headers: at most {settings.max_header_bytes} bytes, {settings.max_headers} lines"
         raise HTTPProblem(431, "headers_too_large", detail)
-    if b"transfer-encoding" in names and b"content-length" in names:
+    if "transfer-encoding" in headers and "content-length" in headers:
         raise HTTPProblem(
             400, "bad_request", "Content-Length and Transfer-Encoding exclude each other"
         )
 
 
-async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) -> Receive:
+async def read_body(
+    scope: Scope, receive: Receive, headers: Headers, settings: SecuritySettings
+) -> Receive:
     """Read the whole body within its limits; the `receive` that hands it to the app at once.
 
     An object that comes as a form is JSON (a form never begins with a brace): the app is told so.
     """
-    headers: dict[bytes, bytes] = dict(scope["headers"])
-    if b"content-encoding" in headers:
+    if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
     too_large = HTTPProblem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
-    if int(headers.get(b"content-length", b"0")) > settings.max_body:  # h11 lets digits through
+    if int(headers.get("content-length", "0")) > settings.max_body:  # h11 lets digits through
         raise too_large
     body, more = bytearray(), True
     try:
@@ -178,9 +171,8 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
         raise HTTPProblem(408, "request_timeout", detail) from None
-    if body.lstrip()[:1] == b"{" and is_form_of_ours(scope["headers"], settings.allowed_origins):
-        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-        scope["headers"] = [*others, (b"content-type", b"application/json")]
+    if body.lstrip()[:1] == b"{" and is_form_of_ours(headers, settings.allowed_origins):
+        MutableHeaders(scope=scope)["content-type"] = "application/json"
     messages = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
     async def replay() -> Message:
@@ -192,7 +184,9 @@ async def read_body(scope: Scope, receive: Receive, settings: SecuritySettings) 
 async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> None:
     """Run `serve`; add the id and the headers to its response, or make one; write the log line."""
     started, status = time.monotonic(), 499  # until an answer starts: the client hung up
-    request_id = _request_id(scope["headers"])
+    sent = Headers(scope=scope).getlist("x-request-id")
+    is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
+    request_id = sent[0] if is_harmless else uuid.uuid4().hex
     scope.setdefault("state", {})["request_id"] = request_id
     logs.request_id.set(request_id)
 
@@ -225,10 +219,3 @@ async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> Non
             ms=round((time.monotonic() - started) * 1000, 1),
             key_id=scope["state"].get("key_id"),
         )
-
-
-def _request_id(headers: Headers) -> str:
-    sent = [value for name, value in headers if name == b"x-request-id"]
-    if len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]):
-        return sent[0].decode("ascii")
-    return uuid.uuid4().hex

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rlm.reasoner import read_answer
+from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
-from rlm.serving.request import RunningRequest
 from rlm.serving.schema import MAX_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
 from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done

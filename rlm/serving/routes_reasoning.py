@@ -14,7 +14,6 @@ from starlette.responses import Response
 from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
     Answer,
-    Sample,
     Verification,
     length_warnings,
     read_answer,
@@ -22,9 +21,9 @@ from rlm.reasoner import (
     trace,
     verify,
 )
+from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.models import ServedAdapter
-from rlm.serving.request import RunningRequest
 from rlm.serving.schema import (
     MAX_SAMPLES,
     PROMPT_CHARS,
@@ -89,7 +88,7 @@ def _report(
         answer=shown.answer,
         final_answer=shown.final_answer,
         trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
-        details=_details(shown, verifier, adapter.stage) | _tool_calls(answer, adapter),
+        details=_details(answer, verifier, adapter),
         finish_reason=shown.finish_reason,
         thinking=shown.thinking,
         vote=answer.vote_counts,
@@ -109,14 +108,19 @@ def _report(
     )
 
 
-def _details(shown: Sample, verifier: Verification | None, stage: str) -> dict[str, Any]:
+def _details(
+    answer: Answer, verifier: Verification | None, adapter: ServedAdapter
+) -> dict[str, Any]:
     """Our names first, then the course's: some things stand there twice."""
-    ours = {
-        "stage": stage,
+    shown = answer.shown
+    ours: dict[str, Any] = {
+        "stage": adapter.stage,
         "format": shown.format,
         "reasoning_tokens": shown.thinking.tokens,
         "completion_tokens": shown.completion_tokens,
     }
+    if adapter.tool:
+        ours["tool_calls"] = [asdict(call) for call in answer.tool_calls]
     verdict = verifier and {
         "is_correct": verifier.correct,
         "predicted": shown.final_answer,
@@ -130,11 +134,6 @@ def _details(shown: Sample, verifier: Verification | None, stage: str) -> dict[s
         "tokens_generated": shown.completion_tokens,
         "verifier": verdict,
     }
-
-
-def _tool_calls(answer: Answer, adapter: ServedAdapter) -> dict[str, Any]:
-    """What the adapter's tool wrote, by its places in `response`."""
-    return {"tool_calls": list(map(asdict, answer.tool_calls))} if adapter.tool else {}
 
 
 def _model(service: Service, running: RunningRequest) -> ModelReport:

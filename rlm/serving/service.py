@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
-from rlm.serving.engine import Engine
+from rlm.serving.engine import Engine, Limits, RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
-from rlm.serving.request import Limits, RunningRequest
 from rlm.serving.schema import ReasoningRequest
 
 

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rlm.serving.request import RunningRequest
+from rlm.serving.engine import RunningRequest
 from rlm.serving.service import Service
 
 COMMENT = b": still here\n\n"  # on a silent stream, so that proxies keep it open

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,12 +21,12 @@ from rlm.serving.errors import HTTPProblem
 
 MAX_DEPTH = 32
 _UNFIT = re.compile("[\x00\ud800-\udfff]")  # paired surrogates are one character by now
-_MEDIA_TYPE = re.compile(rb'application/json(?: *; *charset="?utf-8"?)?', re.IGNORECASE)
+_MEDIA_TYPE = re.compile(r'application/json(?: *; *charset="?utf-8"?)?', re.IGNORECASE)
 
 
-def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises a 415 unless one Content-Type among `headers` (as ASGI has them) says JSON."""
-    types = [value.strip() for name, value in headers if name.lower() == b"content-type"]
+def require_json(headers: Headers) -> None:
+    """Raises a 415 unless there is one Content-Type, and it says JSON."""
+    types = headers.getlist("content-type")
     if len(types) != 1 or not _MEDIA_TYPE.fullmatch(types[0]):
         raise HTTPProblem(415, "unsupported_media_type", "send Content-Type: application/json")
 
@@ -84,7 +85,7 @@ class StrictRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             if self.body_field is not None:
-                require_json(request.headers.raw)
+                require_json(request.headers)
                 request._json = parse(await request.body())  # what request.json() returns
             return await handle(request)
 

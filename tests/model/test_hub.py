@@ -129,7 +129,7 @@ def test_with_yes_it_is_there_and_loads_from_what_was_uploaded(
 
 def test_a_merged_model_is_uploaded_with_a_card_of_its_own(adapter, tmp_path, capsys):
     options = ["--adapter", str(adapter), "--merge", str(tmp_path / "merged")]
-    inference.export(parse(inference.InferenceConfig, [*options, "--push-to-hub", "me/model"]))
+    inference.main(parse(inference.InferenceConfig, [*options, "--push-to-hub", "me/model"]))
     said = capsys.readouterr().out
     assert "model.safetensors" in said
     assert "adapter_model.safetensors" not in said

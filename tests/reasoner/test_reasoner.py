@@ -174,43 +174,24 @@ def test_room_for_the_answer_is_kept_without_a_budget(tokenizer):
     assert len(row.ids) <= 200
 
 
-def test_an_end_token_in_the_reasoning_closes_it(tokenizer):
-    row = run(tokenizer, "<think>abc")
-    assert (row.reasoning, row.status, row.answer) == ("abc", "forced", "7")
-
-
-def test_without_an_opening_tag_nothing_is_forced(tokenizer):
-    row = run(tokenizer, "just 12, " * 10, budget=3)
-    assert (row.status, row.reasoning, row.reasoning_tokens) == ("absent", "", 0)
-    assert row.answer == ("just 12, " * 10).strip()
-
-
-def test_a_second_block_is_text_of_the_answer(tokenizer):
-    row = run(tokenizer, "<think>a</think>b <think>c</think>d")
-    assert (row.reasoning, row.answer, row.status) == ("a", "b <think>c</think>d", "closed")
-
-
-def test_answer_now_closes_at_the_next_token(tokenizer):
-    row = run(tokenizer, LONG, now_after="three")
-    assert (row.reasoning, row.answer, row.status) == ("one two three", "7", "forced")
-
-
-def test_stop_texts_count_in_the_answer_only(tokenizer):
-    row = run(tokenizer, "<think>a END b</think>c END d", stop=["END"])
-    assert (row.reasoning, row.answer, row.finish_reason) == ("a END b", "c", "stop")
-    row = run(tokenizer, "<think>a</think>b", stop=["</think>"])
-    assert (row.reasoning, row.answer) == ("a", "b")
-
-
-def test_a_truncated_completion_says_so(tokenizer):
-    row = run(tokenizer, "<think>a</think>" + "b" * 100, max_new_tokens=60)
-    assert (row.status, row.finish_reason) == ("closed", "length")
-    assert len(row.ids) == 60
-
-
-def test_text_streams_like_the_tokenizer_decodes(tokenizer):
-    row = run(tokenizer, "<think>größer → 日本 🍎</think><answer>½</answer>")
-    assert (row.reasoning, row.answer) == ("größer → 日本 🍎", "½")
+@pytest.mark.parametrize(
+    ("script", "options", "reasoning", "answer", "status", "finish_reason"),
+    [
+        ("<think>abc", {}, "abc", "7", "forced", "stop"),  # an end token in the reasoning
+        ("just 12, 13", {"budget": 3}, "", "just 12, 13", "absent", "stop"),  # nothing is forced
+        (LONG, {"now_after": "three"}, "one two three", "7", "forced", "stop"),  # answer now
+        ("<think>a END</think>c END d", {"stop": ["END"]}, "a END", "c", "closed", "stop"),
+        ("<think>a</think>b", {"stop": ["</think>"]}, "a", "b", "closed", "stop"),
+        ("<think>a</think>" + "b" * 90, {"max_new_tokens": 60}, "a", "b" * 44, "closed", "length"),
+        ("<think>größer → 日本 🍎</think>½", {}, "größer → 日本 🍎", "½", "closed", "stop"),
+    ],
+)
+def test_how_a_completion_ends(
+    tokenizer, script, options, reasoning, answer, status, finish_reason
+):
+    row = run(tokenizer, script, **options)
+    assert (row.reasoning, row.answer) == (reasoning, answer)
+    assert (row.status, row.finish_reason) == (status, finish_reason)
 
 
 # --- which answer is shown, and how sure it is ----------------------------------------------------

@@ -12,11 +12,12 @@ from functools import partial
 import pytest
 from live_server import ADD, LIMITS, events, live, make_service
 from secured_server import SecuredServer, request, small_app
+from starlette.datastructures import Headers
 
 from rlm.cli.options import UsageError
 from rlm.serving.access import AllowedHosts, Bucket, Keys, client_address, read_origins
+from rlm.serving.engine import Limits
 from rlm.serving.middleware import MAX_CLIENTS, SecurityMiddleware, SecuritySettings, add_cors
-from rlm.serving.request import Limits
 from rlm.tools import Calculator
 
 SCRIPT = {
@@ -155,17 +156,6 @@ def test_an_origin_that_opens_too_much_or_never_comes_is_refused(origin):
         read_origins([origin])
 
 
-def test_an_unknown_host_is_told_how_to_be_allowed():
-    with SecuredServer() as wall:
-        host = "ab12.ngrok-free.app"
-        answer = wall.send(request("GET", "/health", host=f"{host}:443"))
-        assert (answer.status, answer.json["code"]) == (400, "bad_host")
-        assert answer.json["detail"].endswith(f"start the server with --allow-host {host}")
-        assert "--allow-host" not in wall.send(request("GET", "/", host="a@b")).json["detail"]
-        wall.settings.allowed_hosts.add(host)
-        assert wall.send(request("GET", "/health", host=host)).status == 200
-
-
 # --- the reply ------------------------------------------------------------------------------------
 
 
@@ -190,19 +180,6 @@ def test_the_right_answer_may_be_a_number(server, expected, text, right):
 def test_what_is_no_answer_is_refused(server, expected):
     reply = server.post({"prompt": "two and three", "expected_answer": expected})
     assert (reply.status_code, reply.json()["code"]) == (422, "validation")
-
-
-def test_the_details_have_the_courses_names(server):
-    details = server.post({"prompt": "two and three"}).json()["details"]
-    assert details["thinking"] == "2 + 3 = 5"
-    assert (details["answer"], details["has_valid_format"], details["verifier"]) == (
-        "5",
-        True,
-        None,
-    )
-    assert details["tokens_generated"] == details["completion_tokens"] == len(ADD) + 1
-    details = server.post({"prompt": "no script for this", "adapter": "base"}).json()["details"]
-    assert (details["thinking"], details["has_valid_format"]) == (None, False)
 
 
 def test_what_the_length_cuts_is_said(server):
@@ -281,7 +258,7 @@ def test_a_tool_that_fails_ends_its_own_request_alone(tokenizer, server_log):
 def test_whom_a_request_is_counted_under(peer, host, forwarded, client):
     headers = [(b"host", host.encode())]
     headers += [(b"x-forwarded-for", value.encode()) for value in forwarded]
-    assert client_address(peer, headers) == client
+    assert client_address(peer, Headers(raw=headers)) == client
 
 
 def test_a_public_server_limits_each_address_and_not_this_machine(monkeypatch):
@@ -306,11 +283,11 @@ def test_addresses_that_were_not_seen_for_long_are_forgotten():
     settings = SecuritySettings(Keys([]), AllowedHosts(), public=True, requests_per_minute=1)
     middleware = SecurityMiddleware(None, settings)
     for i in range(MAX_CLIENTS + 5):
-        middleware._bucket(str(i))
+        middleware._bucket(str(i)).take()
         middleware._bucket("0").take()  # still here
-    assert len(middleware._buckets) == MAX_CLIENTS
+    assert middleware._bucket.cache_info().currsize == MAX_CLIENTS
     assert middleware._bucket("0").take() > 0
-    assert "1" not in middleware._buckets
+    assert middleware._bucket("1").take() == 0  # taken from once, but that is forgotten
 
 
 def test_a_public_request_may_draw_so_many_tokens(tokenizer):

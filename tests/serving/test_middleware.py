@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 from live_server import wait_until
 from secured_server import KEY, OTHER_KEY, SecuredServer, request, small_app
+from starlette.datastructures import Headers
 
 from rlm.cli.options import UsageError
 from rlm.serving import logging as logs
@@ -157,7 +158,7 @@ def test_all_hashes_are_compared_in_constant_time(monkeypatch):
     monkeypatch.setattr(hmac, "compare_digest", compare)
     keys = Keys([KEY, OTHER_KEY])
     sent = [KEY, OTHER_KEY, "wrong", ""]
-    ids = [keys.allows([(b"x-api-key", key.encode())]) for key in sent]
+    ids = [keys.allows(Headers({"X-API-Key": key})) for key in sent]
     assert ids == ["key-1", "key-2", None, None]
     assert calls == [(32, 32)] * 8
 
@@ -183,9 +184,9 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path):
     assert not load_keys({}, None).required
     keys = load_keys({"RLM_API_KEY": KEY + "\n"}, file)
     assert keys.required
-    assert keys.allows([(b"x-api-key", KEY.encode())]) == "key-1"
-    assert keys.allows([(b"x-api-key", OTHER_KEY.encode())]) == "key-2"
-    assert keys.allows([(b"x-api-key", b"")]) is None
+    assert keys.allows(Headers({"X-API-Key": KEY})) == "key-1"
+    assert keys.allows(Headers({"X-API-Key": OTHER_KEY})) == "key-2"
+    assert keys.allows(Headers({"X-API-Key": ""})) is None
     assert Keys([new_key()]).required
     assert KEY not in repr(vars(keys))
 
@@ -210,6 +211,7 @@ def test_a_bad_key_stops_the_start(tmp_path, value):
 # Hosts
 
 
+NO_HTTP = b"Invalid HTTP request received."  # uvicorn's own answer
 HOSTS = """
 evil.com localhost.evil.com localhost. localhost/v1/models? localhost/phase1/reasoning a@localhost
 localhost@a localhost:80:80 localhost: localhost:x [localhost] 192.168.0.1 [::1]
@@ -220,7 +222,9 @@ localhost@a localhost:80:80 localhost: localhost:x [localhost] 192.168.0.1 [::1]
 def test_a_host_that_is_not_ours_is_400_everywhere(wall, host):
     for path in ("/", "/health", "/phase1/reasoning"):
         answer = wall.send(request("GET", path, AUTH.encode(), host=host))
-        assert (answer.status, answer.json["code"]) in ((400, "bad_host"), (400, "bad_request"))
+        assert answer.status == 400
+        assert b"bad_host" in answer.body or answer.body == NO_HTTP
+        assert {*host}.isdisjoint("@?/, ") or b"--allow-host" not in answer.body
 
 
 def test_hosts_of_ours_come_and_go_and_may_be_numbers(wall):
@@ -228,7 +232,7 @@ def test_hosts_of_ours_come_and_go_and_may_be_numbers(wall):
         assert wall.send(request("GET", "/health", host=host)).status == 200
 
     def allows(hosts, *values):
-        return hosts.allows([(b"host", value) for value in values])
+        return hosts.allows(Headers(raw=[(b"host", value) for value in values]))
 
     hosts = AllowedHosts(["localhost", "::1"])
     assert allows(hosts, b"[::1]:80")

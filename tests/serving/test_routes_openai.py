@@ -36,21 +36,14 @@ def ask(client, text: str = "two and three", **options):
 
 
 def test_a_conversation(client):
-    first = ask(client)
-    message = first.choices[0].message
-    assert (message.content, message.reasoning_content) == ("5", "2 + 3 = 5")
-    assert message.reasoning == message.reasoning_content
-    assert (first.choices[0].finish_reason, first.model) == ("stop", "tuned")
-    assert first.usage.completion_tokens_details.reasoning_tokens > 0
+    message = ask(client).choices[0].message
     turns = [
-        {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "two and three"},
-        message.model_dump(),
+        message.model_dump(),  # as the client made it, with all that we do not have
         {"role": "user", "content": [{"type": "text", "text": "again, plus three"}]},
     ]
     second = client.chat.completions.create(model="tuned", messages=turns)
     assert second.choices[0].message.content == "8"
-    assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
 TURNS = [
@@ -92,18 +85,6 @@ def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
     for job, shown in zip(submitted, (turns, [("system", system), turns[-1]]), strict=True):
         text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in shown)
         assert tokenizer.decode(job.prompt) == f"{text}<|im_start|>assistant\n"
-
-
-def test_streaming_adds_up(client):
-    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert deltas[0].role == "assistant"
-    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    content = "".join(delta.content or "" for delta in deltas)
-    assert (reasoning, content) == ("2 + 3 = 5", "5")
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == len(ADD) + 1
 
 
 def test_several_choices(client):

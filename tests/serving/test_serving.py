@@ -16,14 +16,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from conftest import tiny_model
 from live_server import ADD, FORMAT, LIMITS, events, live, make_service, wait_until
 
 from rlm.data.experiences import Experience
 from rlm.data.prompts import render_prompt
 from rlm.reasoner.stream import ReasoningStream
 from rlm.sampling.engine import Sampler
-from rlm.sampling.params import Request, SamplingParams, prompt_seed
+from rlm.sampling.params import SamplingParams
 from rlm.serving.access import Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine
@@ -120,16 +119,6 @@ def test_the_stream_adds_up_to_the_whole(server):
     assert {k: v for k, v in done.items() if k not in changing} == {
         k: v for k, v in whole.items() if k not in changing
     }
-
-
-def test_a_stream_of_several_tells_each_sample(server):
-    told = events(server.post({"prompt": "vote", "n": 4, "stream": True}).text)
-    samples = [json.loads(data) for name, data in told if name == "sample"]
-    assert sorted(sample["sample"] for sample in samples) == [0, 1, 2, 3]
-    formats = {sample["sample"]: sample["format"] for sample in samples}  # who votes
-    assert [formats[i] == "strict" for i in range(4)] == [True, True, True, False]
-    assert {json.loads(d)["sample"] for n, d in told if n in ("reasoning", "answer")} == {0}
-    assert json.loads(told[-1][1])["vote"]["winner"] == "5"
 
 
 def test_user_text_cannot_forge_a_role(server, tokenizer):
@@ -247,20 +236,11 @@ def test_nothing_goes_out_because_of_a_prompt(server):
 # --- state ----------------------------------------------------------------------------------------
 
 
-def test_info_and_metrics(server):
-    info = server.get("/phase1/info").json()
-    assert (info["default_adapter"], info["adapters"]) == ("tuned", ["base", "tuned"])
-    assert info["limits"]["max_new_tokens"] == 300
+def test_what_ended_is_counted(server):
     server.post({"prompt": "two and three"})
     text = server.get("/metrics").text
     assert 'rlm_requests_total{api="phase1",outcome="finished"}' in text
     assert "rlm_engine_alive 1.0" in text
-    assert server.get("/health").json() == {"status": "ok"}
-    assert server.get("/ready").json() == {"status": "ready"}
-    policy = server.get("/").headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "script-src 'self'; style-src 'self'" in policy
-    assert "unsafe" not in policy
 
 
 def test_every_route_and_method_needs_the_key_but_five(tokenizer):
@@ -324,18 +304,6 @@ def test_a_text_is_the_same_alone_and_under_load(tokenizer):
     assert alone == together
 
 
-def test_the_server_draws_what_the_sampler_draws(tokenizer):
-    service = true_service(tokenizer, max_num_seqs=2)
-    with live(service) as server:
-        body = {"prompt": "hello", "seed": 5, "temperature": 1.0, "max_new_tokens": 20}
-        served = server.post(body).json()["response"]
-    sampler = Sampler(tiny_model(), tokenizer, max_num_seqs=1)
-    prompt = render_prompt(tokenizer, "hello", FORMAT)
-    request = Request(prompt, SamplingParams(20, 1.0), prompt_seed(5))
-    [[completion]] = sampler.complete([request])
-    assert served == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-
-
 def test_a_full_queue_refuses_and_the_accepted_finish(tokenizer):
     limits = replace(LIMITS, requests=4)
     service, _ = make_service(tokenizer, SCRIPT, limits=limits, pause=0.005)
@@ -397,7 +365,7 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
     ],
 )
 def test_a_silent_stream_is_kept_open_by_comments(tokenizer, monkeypatch, path, body):
-    monkeypatch.setattr("rlm.serving.request.PING_SECONDS", 0.02)
+    monkeypatch.setattr("rlm.serving.engine.PING_SECONDS", 0.02)
     service, sampler = make_service(tokenizer, SCRIPT)
     with live(service) as server:
         sampler.pause = 0.1  # a token
