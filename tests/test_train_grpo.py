@@ -4,9 +4,6 @@ import hashlib
 import itertools
 import json
 import random
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import faults
@@ -683,15 +680,6 @@ def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch,
 
 # --- several processes --------------------------------------------------------------------------
 
-WORKER = """
-import sys, torch
-sys.path[:0] = [{root!r}, {tests!r}]
-import tests.test_train_grpo as t
-from pathlib import Path
-torch.set_num_threads(1)
-t.train_with_each_reward({model!r}, Path({folder!r}))
-"""
-
 
 def no_signal_for_odd_problems(prompts, completions, **_):
     """Dealt out in turns, the second of two processes never has a group with a difference."""
@@ -714,47 +702,19 @@ def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
 
 
-def train_with_each_reward(model_dir, folder: Path) -> None:
-    for kind in REWARDS:
-        train_shared(model_dir, folder, f"two_{kind}", kind)
-
-
-def launch_forked(model_dir, folder: Path) -> str:
-    def run(rank):
-        faults.meet(rank, folder / "meeting")
-        train_with_each_reward(model_dir, folder)
-
-    said = [folder / f"said{rank}.txt" for rank in (0, 1)]
-    started = [faults.start(partial(run, rank), said[rank]) for rank in (0, 1)]
-    ends = [faults.wait(*each) for each in zip(started, said, strict=True)]
-    assert [end.code for end in ends] == [0, 0], ends
-    return "".join(end.text for end in ends)
-
-
-def launch_by_torchrun(model_dir, folder: Path) -> str:
-    script = folder / "two.py"
-    root, tests = Path(__file__).parent.parent, Path(__file__).parent
-    script.write_text(
-        WORKER.format(root=str(root), tests=str(tests), folder=str(folder), model=str(model_dir))
-    )
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [sys.executable, *launch, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(launch_forked, id="forked"),
-        pytest.param(launch_by_torchrun, id="torchrun", marks=pytest.mark.slow),  # its imports
-    ],
-)
-def two_processes(request, model_dir, tmp_path_factory) -> Path:
+@pytest.fixture(scope="module")
+def two_processes(model_dir, tmp_path_factory) -> Path:
     """The folder in which two processes have trained with each reward, "two_even", "two_uneven"."""
     folder = tmp_path_factory.mktemp("two")
-    assert request.param(model_dir, folder).count("2 processes share this run") == len(REWARDS)
+
+    def train_with_each_reward(rank):
+        for kind in REWARDS:
+            train_shared(model_dir, folder, f"two_{kind}", kind)
+
+    ends = faults.run_two(train_with_each_reward, folder)
+    assert [end.code for end in ends] == [0, 0], ends
+    said = "".join(end.text for end in ends)
+    assert said.count("2 processes share this run") == len(REWARDS)
     return folder
 
 
