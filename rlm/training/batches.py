@@ -33,13 +33,11 @@ GPU_PACKED_ROWS = 4
 def draw_problems(
     problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
 ) -> list[Problem]:
-    """Draw the problems that a step samples next: `count`, then one for each group without signal.
+    """Draw the problems that a step samples next: `count`, then one for each of its groups so far
+    that has no signal.
 
     A pure function, like `problems_for_step`. Empty when every place is filled, or no other
     problem is left.
-
-    Args:
-        groups: what the step has sampled already.
     """
     if not groups:
         return problems_for_step(problems, step, count, seed)

@@ -33,6 +33,11 @@ STEPS = 20  # of the command line, where neither steps nor passes are said
 ALGORITHMS_OWN = "as --algorithm says"
 
 
+def switch(field: str, value: str) -> Any:
+    """Make a hidden option that is another way to type `--field value`."""
+    return flag(False, f"the same as --{field} {value}", same_as=(field, value), hidden=True)
+
+
 @takes_aliases
 @dataclass(frozen=True)
 class GRPOConfig:
@@ -100,12 +105,8 @@ class GRPOConfig:
         "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
-    use_4bit: bool = flag(
-        False, "the same as --quantize 4bit", same_as=("quantize", "4bit"), hidden=True
-    )
-    use_8bit: bool = flag(
-        False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
-    )
+    use_4bit: bool = switch("quantize", "4bit")
+    use_8bit: bool = switch("quantize", "8bit")
     attn_implementation: str = flag(
         "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS, old=["attn"]
     )
@@ -250,9 +251,7 @@ class GRPOConfig:
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: continue even if options or data changed")
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(
-        False, "the same as --tracker wandb", same_as=("tracker", "wandb"), hidden=True
-    )
+    use_wandb: bool = switch("tracker", "wandb")
     wandb_project: str | None = flag(
         None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )

@@ -80,12 +80,10 @@ class MemoryPlan:
 
 
 def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
-    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, and say it in a line.
+    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, of which `evaluated` are
+    validated on, and say it in a line.
 
     Measures, counts, and chooses the micro-batch if the config leaves it open.
-
-    Args:
-        evaluated: how many problems are validated on.
     """
     policy, config = trainer.policy, trainer.config
     prompts = longest_prompts(trainer.render, problems)

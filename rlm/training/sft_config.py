@@ -11,7 +11,7 @@ from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS, own_files
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.config import ATTENTIONS
+from rlm.training.config import ATTENTIONS, switch
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 MAX_SAMPLES = 400  # where the data is no file of the user's
@@ -90,13 +90,9 @@ class SFTConfig:
     quantize: str = flag(
         "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
     )
-    use_4bit: bool = flag(
-        False, "the same as --quantize 4bit", same_as=("quantize", "4bit"), hidden=True
-    )
+    use_4bit: bool = switch("quantize", "4bit")
     dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
-    use_8bit: bool = flag(
-        False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
-    )
+    use_8bit: bool = switch("quantize", "8bit")
     attn_implementation: str = flag(
         "auto",
         "attention; auto: the fastest",
@@ -110,9 +106,7 @@ class SFTConfig:
         None, "stop after this many minutes, and save", above=0, default_text="no limit"
     )
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(
-        False, "the same as --tracker wandb", same_as=("tracker", "wandb"), hidden=True
-    )
+    use_wandb: bool = switch("tracker", "wandb")
     wandb_project: str | None = flag(
         None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )
