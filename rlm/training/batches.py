@@ -110,9 +110,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
         return [1 / (samples * max(length, 1)) for length in lengths]
     if aggregation == "constant":
         return [1 / (samples * constant) for _ in lengths]
-    if aggregation == "token":
-        return [1 / max(sum(lengths), 1)] * samples
-    raise ValueError(f"unknown aggregation {aggregation!r}")
+    return [1 / max(sum(lengths), 1)] * samples
 
 
 def make_rollouts(

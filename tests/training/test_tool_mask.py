@@ -139,8 +139,6 @@ def test_the_metric_of_a_step():
     found = step_metrics([group], *arguments, seconds)
     assert found["tools/calls_per_completion"] == 3 / 2
     assert found["completion/length_mean"] == 4.5
-    plain = replace(GROUP, completions=[Completion([1], [], "stop")] * 2)
-    assert "tools/calls_per_completion" not in step_metrics([plain], *arguments, seconds)
 
 
 # --- a whole run ----------------------------------------------------------------------------------
