@@ -127,23 +127,6 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path, temp
         assert row["optim/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("sampler", ["merged", "unmerged"])
-def test_what_another_than_the_model_drew_is_corrected(model_dir, tmp_path, monkeypatch, sampler):
-    """By the sampler's own log-probabilities (test_trl.py has the correction); unmerged the model
-    itself draws."""
-    handed, loss = [], train_grpo.policy_loss
-
-    def watched(logprobs, micro, algorithm, **options):
-        handed.append((options["correct_sampler"], micro.sampler_logprobs[micro.completion_mask]))
-        return loss(logprobs, micro, algorithm, **options)
-
-    monkeypatch.setattr(train_grpo, "policy_loss", watched)
-    train(model_dir, a_config(tmp_path, steps=1, sampler=sampler))
-    assert handed
-    assert all(corrected == (sampler == "merged") for corrected, _ in handed)
-    assert all((sampled < 0).all() for _, sampled in handed)
-
-
 def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     """Warm-up and schedule, weight decay, and gradients cut to the norm that is allowed."""
     config = a_config(
@@ -535,11 +518,22 @@ def test_passes_over_the_problems_become_steps(model_dir, tmp_path, capsys):
 # --- samplers, number types, memory -------------------------------------------------------------
 
 
-def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path):
-    adapters = []
+def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path, monkeypatch):
+    """What the copy drew is corrected by its own log-probabilities (see test_trl.py);
+    unmerged the model itself draws."""
+    handed, adapters, loss = [], [], train_grpo.policy_loss
+
+    def watched(logprobs, micro, algorithm, **options):
+        handed.append((options["correct_sampler"], micro.sampler_logprobs[micro.completion_mask]))
+        return loss(logprobs, micro, algorithm, **options)
+
+    monkeypatch.setattr(train_grpo, "policy_loss", watched)
     for sampler in ("merged", "unmerged"):
+        handed.clear()
         trainer, _ = train(model_dir, a_config(tmp_path, sampler, sampler=sampler))
         adapters.append(trainer.adapter)
+        assert {corrected for corrected, _ in handed} == {sampler == "merged"}
+        assert all((sampled < 0).all() for _, sampled in handed)
         assert trainer.sampler.matches_trainer == (sampler == "unmerged")
     for name, tensor in adapters[0].items():
         assert torch.allclose(tensor, adapters[1][name], atol=1e-4), name

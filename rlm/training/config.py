@@ -19,6 +19,7 @@ from rlm.training.config_rules import (
     choose_max_new_tokens,
     follow_algorithm,
     follow_deterministic,
+    follow_start,
     refuse_contradictions,
     set_clip_bounds,
 )
@@ -289,13 +290,7 @@ class GRPOConfig:
                 says. The default one is required only if no model is named: then training continues
                 where SFT ended.
         """
-        from rlm.model import (
-            HOW_TO_TRAIN_SFT,
-            AdapterInfo,
-            adapter_mismatch,
-            check_adapter,
-            default_values,
-        )
+        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, adapter_mismatch, check_adapter
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
@@ -305,15 +300,9 @@ class GRPOConfig:
             is_renamed = model not in (None, start.base_model)
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
-        values = default_values(given, start, GPU_DEFAULTS)
-        if start is not None:
-            values["tool"] = start.resolve_tool(given.get("tool", "auto"))
-            values |= start.resolve_rank(given)
-            values |= start.resolve_data(values["dataset"], given.get("columns"))
+        values = follow_start(given, start, GPU_DEFAULTS)
         if "max_new_tokens" not in values:
             values["max_new_tokens"] = choose_max_new_tokens(values["dataset"])
-        asked = given.get("system_prompt")
-        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}
