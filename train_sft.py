@@ -49,7 +49,6 @@ from rlm.runs import RunDirectory, check_resumable, replace_json, writing
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     is_countable,
-    limit_line,
     show_counts,
     show_example,
     to_examples,
@@ -75,8 +74,8 @@ def main(config: SFTConfig) -> int:
     load_examples = partial(load_problems, config.dataset, "train", **choice)
     problems = load_examples(max_samples=config.max_samples)
     if config.max_samples is not None:
-        all_of_it = len(load_examples()) if is_countable(config.dataset) else None
-        terminal.line(limit_line(len(problems), all_of_it))
+        of_all = f" of {len(load_examples()):,}" if is_countable(config.dataset) else ""
+        terminal.line(f"{len(problems):,}{of_all} training examples (--max-samples)")
     validation = []
     if config.eval_samples:
         choice = {"max_samples": config.eval_samples, **marks}

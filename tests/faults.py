@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def run(action: Callable[[], int | None], said: Path) -> Ended:
     return wait(start(action, said), said)
 
 
-def meet(rank: int, place: Path) -> None:
+def _meet(rank: int, place: Path) -> None:
     """Be one of two processes that know who they are as `torchrun` tells it, and that meet in a
     file: a port that is free now may be another test's by then."""
     join = dist.init_process_group
@@ -75,6 +76,19 @@ def meet(rank: int, place: Path) -> None:
     os.environ.update({key: str(value) for key, value in distributed.items()})
     store = dist.FileStore(str(place), 2)
     dist.init_process_group = partial(join, store=store, rank=rank, world_size=2)
+
+
+def run_two(action: Callable[[int], int | None], folder: Path) -> list[Ended]:
+    """Do `action(rank)` in two processes that share a run; how each ended."""
+    meeting = Path(tempfile.mkdtemp(dir=folder))
+    said = [meeting / f"said{rank}.txt" for rank in (0, 1)]
+
+    def join(rank: int) -> int | None:
+        _meet(rank, meeting / "store")
+        return action(rank)
+
+    started = [start(partial(join, rank), said[rank]) for rank in (0, 1)]
+    return [wait(*each) for each in zip(started, said, strict=True)]
 
 
 def on_file_events(under: Path, react: Callable[[str, str], None]) -> None:

@@ -17,7 +17,7 @@ from rlm.data.prompts import FORMATS, render_prompt
 from rlm.scripts import evaluate
 from rlm.training.sft_config import SFTConfig
 from tests.test_scripts import DATA, ROOT, no_hub, run  # noqa: F401  a fixture for all
-from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
+from tests.test_train_grpo import a_config, a_trainer
 
 OPENMATH = ROOT / "data" / "openmathinstruct_sample.jsonl"
 SHORT = [
@@ -196,14 +196,6 @@ def test_where_all_are_too_long_it_is_one_line(model_dir, tmp_path, capsys):
             r"error: every prompt of the problems is over 824 tokens \(the model's window of 1024 "
             r"less --max-new-tokens 200.*\)\n", said
         ), said  # fmt: skip
-
-
-def test_a_lower_limit_of_ones_own(model_dir, tmp_path, capsys):
-    config = a_config(tmp_path, steps=1, max_prompt_length=300)
-    long = replace(PROBLEMS[0], id="long", question="x" * 300)
-    a_trainer(model_dir, config).train([*PROBLEMS, long])
-    said = "1 of 41 problems left out: prompts over 300 tokens (--max-prompt-length)\n"
-    assert said in capsys.readouterr().out
 
 
 # --- the data sets under the names that they have on the hub, and what SFT is shown of them -------

@@ -56,7 +56,6 @@ class Runs:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
         self.said = folder / "said.txt"
-        self.meetings = 0
 
     def options(self, name: str, **changes: object) -> list[str]:
         options = {
@@ -67,7 +66,7 @@ class Runs:
         }  # fmt: skip
         return [f"--{key}={value}" for key, value in (options | changes).items()]
 
-    def start(self, name, *flags, before=lambda: None, said=None, **changes) -> int:
+    def main(self, name, *flags, before=lambda: None, **changes) -> None:
         """A run that begins with `before`, as `python train_grpo.py` would run."""
 
         def main(config):
@@ -77,11 +76,11 @@ class Runs:
             trainer.train(PROBLEMS, PROBLEMS[:3])
             return 0
 
-        def action():
-            before()
-            run_main(main, GRPOConfig, argv=[*self.options(name, **changes), *flags])
+        before()
+        run_main(main, GRPOConfig, argv=[*self.options(name, **changes), *flags])
 
-        return faults.start(action, said or self.said)
+    def start(self, *arguments, **options) -> int:
+        return faults.start(partial(self.main, *arguments, **options), self.said)
 
     def run(self, name, *flags, **arguments) -> faults.Ended:
         return faults.wait(self.start(name, *flags, **arguments), self.said)
@@ -90,23 +89,14 @@ class Runs:
         self, name, *flags, before=(lambda: None,) * 2, of_second=(), **changes
     ) -> list[faults.Ended]:
         """A run of two processes, on machines that do not see each other's files."""
-        self.meetings += 1
         elsewhere = self.folder / "elsewhere"
         there = {"run_dir": elsewhere / name, "output": elsewhere / f"{name}_adapter"}
 
-        def join(rank):
-            faults.meet(rank, self.folder / f"meeting{self.meetings}")
-            before[rank]()
+        def be(rank):
+            more, options = (of_second, changes | there) if rank else ((), changes)
+            self.main(name, *flags, *more, before=before[rank], **options)
 
-        said = [self.folder / f"said{rank}.txt" for rank in (0, 1)]
-        started = [
-            self.start(
-                name, *flags, *(of_second if rank else ()), before=partial(join, rank),
-                said=said[rank], **changes | (there if rank else {}),
-            )
-            for rank in (0, 1)
-        ]  # fmt: skip
-        ended = [faults.wait(*each) for each in zip(started, said, strict=True)]
+        ended = faults.run_two(be, self.folder)
         assert not elsewhere.exists()  # only the main process writes
         return ended
 

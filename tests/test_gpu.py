@@ -3,7 +3,6 @@
 import atexit
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import faults
@@ -20,7 +19,7 @@ import inference
 import server
 import train_grpo
 import train_sft
-from rlm.cli import UsageError, run_main
+from rlm.cli import UsageError
 from rlm.model.adapters import load_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base
 from rlm.model.hardware import Device, pick_device
@@ -36,27 +35,14 @@ from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import plan_memory, repeat_if_out_of_memory
+from tests.test_scripts import DATA, no_hub, run  # noqa: F401  a fixture for all
 from tests.test_train_grpo import PROBLEMS, a_config, likes_letters
 
-DATA = ["--dataset", "word-problems:1"]
-CLASSES = {
-    train_sft: train_sft.SFTConfig,
-    train_grpo: train_grpo.GRPOConfig,
-    evaluate: evaluate.EvaluateConfig,
-    inference: inference.InferenceConfig,
-}
 REWARD = """
 def letters(completions, **_):
     return [float(bool(set("etaoinshrdlu") & set(text))) for text in completions]
 """
 T4, GB8, GB24, GB80 = (16, (7, 5)), (8, (8, 6)), (24, (8, 9)), (80, (9, 0))
-
-
-@pytest.fixture(autouse=True)
-def no_hub(monkeypatch):
-    """Whether the machine has a network does not matter."""
-    for place in ("hardware", "base"):
-        monkeypatch.setattr(f"rlm.model.{place}.hub_reachable", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +55,6 @@ def base(tmp_path_factory) -> Path:
     byte_tokenizer().save_pretrained(path)
     (path / "reward.py").write_text(REWARD)
     return path
-
-
-def run(script, *arguments) -> int:
-    with pytest.raises(SystemExit) as exit:
-        run_main(script.main, CLASSES[script], argv=[str(a) for a in arguments])
-    return exit.value.code or 0
 
 
 def sft(base, path, *options) -> int:
@@ -160,7 +140,6 @@ def two_ranks(base, path) -> list[faults.Ended]:
     """How two processes of one run end on a machine with two cards of 24 GB."""
 
     def be(rank: int) -> None:
-        faults.meet(rank, path / "meeting")
         with pretended_cards(*GB24, count=2) as cards:
             assert grpo(base, path) == 0
         atexit._run_exitfuncs()
@@ -168,9 +147,7 @@ def two_ranks(base, path) -> list[faults.Ended]:
         assert cards.peak[1 - rank] == 0, f"rank {rank} has put bytes on the other's card"
         assert cards.peak[rank] > 0
 
-    said = [path / f"said{rank}.txt" for rank in (0, 1)]
-    started = [faults.start(partial(be, rank), said[rank]) for rank in (0, 1)]
-    return [faults.wait(*each) for each in zip(started, said, strict=True)]
+    return faults.run_two(be, path)
 
 
 def test_two_processes_keep_to_their_own_cards(base, tmp_path):

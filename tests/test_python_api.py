@@ -12,7 +12,7 @@ from conftest import byte_tokenizer, tiny_model
 
 import rlm
 import train_grpo
-from rlm import GRPOConfig, load_gsm8k
+from rlm import load_gsm8k
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_gsm8k as loader
 from rlm.data.problem import Problem, as_problems
@@ -100,14 +100,6 @@ def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tm
     )
     rlm.GRPOTrainer(str(model_dir), taught, device=CPU).train(ROWS)
     assert "bare model" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [({}, 3), ({"num_epochs": 2.0}, 5), ({"num_epochs": 0.1}, 1), ({"steps": 7}, 7)],
-)
-def test_the_number_of_steps(options, steps):
-    assert GRPOConfig(batch_size=4, **options).steps_for(9) == steps
 
 
 def test_a_tokenizer_of_ones_own_is_used(tmp_path):

@@ -51,17 +51,28 @@ def no_hub(monkeypatch):
         monkeypatch.setattr(module, "hub_reachable", lambda: False)
 
 
+CONFIG_OF = {
+    train_sft: train_sft.SFTConfig,
+    train_grpo: train_grpo.GRPOConfig,
+    evaluate: evaluate.EvaluateConfig,
+    inference: inference.InferenceConfig,
+}
+
+
 def run(script, *arguments):
     """What `python script.py arguments` does, in this process; the exit code."""
-    classes = {
-        train_sft: train_sft.SFTConfig,
-        train_grpo: train_grpo.GRPOConfig,
-        evaluate: evaluate.EvaluateConfig,
-        inference: inference.InferenceConfig,
-    }
     with pytest.raises(SystemExit) as exit:
-        run_main(script.main, classes[script], argv=[str(a) for a in arguments])
+        run_main(script.main, CONFIG_OF[script], argv=[str(a) for a in arguments])
     return exit.value.code or 0
+
+
+def an_adapter(path, **history):
+    """Files that look like an adapter's, with this run.json."""
+    path.mkdir(exist_ok=True)
+    for file in ADAPTER_FILES:
+        (path / file).touch()
+    (path / "run.json").write_text(json.dumps({"base_model": "a", **history}))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +123,7 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
 def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, tmp_path):
     given = dict(options)
     for option, dataset in {"sft_adapter": "sft.jsonl", "adapter": trained_on}.items():
-        given[option] = tmp_path / option
-        given[option].mkdir()
-        for file in ADAPTER_FILES:
-            (given[option] / file).touch()
-        run = {"base_model": "a", "dataset": dataset, "quantize": "4bit"}
-        (given[option] / "run.json").write_text(json.dumps(run))
+        given[option] = an_adapter(tmp_path / option, dataset=dataset, quantize="4bit")
     config = evaluate.EvaluateConfig(**evaluate.EvaluateConfig.resolve(given))
     dataset = options.get("dataset") or trained_on or "word-problems"
     assert (config.dataset, config.split) == (dataset, split)
@@ -136,11 +142,7 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
 def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
     trained_on, evaluated_on, left_out, tmp_path, capsys
 ):
-    for file in ADAPTER_FILES:
-        (tmp_path / file).touch()
-    run = {"base_model": "a", "dataset": trained_on}
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    given = {"sft_adapter": None, "adapter": tmp_path}
+    given = {"sft_adapter": None, "adapter": an_adapter(tmp_path, dataset=trained_on)}
     assert evaluate.EvaluateConfig.resolve(given)["dataset"] == evaluated_on
     said = " ".join(capsys.readouterr().out.split())
     line = f"evaluated on {evaluated_on} alone: {left_out} needs the Hugging Face hub"
@@ -152,24 +154,19 @@ def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
     [(evaluate, "adapter"), (train_grpo, "sft_adapter"), (train_sft, "adapter")],
 )
 def test_the_tool_is_the_adapters_unless_one_is_named(script, option, tmp_path):
-    classes = {evaluate: "EvaluateConfig", train_grpo: "GRPOConfig", train_sft: "SFTConfig"}
-    for file in ADAPTER_FILES:
-        (tmp_path / file).touch()
-    run = {"base_model": "a", "dataset": "gsm8k", "config": {"tool": "calculator"}}
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    cls = getattr(script, classes[script])
+    cls = CONFIG_OF[script]
 
-    def resolved(**options):
-        return cls(**cls.resolve({option: tmp_path, **options})).tool
+    def resolved(taught="calculator", **options):
+        config = {"tool": taught} if taught else {}
+        adapter = an_adapter(tmp_path, dataset="gsm8k", config=config)
+        return cls(**cls.resolve({option: adapter, **options})).tool
 
     assert resolved() == "calculator"
     assert resolved(tool="none") == "none"  # with and without are compared
     assert resolved(tool="mine.py:Mine") == "mine.py:Mine"
-    (tmp_path / "run.json").write_text(json.dumps(run | {"config": {"tool": "mine.py:Mine"}}))
     with pytest.raises(UsageError, match="name it again with --tool"):
-        resolved()
-    (tmp_path / "run.json").write_text(json.dumps(run | {"config": {}}))
-    assert resolved() == cls().tool == "none"
+        resolved("mine.py:Mine")
+    assert resolved(None) == cls().tool == "none"
 
 
 def test_evaluation_with_and_without_a_tool(model_dir, tmp_path, monkeypatch):

@@ -98,14 +98,6 @@ def _write_reward(options: Sequence[str]) -> int:
     return 0
 
 
-def _view_rollouts(options: Sequence[str]) -> NoReturn:
-    """Write the page of a run's rollouts, and exit."""
-    from rlm.runs import view
-
-    sys.argv = ["rlm view", *options]
-    run_main(view.main, view.ViewConfig, description=view.__doc__)
-
-
 def main() -> NoReturn:
     """Run `rlm COMMAND options` as `python SCRIPT.py options`."""
     command, *options = sys.argv[1:] or ["--help"]
@@ -115,7 +107,10 @@ def main() -> NoReturn:
     if command == "reward":
         sys.exit(_write_reward(options))
     if command == "view":
-        _view_rollouts(options)
+        from rlm.runs import view
+
+        sys.argv = ["rlm view", *options]
+        run_main(view.main, view.ViewConfig, description=view.__doc__)
     known = [*COMMANDS, "reward", "view"]
     if command not in COMMANDS:
         tell(f"error: unknown command {command!r}: one of {', '.join(known)}")

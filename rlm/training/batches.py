@@ -33,13 +33,11 @@ GPU_PACKED_ROWS = 4
 def draw_problems(
     problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
 ) -> list[Problem]:
-    """Draw the problems that a step samples next: `count`, then one for each group without signal.
+    """Draw the problems that a step samples next: `count`, then one for each of its groups so far
+    that has no signal.
 
     A pure function, like `problems_for_step`. Empty when every place is filled, or no other
     problem is left.
-
-    Args:
-        groups: what the step has sampled already.
     """
     if not groups:
         return problems_for_step(problems, step, count, seed)
@@ -112,9 +110,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
         return [1 / (samples * max(length, 1)) for length in lengths]
     if aggregation == "constant":
         return [1 / (samples * constant) for _ in lengths]
-    if aggregation == "token":
-        return [1 / max(sum(lengths), 1)] * samples
-    raise ValueError(f"unknown aggregation {aggregation!r}")
+    return [1 / max(sum(lengths), 1)] * samples
 
 
 def make_rollouts(

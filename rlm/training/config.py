@@ -19,6 +19,7 @@ from rlm.training.config_rules import (
     choose_max_new_tokens,
     follow_algorithm,
     follow_deterministic,
+    follow_start,
     refuse_contradictions,
     set_clip_bounds,
 )
@@ -31,6 +32,11 @@ ATTENTIONS = ("auto", "sdpa", "eager")
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # of the command line, where neither steps nor passes are said
 ALGORITHMS_OWN = "as --algorithm says"
+
+
+def switch(field: str, value: str) -> Any:
+    """Make a hidden option that is another way to type `--field value`."""
+    return flag(False, f"the same as --{field} {value}", same_as=(field, value), hidden=True)
 
 
 @takes_aliases
@@ -100,12 +106,8 @@ class GRPOConfig:
         "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
-    use_4bit: bool = flag(
-        False, "the same as --quantize 4bit", same_as=("quantize", "4bit"), hidden=True
-    )
-    use_8bit: bool = flag(
-        False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
-    )
+    use_4bit: bool = switch("quantize", "4bit")
+    use_8bit: bool = switch("quantize", "8bit")
     attn_implementation: str = flag(
         "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS, old=["attn"]
     )
@@ -250,9 +252,7 @@ class GRPOConfig:
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: continue even if options or data changed")
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(
-        False, "the same as --tracker wandb", same_as=("tracker", "wandb"), hidden=True
-    )
+    use_wandb: bool = switch("tracker", "wandb")
     wandb_project: str | None = flag(
         None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )
@@ -290,13 +290,7 @@ class GRPOConfig:
                 says. The default one is required only if no model is named: then training continues
                 where SFT ended.
         """
-        from rlm.model import (
-            HOW_TO_TRAIN_SFT,
-            AdapterInfo,
-            adapter_mismatch,
-            check_adapter,
-            default_values,
-        )
+        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, adapter_mismatch, check_adapter
 
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
@@ -306,15 +300,9 @@ class GRPOConfig:
             is_renamed = model not in (None, start.base_model)
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
-        values = default_values(given, start, GPU_DEFAULTS)
-        if start is not None:
-            values["tool"] = start.resolve_tool(given.get("tool", "auto"))
-            values |= start.resolve_rank(given)
-            values |= start.resolve_data(values["dataset"], given.get("columns"))
+        values = follow_start(given, start, GPU_DEFAULTS)
         if "max_new_tokens" not in values:
             values["max_new_tokens"] = choose_max_new_tokens(values["dataset"])
-        asked = given.get("system_prompt")
-        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}

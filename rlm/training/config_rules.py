@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlm.data import dataset_name, dataset_parts
 from rlm.training.algorithms import ALGORITHMS
+
+if TYPE_CHECKING:
+    from rlm.model import AdapterInfo
 
 SHORT, ON_CPU, ON_GPU = 96, 256, 512  # tokens
 GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
@@ -21,6 +25,29 @@ DETERMINISTIC = {
     "sampler": "merged",
     "quantize": "none",
 }
+
+
+def follow_start(
+    given: Mapping[str, Any], start: AdapterInfo | None, gpu_defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what was given to a training config, and what the adapter to start from decides, else
+    the machine: model, data, tool, rank, system prompt.
+
+    Args:
+        gpu_defaults: other values that change when a GPU's model is chosen.
+
+    Raises:
+        UsageError: what was given contradicts the adapter.
+    """
+    from rlm.model import AdapterInfo, default_values
+
+    values = default_values(given, start, gpu_defaults)
+    if start is not None:
+        values["tool"] = start.resolve_tool(given.get("tool", "auto"))
+        values |= start.resolve_rank(given)
+        values |= start.resolve_data(values["dataset"], given.get("columns"))
+    prompt = (start or AdapterInfo(Path())).resolve_system_prompt(given.get("system_prompt"))
+    return values | {"system_prompt": prompt}
 
 
 def choose_max_new_tokens(dataset: str) -> int:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
-from rlm.data import FORMATS, Format, Problem, end_of_turn_id, render_prompt
+from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.evaluation import Evaluation, evaluate
 from rlm.training.advantages import has_signal
 from rlm.training.config import GRPOConfig
@@ -123,12 +123,6 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
             "wrong chat template",
             "the system prompt, which asks for the tags, does not reach the model",
             "use a template with a system role, or teach the format first: train_sft.py",
-        )
-    if not foreign and end_of_turn_id(tokenizer) not in tokenizer.all_special_ids:
-        yield Finding(
-            "no end token",
-            "the template ends an answer with no special token: nothing can stop a completion",
-            "use an instruct model with its own template",
         )
 
 

@@ -22,9 +22,9 @@ from rlm.data import Problem
 from rlm.model import Device, model_download, pick_device
 from rlm.sampling import Request, SamplingParams, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, problems_for_step, split_rollouts
-from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
+from rlm.training.metrics import remaining
 from rlm.training.run_setup import prepare_run, set_memory_plan
 
 PROBE_TOKENS = 16  # of each completion, that are timed after its first
@@ -58,7 +58,7 @@ def run_plan(trainer: Any, dataset: Sequence[Problem], eval_dataset: Sequence[Pr
     sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
     learning, micro_batches = time_learning(trainer, drawn)
     a_step, validation = sampling + learning, speed.of(len(shard(eval_problems)), tokens)
-    steps, seconds = total_time(config, a_step, validation)
+    steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
     place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.sampler_dtype)
     if dtype != trainer.sampler.dtype:
         dtype, why = policy.dtype, "as in learning: no merged copy"
@@ -75,7 +75,8 @@ def run_plan(trainer: Any, dataset: Sequence[Problem], eval_dataset: Sequence[Pr
             + ("on" if trainer.memory_plan.checkpointing else "off"),
             "a step": f"{a_step:.1f} s: sampling {sampling:.1f}, learning {learning:.1f}",
             "a validation": f"{validation:.1f} s",
-            "total": f"{terminal.duration(seconds)} for {steps} of {config.steps} steps{limit}",
+            "total": terminal.duration(validation + seconds)
+            + f" for {steps} of {config.steps} steps{limit}",
             "assumed": f"{tokens} tokens in each completion, the most (half as many take about "
             "half as long), a difference in each group, and a reward that takes no time",
         },
@@ -137,15 +138,3 @@ def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:
     loss, _ = policy_loss(logprobs, micro, config.resolved_algorithm, **options)
     gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
     gradient.sum().item()  # waits for a GPU to be done
-
-
-def total_time(config: GRPOConfig, a_step: float, validation: float) -> tuple[int, float]:
-    """Return the steps that a run makes within --max-minutes, and its seconds."""
-    seconds = validation  # of the start
-    for done in range(1, config.steps + 1):
-        seconds += a_step
-        last = done == config.steps or seconds >= 60 * (config.max_minutes or math.inf)
-        seconds += validation * (last or done % (config.eval_every or config.steps) == 0)
-        if last:
-            break
-    return done, seconds

@@ -37,11 +37,8 @@ def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, 
 
 
 def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
-    """Export the best adapter of a `train_grpo.GRPOTrainer`, and return what its run.json says.
-
-    Args:
-        validated_on: how many validation problems chose it.
-    """
+    """Export the best adapter of a `train_grpo.GRPOTrainer`, which `validated_on` problems chose;
+    return what its run.json says."""
     trainer.state.load_best()
     if trainer.state.best_step == 0:
         terminal.line("no step was better than the start on validation: the start is exported")

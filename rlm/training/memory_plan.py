@@ -80,12 +80,10 @@ class MemoryPlan:
 
 
 def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
-    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, and say it in a line.
+    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, of which `evaluated` are
+    validated on, and say it in a line.
 
     Measures, counts, and chooses the micro-batch if the config leaves it open.
-
-    Args:
-        evaluated: how many problems are validated on.
     """
     policy, config = trainer.policy, trainer.config
     prompts = longest_prompts(trainer.render, problems)
@@ -98,7 +96,11 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     )
     # Of servers that have been started for this run by now; the memory they take is not free.
     served = getattr(trainer.sampler, "max_model_len", None)
-    _check_context("server", served, longest, config.max_new_tokens)
+    if served and longest + config.max_new_tokens > served:
+        raise UsageError(
+            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
+            f"server's {served}; leave that problem out (--max-prompt-length), or lower the limit"
+        )
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
@@ -106,10 +108,8 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
     limit, at_once = config.train_batch_tokens, 1
     if config.deterministic:  # a micro-batch is a group, and a thread has one
-        limit, at_once = (
-            longest + config.group_size * config.max_new_tokens,
-            trainer.ordered.threads,
-        )
+        limit = longest + config.group_size * config.max_new_tokens
+        at_once = trainer.ordered.threads
     tokens, checkpointing, learning = _fit_micro_batch(
         policy, longest + config.max_new_tokens, room // at_once, limit, config.checkpointing
     )
@@ -214,14 +214,6 @@ def _fit_micro_batch(
         if learning(size) <= room:
             break
     return size, twice, learning(size)
-
-
-def _check_context(whose: str, context: int | None, prompt: int, max_new_tokens: int) -> None:
-    if context and prompt + max_new_tokens > context:
-        raise UsageError(
-            f"a prompt of {prompt} tokens and --max-new-tokens {max_new_tokens} exceed the "
-            f"{whose}'s {context}; leave that problem out (--max-prompt-length), or lower the limit"
-        )
 
 
 def micro_batch_tokens(model: PreTrainedModel) -> int:

@@ -193,25 +193,39 @@ class LearnMetrics:
         }
 
 
+def remaining(
+    config: GRPOConfig, done: int, a_step: float, validation: float, seconds: float
+) -> tuple[int, float]:
+    """Return the step with which a run ends, by --steps or --max-minutes, and the seconds until
+    then.
+
+    Args:
+        done: steps so far.
+        a_step, validation: seconds that each takes.
+        seconds: that count for --max-minutes already.
+    """
+    until, limit = 0.0, 60 * (config.max_minutes or math.inf)
+    while done < config.steps:
+        done, until = done + 1, until + a_step
+        is_last = done == config.steps or seconds + until >= limit
+        if is_last or done % (config.eval_every or config.steps) == 0:
+            until += validation
+        if is_last:
+            break
+    return done, until
+
+
 def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: float) -> float:
     """Estimate the seconds that a run has left, validations included, from its last steps.
 
     Args:
         rows: metrics of its steps so far.
-        minutes: that this process has trained, for --max-minutes.
+        minutes: that this process has trained.
     """
-    steps = config.steps - rows[-1]["step"] - 1
-    if not steps:
-        return 0.0
     took = [sum(row[f"time/{phase}"] for phase in PHASES) for row in rows[-RECENT_STEPS:]]
-    evaluated = [row["time/evaluate"] for row in rows if "time/evaluate" in row]
-    every = config.eval_every or config.steps
-    evaluations = math.ceil(config.steps / every) - (config.steps - steps) // every
-    an_evaluation = evaluated[-1] if evaluated else 0.0
-    seconds = steps * sum(took) / len(took) + evaluations * an_evaluation
-    if config.max_minutes:
-        seconds = min(seconds, max(0.0, 60 * (config.max_minutes - minutes)) + an_evaluation)
-    return seconds
+    evaluated = [row["time/evaluate"] for row in rows if "time/evaluate" in row] or [0.0]
+    a_step, validation = sum(took) / len(took), evaluated[-1]
+    return remaining(config, rows[-1]["step"] + 1, a_step, validation, 60 * minutes)[1]
 
 
 def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
@@ -268,7 +282,7 @@ def log_step(
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
                 "truncated": [completion.truncated for completion in group.completions],
-                "verdicts": _verdicts(group, config),
+                "verdicts": _verdicts(group, config),  # whatever the reward was
                 **_tool_calls(group, trainer.tokenizer),
                 "rewards": group.rewards,
                 "advantages": row,
@@ -284,10 +298,9 @@ def log_step(
 
 
 def _verdicts(group: Group, config: GRPOConfig) -> list[str]:
-    """Return the reasons of the strict grader's verdicts, whatever the reward was."""
-    gold, kind = group.problem.answer, group.problem.answer_type
-    how = {"strict": True, "kind": kind, **FORMATS[config.reasoning_format].tags}
-    return [grade(text, gold, **how).reason for text in group.texts]
+    how = {"kind": group.problem.answer_type, **FORMATS[config.reasoning_format].tags}
+    gold = group.problem.answer
+    return [grade(text, gold, strict=True, **how).reason for text in group.texts]
 
 
 def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +55,8 @@ KEEP = 2  # checkpoints
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
     *("eval_samples", "micro_batch", "use_4bit", "use_8bit", "max_minutes"),
-    *(
-        "tracker",
-        "use_wandb",
-        "wandb_project",
-        "attn_implementation",
-        "output",
-        "run_dir",
-        "dry_run",
-    ),
+    *("tracker", "use_wandb", "wandb_project", "attn_implementation"),
+    *("output", "run_dir", "dry_run"),
 }
 
 
@@ -117,35 +109,13 @@ def make_trainer(
 ) -> SFTTrainer:
     """Make the trainer of a run."""
     micro_batch, checkpointing = plan_sft(policy, config, examples)
-    trainer = SFTTrainer(
-        model=policy,
-        processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list(examples),
-        args=trainer_arguments(
-            replace(config, micro_batch=micro_batch),
-            replace(device, dtype=policy.dtype),
-            config.steps(len(examples)),
-            checkpointing,
-        ),
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
-    for tensor in policy.parameters():
-        if tensor.requires_grad:
-            tensor.data = tensor.data.float()
-    return trainer
-
-
-def trainer_arguments(
-    config: SFTConfig, device: Device, steps: int, checkpointing: bool
-) -> trl.SFTConfig:
-    gpu = device.type == "cuda"
+    steps, gpu = config.steps(len(examples)), device.type == "cuda"
     arguments = trl.SFTConfig(
         output_dir=str(config.run_dir),
         num_train_epochs=config.epochs,
-        per_device_train_batch_size=config.micro_batch,
-        per_device_eval_batch_size=config.micro_batch,
-        gradient_accumulation_steps=config.batch_size // config.micro_batch,
+        per_device_train_batch_size=micro_batch,
+        per_device_eval_batch_size=micro_batch,
+        gradient_accumulation_steps=config.batch_size // micro_batch,
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=round(config.warmup_share * steps),
@@ -159,15 +129,26 @@ def trainer_arguments(
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         # Autocast, which on a CPU takes twice the time of computing in bf16 as it is.
-        bf16=gpu and device.dtype == torch.bfloat16,
-        fp16=gpu and device.dtype == torch.float16,
+        bf16=gpu and policy.dtype == torch.bfloat16,
+        fp16=gpu and policy.dtype == torch.float16,
         use_cpu=not gpu,
         gradient_checkpointing=checkpointing,
         seed=config.seed,
     )
     if arguments.device.type == "cuda":  # which counts the GPUs: one of them is enough
         arguments._n_gpu = 1
-    return arguments
+    trainer = SFTTrainer(
+        model=policy,
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(examples),
+        args=arguments,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
+    for tensor in policy.parameters():
+        if tensor.requires_grad:
+            tensor.data = tensor.data.float()
+    return trainer
 
 
 class CheckpointCallback(TrainerCallback):

@@ -11,7 +11,8 @@ from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS, own_files
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.config import ATTENTIONS
+from rlm.training.config import ATTENTIONS, switch
+from rlm.training.config_rules import follow_start
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 MAX_SAMPLES = 400  # where the data is no file of the user's
@@ -90,13 +91,9 @@ class SFTConfig:
     quantize: str = flag(
         "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
     )
-    use_4bit: bool = flag(
-        False, "the same as --quantize 4bit", same_as=("quantize", "4bit"), hidden=True
-    )
+    use_4bit: bool = switch("quantize", "4bit")
     dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
-    use_8bit: bool = flag(
-        False, "the same as --quantize 8bit", same_as=("quantize", "8bit"), hidden=True
-    )
+    use_8bit: bool = switch("quantize", "8bit")
     attn_implementation: str = flag(
         "auto",
         "attention; auto: the fastest",
@@ -110,9 +107,7 @@ class SFTConfig:
         None, "stop after this many minutes, and save", above=0, default_text="no limit"
     )
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    use_wandb: bool = flag(
-        False, "the same as --tracker wandb", same_as=("tracker", "wandb"), hidden=True
-    )
+    use_wandb: bool = switch("tracker", "wandb")
     wandb_project: str | None = flag(
         None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )
@@ -145,19 +140,13 @@ class SFTConfig:
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
-        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter, default_values
+        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 
         adapter = given.get("adapter")
         start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT)) if adapter else None
-        values = default_values(given, start, GPU_DEFAULTS)
-        if start is not None:
-            values["tool"] = start.resolve_tool(given.get("tool", "auto"))
-            values |= start.resolve_rank(given)
-            values |= start.resolve_data(values["dataset"], given.get("columns"))
+        values = follow_start(given, start, GPU_DEFAULTS)
         if "max_samples" not in values and own_files(values["dataset"]):
             values["max_samples"] = None
-        asked = given.get("system_prompt")
-        values["system_prompt"] = (start or AdapterInfo(Path())).resolve_system_prompt(asked)
         return values
 
     def steps(self, examples: int) -> int:

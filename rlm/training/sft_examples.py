@@ -109,13 +109,3 @@ def is_countable(dataset: str) -> bool:
     """Whether a data set has a size: a generator has none, and OpenMathInstruct is read in part."""
     names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
     return not names & {"word-problems", "elementary", "openmathinstruct"}
-
-
-def limit_line(used: int, available: int | None) -> str:
-    """Say how many examples --max-samples leaves.
-
-    >>> limit_line(400, 885)
-    '400 of 885 training examples (--max-samples)'
-    """
-    of_all = "" if available is None else f" of {available:,}"
-    return f"{used:,}{of_all} training examples (--max-samples)"

@@ -152,11 +152,7 @@ class TrainingState:
             )
 
     def control_after(self, step: int, config: GRPOConfig, interrupted: bool) -> StepControl:
-        """Decide what is due after a step: by its number, by the clock, by a signal.
-
-        Args:
-            interrupted: whether this process got a signal.
-        """
+        """Decide what is due after a step: by its number, the clock, a signal to any process."""
         done = step + 1
         out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
         last = self.distributed.broadcast(out_of_time) or done == config.steps
@@ -182,9 +178,6 @@ class TrainingState:
         Good is a checkpoint from which an update was made: the weights after the last update may
         be what the first bad gradient came from. Training goes on with the next step: the same
         problems with the same weights would end the same way.
-
-        Args:
-            step: the one that ends now.
 
         Raises:
             UsageError: there is none, or this has happened before.
@@ -267,9 +260,8 @@ class TrainingState:
         )
         for name in SAVED:
             setattr(self, name, state[name])
-        self._seconds_before = state.get("seconds", 0.0)  # older checkpoints have neither
-        if scale := state.get("loss_scale"):
-            self.weights.loss_scale, self.weights.good_updates = scale
+        self._seconds_before = state["seconds"]
+        self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
         kl_weight = self.origin["config"]["kl_weight"]
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted

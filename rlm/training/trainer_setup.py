@@ -107,11 +107,9 @@ def resolve_start(
         check_adapter(adapter, HOW_TO_TRAIN_SFT)
         check_base(adapter, model, base_hash)
     start = AdapterInfo.load(adapter) if adapter else AdapterInfo(Path())
-    if adapter is not None and start.quantize != quantize:
-        now = f"--quantize {quantize}"
-        terminal.line(f"{adapter} was trained with --quantize {start.quantize}, now {now}")
-    if adapter is not None and start.tool != config.tool:
-        terminal.line(f"{adapter} was trained with --tool {start.tool}, now --tool {config.tool}")
+    for name, now in {"quantize": quantize, "tool": config.tool}.items() if adapter else ():
+        if (then := getattr(start, name)) != now:
+            terminal.line(f"{adapter} was trained with --{name} {then}, now --{name} {now}")
     if adapter is not None and config.system_prompt not in (None, start.system_prompt):
         terminal.line(f"{adapter} was trained with another system prompt than --system-prompt")
     config = replace(

@@ -3,7 +3,6 @@
 import hashlib
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 
 import faults
@@ -122,12 +121,6 @@ def test_a_resume_changes_no_bit(wide_model_dir, runs, step):
 
 
 def test_processes_change_no_bit(wide_model_dir, runs):
-    def run(rank):
-        faults.meet(rank, runs / "meeting")
-        train(wide_model_dir, runs, "two")
-
-    said = [runs / f"said{rank}.txt" for rank in (0, 1)]
-    started = [faults.start(partial(run, rank), said[rank]) for rank in (0, 1)]
-    ends = [faults.wait(*each) for each in zip(started, said, strict=True)]
+    ends = faults.run_two(lambda rank: train(wide_model_dir, runs, "two"), runs)
     assert [end.code for end in ends] == [0, 0], ends
     assert adapter_hash(runs, "two") == adapter_hash(runs, "usual")

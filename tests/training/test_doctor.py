@@ -6,7 +6,6 @@ import pytest
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
-from rlm.cli.main import run_main
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.rewards import FormatReward
@@ -14,6 +13,7 @@ from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 from rlm.training.doctor import _reward, diagnose, run_doctor
+from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS
 
 LLAMA3 = (
@@ -171,9 +171,7 @@ def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
 def test_from_the_command_line(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = f"--doctor --model {model_dir} --learning_rate 1e-8 --group_size 2 --max_new_tokens 4"
-    with pytest.raises(SystemExit) as exit:
-        run_main(train_grpo.main, GRPOConfig, argv=argv.split())
-    assert exit.value.code == 1
+    assert run(train_grpo, *argv.split()) == 1
     out = capsys.readouterr().out
     assert "FAULT  learning rate too low" in out
     assert not (tmp_path / "runs").exists()

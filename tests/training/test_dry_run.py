@@ -8,7 +8,7 @@ import torch
 from rlm.sampling import Token
 from rlm.training import dry_run
 from rlm.training.config import GRPOConfig
-from rlm.training.dry_run import SamplingTime, run_plan, time_learning, time_sampling, total_time
+from rlm.training.dry_run import SamplingTime, run_plan, time_learning, time_sampling
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
 
@@ -107,17 +107,3 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
     sizes = [len(trainer.render(p)) + 2 * 4 for p in PROBLEMS[8:12] for _ in range(2)]
     assert len(set(sizes)) == 2
     assert found == pytest.approx(3 * 0.25 * sum(sizes) / max(sizes))
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"steps": 7, "eval_every": 3}, (7, 10 + 7 * 30 + 3 * 10)),  # 0 | 3, 6, 7
-        ({"steps": 6, "eval_every": 3}, (6, 10 + 6 * 30 + 2 * 10)),  # 0 | 3, 6
-        ({"steps": 7, "eval_every": 0}, (7, 10 + 7 * 30 + 10)),  # 0 | 7
-        # After 70, 110 and 140 seconds, of which the second has a validation.
-        ({"steps": 7, "eval_every": 2, "max_minutes": 2.0}, (4, 10 + 4 * 30 + 2 * 10)),
-    ],
-)
-def test_all_seconds_by_hand(options, expected):
-    assert total_time(GRPOConfig(**options), a_step=30.0, validation=10.0) == expected

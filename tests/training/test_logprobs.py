@@ -48,16 +48,27 @@ def policy():
     return a_policy()
 
 
+def with_tool(rollout):
+    """Every third token, from the second on, is a tool's."""
+    own = [i % 3 != 1 for i in range(len(rollout.completion))]
+    drawn = [-1.0 if by_model else float("nan") for by_model in own]
+    return replace(rollout, tool_mask=own, sampler_logprobs=drawn)
+
+
+@pytest.mark.parametrize("tool", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm):
-    rollouts = some_rollouts()
-    lengths = [len(rollout.completion) for rollout in rollouts]
+def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm, tool):
+    rollouts = [with_tool(rollout) if tool else rollout for rollout in some_rollouts()]
+    lengths = [sum(r.tool_mask) if tool else len(r.completion) for r in rollouts]
     weights = row_weights(lengths, ALGORITHMS[algorithm].aggregation, 8)
     rollouts = [replace(r, weight=w) for r, w in zip(rollouts, weights, strict=True)]
     options = {"algorithm": algorithm, "drift": 0.4}
     expected = gradients(policy, rollouts, 99, **options)
     assert expected.abs().max() > 1e-4
     assert not torch.allclose(gradients(policy, rollouts, 99, algorithm=algorithm), expected)
+    plain = [replace(rollout, tool_mask=()) for rollout in rollouts]
+    same = torch.allclose(gradients(policy, plain, 99, **options), expected, atol=1e-6)
+    assert same == (not tool)
     for rows in (1, 2, 4, 8):
         assert torch.allclose(gradients(policy, rollouts, rows, **options), expected, atol=1e-6)
     shuffled = random.Random(1).sample(rollouts, len(rollouts))

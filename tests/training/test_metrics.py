@@ -14,7 +14,14 @@ from rlm.training.advantages import Group
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.metrics import LearnMetrics, announce_run, log_step, step_metrics, time_left
+from rlm.training.metrics import (
+    LearnMetrics,
+    announce_run,
+    log_step,
+    remaining,
+    step_metrics,
+    time_left,
+)
 
 
 def completion(length, reason="stop"):
@@ -138,11 +145,24 @@ def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({"steps": 7, "eval_every": 3}, (7, 7 * 30 + 3 * 10)),  # validations after 3, 6, 7
+        ({"steps": 6, "eval_every": 3}, (6, 6 * 30 + 2 * 10)),  # 3, 6
+        ({"steps": 7, "eval_every": 0}, (7, 7 * 30 + 10)),  # 7
+        # After 70, 110 and 140 seconds, of which the second has a validation.
+        ({"steps": 7, "eval_every": 2, "max_minutes": 2.0}, (4, 4 * 30 + 2 * 10)),
+    ],
+)
+def test_where_a_run_ends_and_when_by_hand(options, expected):
+    assert remaining(GRPOConfig(**options), 0, 30.0, 10.0, seconds=10.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
         # Six steps of 3 seconds are to come; the last five took 1, 2, 3, 4 and 5.
         ({"eval_every": 4}, 6 * 3 + 3 * 20),  # validations after 8, 12 and 13
-        ({"eval_every": 0}, 6 * 3 + 20),
-        ({"eval_every": 4, "max_minutes": 5.0}, 60 * 0.5 + 20),  # it stops, and validates
-        ({"eval_every": 4, "max_minutes": 4.0}, 20),
+        ({"eval_every": 4, "max_minutes": 5.0}, 4 * 3 + 2 * 20),  # 30 seconds: after 8 and 11
+        ({"eval_every": 4, "max_minutes": 4.0}, 3 + 20),  # over already: it ends with the next one
     ],
 )
 def test_the_time_that_is_left_by_hand(options, expected):

@@ -109,12 +109,9 @@ def test_two_processes_share_one_server_and_one_adapter(model_dir, tmp_path, rec
     """The second process has no validation problem: it must not wait for that adapter."""
 
     def run(rank: int) -> None:
-        faults.meet(rank, tmp_path / "meeting")
         train(model_dir, a_config(tmp_path, eval_every=1), evaluate_on=PROBLEMS[:1])
 
-    said = [tmp_path / f"said{rank}" for rank in (0, 1)]
-    pids = [faults.start(partial(run, rank), said[rank]) for rank in (0, 1)]
-    ends = [faults.wait(*each) for each in zip(pids, said, strict=True)]
+    ends = faults.run_two(run, tmp_path)
     assert [end.code for end in ends] == [0, 0], ends
     (program,) = asked(record, "")
     assert not psutil.pid_exists(program["pid"])
