@@ -260,8 +260,9 @@ class TrainingState:
         )
         for name in SAVED:
             setattr(self, name, state[name])
-        self._seconds_before = state["seconds"]
-        self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
+        self._seconds_before = state.get("seconds", 0.0)  # older checkpoints have neither
+        if scale := state.get("loss_scale"):
+            self.weights.loss_scale, self.weights.good_updates = scale
         kl_weight = self.origin["config"]["kl_weight"]
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted
