@@ -187,7 +187,8 @@ def test_every_sentence_is_of_some_use():
     """Each row is shown for one of the scripts at least, and each name is a word of its own."""
     classes = (GRPOConfig, SFTConfig, evaluate.EvaluateConfig, InferenceConfig, ServerConfig)
     keys = [{k: f.name for f in flags_of(cls) for k in f.keys} for cls in classes]
-    for names, sentence in foreign_names.FOREIGN_NAMES:
+    for row in foreign_names.read_table("foreign_names"):
+        names, sentence = row["names"], row["answer"]
         for name in names.split():
             shown = [foreign_names.hint(name, known) for known in keys if name not in known]
             assert f": {sentence}" in shown, (name, sentence)
@@ -219,7 +220,7 @@ def test_every_field_of_trls_config_is_taken_or_answered(theirs, ours):
     assert own & {*trl_fields(theirs)} == {*SAME_NAME[theirs].split()}
     for name in trl_fields(theirs):
         if name in known:
-            assert name in own or name in foreign_names.SYNONYMS
+            assert name in own or name in foreign_names.read_table("synonyms")
         else:
             assert foreign_names.hint(name, known).startswith(": "), name
 
