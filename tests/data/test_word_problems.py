@@ -322,7 +322,7 @@ def test_a_smaller_count_gives_a_prefix_seeds_differ_and_levels_narrow(dataset):
 
 def test_the_hash_seed_of_python_does_not_matter():
     module = "rlm.data.word_problems"
-    code = f"from {module} import *; print(generate('validation', 60, seed=3))"
+    code = f"from {module} import *; print(generate_word_problems('validation', 60, seed=3))"
     process = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONHASHSEED": "12345"},
