@@ -1,35 +1,15 @@
 """Command lines: a dataclass becomes flags, YAML and presets; exit codes, one-line errors, tables,
 progress bars."""
 
-from rlm.cli.flags import (
-    by_field,
-    check_values,
-    find_choice,
-    flag,
-    merge_switches,
-    takes_aliases,
-    tell,
-)
-from rlm.cli.main import CONSOLE, check_command_line, command_of, run_main
-from rlm.cli.options import Interrupted, UsageError, parse, resolve_config, to_dict
-from rlm.cli.user_code import load_from_file
+import lazy_loader
 
-__all__ = [
-    "CONSOLE",
-    "Interrupted",
-    "UsageError",
-    "by_field",
-    "check_command_line",
-    "check_values",
-    "command_of",
-    "find_choice",
-    "flag",
-    "load_from_file",
-    "merge_switches",
-    "parse",
-    "resolve_config",
-    "run_main",
-    "takes_aliases",
-    "tell",
-    "to_dict",
-]
+# File → what other packages import of it.
+EXPORTS = {
+    "flags": "by_field check_values find_choice flag merge_switches takes_aliases tell",
+    "main": "CONSOLE check_command_line command_of run_main",
+    "options": "Interrupted UsageError parse resolve_config to_dict",
+    "user_code": "load_from_file",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

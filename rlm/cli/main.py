@@ -102,7 +102,9 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
-    script = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else _script()
+    name = sys.argv[0]  # train_grpo.py, or the console's `rlm grpo`
+    script = name.split() if name.startswith("rlm ") else ["python", name]
+    script = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else script
     typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
     typed += [] if "--resume" in typed else ["--resume"]
     return f"; continue with: {shlex.join([*script, *typed])}"
@@ -115,12 +117,6 @@ def command_of(script: str) -> str:
     'python train_sft.py'
     """
     return f"rlm {CONSOLE[script]}" if IS_INSTALLED else f"python {script}.py"
-
-
-def _script() -> list[str]:
-    """Return how this script was called: `python train_grpo.py`, or the console's `rlm grpo`."""
-    name = sys.argv[0]
-    return name.split() if name.startswith("rlm ") else ["python", name]
 
 
 def _what_takes_less(cls: type) -> str:

@@ -78,15 +78,6 @@ def similarity(a: str, b: str) -> float:
     return len(one & other) / math.sqrt(len(one) * len(other)) if one and other else 0.0
 
 
-def nearest_experiences(
-    question: str, library: Sequence[Experience], most: int | None = NEAREST
-) -> list[Experience]:
-    """The lessons that are for such a question, nearest first, at most so many (None: all)."""
-    found = [(similarity(question, lesson.about), lesson) for lesson in library]
-    found = [pair for pair in found if pair[0] >= pair[1].reach]
-    return [lesson for _, lesson in sorted(found, key=lambda pair: -pair[0])[:most]]
-
-
 def experience_block(lessons: Sequence[str]) -> str:
     """The lessons as prompts carry them, one a line; "" without any.
 
@@ -106,8 +97,14 @@ def with_experiences(question: str, lessons: Sequence[str]) -> str:
 def apply_experiences(
     question: str, library: Sequence[Experience], most: int | None = NEAREST
 ) -> InformedQuestion:
-    """Put the nearest lessons before a question: examples as earlier turns, the nearest last."""
-    nearest = nearest_experiences(question, library, most)
+    """Put the nearest lessons before a question: examples as earlier turns, the nearest last.
+
+    Args:
+        most: at most so many of those that are for such a question; None: all.
+    """
+    found = [(similarity(question, lesson.about), lesson) for lesson in library]
+    found = [pair for pair in found if pair[0] >= pair[1].reach]
+    nearest = [lesson for _, lesson in sorted(found, key=lambda pair: -pair[0])[:most]]
     examples = [(each.question, each.content) for each in reversed(nearest) if each.question]
     words = [each.content for each in nearest if not each.question]
     used = tuple(each.id for each in nearest)

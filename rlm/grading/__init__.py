@@ -1,33 +1,16 @@
 """Grades a completion: finds the final answer and compares it exactly with the gold answer."""
 
-from rlm.grading.answers import (
-    Verdict,
-    gold_from_gsm8k,
-    grade,
-    split_completion,
-    without_boxes,
-)
-from rlm.grading.arithmetic import evaluate_expression
-from rlm.grading.equations import Equation, find_equations, has_wrong_equation
-from rlm.grading.numbers import numbers_in, parse_number
-from rlm.grading.text import ANSWER_TYPES, READERS
-from rlm.grading.voting import Vote, majority_score, majority_vote
+import lazy_loader
 
-__all__ = [
-    "ANSWER_TYPES",
-    "READERS",
-    "Equation",
-    "Verdict",
-    "Vote",
-    "evaluate_expression",
-    "find_equations",
-    "gold_from_gsm8k",
-    "grade",
-    "has_wrong_equation",
-    "majority_score",
-    "majority_vote",
-    "numbers_in",
-    "parse_number",
-    "split_completion",
-    "without_boxes",
-]
+# File → what other packages import of it.
+EXPORTS = {
+    "answers": "Verdict gold_from_gsm8k grade split_completion without_boxes",
+    "arithmetic": "evaluate_expression",
+    "equations": "Equation find_equations has_wrong_equation",
+    "numbers": "numbers_in parse_number",
+    "text": "ANSWER_TYPES READERS",
+    "voting": "Vote majority_score majority_vote",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

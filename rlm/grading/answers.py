@@ -79,19 +79,24 @@ _ANSWER_IS = re.compile(
 _SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # as far as one with a digit goes
 
 
-def _boxes(text: str) -> list[str]:
-    """The contents of the outermost balanced boxes, in order."""
-    stack: list[tuple[int, bool]] = []
-    spans: list[tuple[int, int]] = []
+def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
+    """The opening and the closing brace of each balanced box, inner boxes first."""
+    stack, pairs = list[re.Match[str]](), []
     for match in _BRACE.finditer(text):
         if match[0] != "}":
-            stack.append((match.end(), match[0] != "{"))
-        elif stack:
-            start, boxed = stack.pop()
-            if boxed:
-                while spans and spans[-1][0] > start:
-                    spans.pop()
-                spans.append((start, match.start()))
+            stack.append(match)
+        elif stack and (opening := stack.pop())[0] != "{":
+            pairs.append((opening, match))
+    return pairs
+
+
+def _boxes(text: str) -> list[str]:
+    """The contents of the outermost balanced boxes, in order."""
+    spans: list[tuple[int, int]] = []
+    for opening, closing in _brace_pairs(text):
+        while spans and spans[-1][0] > opening.end():
+            spans.pop()
+        spans.append((opening.end(), closing.start()))
     return [text[start:end] for start, end in spans]
 
 
@@ -101,13 +106,7 @@ def without_boxes(text: str) -> str:
     >>> without_boxes(r"so \boxed{\frac{1}{2}}.")
     'so \\frac{1}{2}.'
     """
-    stack: list[re.Match[str]] = []
-    drop: list[tuple[int, int]] = []
-    for match in _BRACE.finditer(text):
-        if match[0] != "}":
-            stack.append(match)
-        elif stack and (opening := stack.pop())[0] != "{":
-            drop += [opening.span(), match.span()]
+    drop = [brace.span() for pair in _brace_pairs(text) for brace in pair]
     for start, end in sorted(drop, reverse=True):
         text = text[:start] + text[end:]
     return text

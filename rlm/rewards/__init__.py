@@ -1,31 +1,17 @@
 """Reward functions, and the scorer that calls them for a whole step."""
 
-from rlm.rewards.base import BinaryReward, RewardFunction
-from rlm.rewards.functions import (
-    CombinedReward,
-    ConstantReward,
-    CorrectnessReward,
-    FormatReward,
-    GSM8KReward,
-    ReasoningQualityReward,
-    StepsReward,
-)
-from rlm.rewards.loading import as_reward, load_reward, write_reward_template
-from rlm.rewards.scorer import Scorer, Scores
+import lazy_loader
 
-__all__ = [
-    "BinaryReward",
-    "CombinedReward",
-    "ConstantReward",
-    "CorrectnessReward",
-    "FormatReward",
-    "GSM8KReward",
-    "ReasoningQualityReward",
-    "RewardFunction",
-    "Scorer",
-    "Scores",
-    "StepsReward",
-    "as_reward",
-    "load_reward",
-    "write_reward_template",
-]
+# File → what other packages import of it.
+EXPORTS = {
+    "base": "BinaryReward RewardFunction",
+    "functions": (
+        "CombinedReward ConstantReward CorrectnessReward FormatReward GSM8KReward "
+        "ReasoningQualityReward StepsReward"
+    ),
+    "loading": "as_reward load_reward write_reward_template",
+    "scorer": "Scorer Scores",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

@@ -19,30 +19,21 @@ def test_brackets_are_text(monkeypatch, on_a_terminal):
         assert f"{what} [/x] [old]" in said.get()
 
 
-def test_without_a_terminal_a_bar_is_a_line_a_minute(monkeypatch):
+@pytest.mark.parametrize(
+    ("total", "seconds", "lines"),
+    [
+        (10, [25.0] * 10, ["3 of 10, about 3 min left", "6 of 10, about 2 min left",
+                           "9 of 10, about 25 s left"]),
+        # The first one waits for a kernel to compile: a tenth gives no estimate of the rest.
+        (40, [100.0, 0.0, 0.0, 60.0], ["1 of 40", "4 of 40, about 24 min left"]),
+    ],
+)  # fmt: skip
+def test_without_a_terminal_a_bar_is_a_line_a_minute(total, seconds, lines, monkeypatch):
     now = 0.0
     monkeypatch.setattr(terminal.console, "_force_terminal", False)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
-    with terminal.console.capture() as said, terminal.progress("judging [x]", 10) as advance:
-        for _ in range(10):
-            now += 25.0
+    with terminal.console.capture() as said, terminal.progress("judging [x]", total) as advance:
+        for each in seconds:
+            now += each
             advance()
-    assert said.get().splitlines() == [
-        "judging [x]: 3 of 10, about 3 min left",
-        "judging [x]: 6 of 10, about 2 min left",
-        "judging [x]: 9 of 10, about 25 s left",
-    ]
-
-
-def test_the_first_tenth_gives_no_estimate_of_the_rest(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(terminal.console, "_force_terminal", False)
-    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
-    with terminal.console.capture() as said, terminal.progress("sampling", 40) as advance:
-        for seconds in (100.0, 0.0, 0.0, 60.0):  # the first one waits for a kernel to compile
-            now += seconds
-            advance()
-    assert said.get().splitlines() == [
-        "sampling: 1 of 40",
-        "sampling: 4 of 40, about 24 min left",
-    ]
+    assert said.get().splitlines() == [f"judging [x]: {line}" for line in lines]

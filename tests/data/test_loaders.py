@@ -87,12 +87,15 @@ def test_field_names_and_json_numbers(write, question_field, answer_field, value
     assert (problem.question, problem.answer, problem.columns) == ("Why?", answer, {})
 
 
-def test_a_gsm8k_answer_is_taken_apart(write):
+def test_a_gsm8k_answer_is_taken_apart_and_keeps_its_calculator_marks_when_asked(write):
     row = {"question": "?", "answer": "She has 2*3=<<2*3=6>>6.\n#### 6"}
     [problem] = load_jsonl(write(row))
     assert (problem.answer, problem.solution) == ("6", "She has 2*3=6.")
     [problem] = load_jsonl(write({**row, "solution": "Six."}))
     assert problem.solution == "Six."
+    marked = load_problems(f"gsm8k:{write(row)}", "test", calculator_marks=True)
+    assert marked[0].solution == "She has 2*3=<<2*3=6>>6."
+    assert "<<" in load_problems("elementary", calculator_marks=True, max_samples=1)[0].solution
 
 
 def test_golds_that_are_no_numbers(write):
@@ -248,11 +251,7 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
 @pytest.mark.parametrize(
     ("dataset", "split", "expected"),
     [
-        (
-            "gsm9k",
-            "train",
-            "gsm8k, openmathinstruct, aime2024, aime2025, word-problems, elementary",
-        ),
+        ("gsm9k", "train", "use gsm8k, openmathinstruct, aime2024, aime2025, word-problems, elem"),
         ("no/such/data", "train", "unknown data set 'no/such/data'; use gsm8k, "),
         ("GSM9k", "train", "unknown data set 'GSM9k' (did you mean gsm8k?); use gsm8k, "),
         ("word-problem:1", "train", "'word-problem:1' (did you mean word-problems?); use"),
@@ -305,16 +304,6 @@ def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
     assert "ids are in two of the data sets" in refusal(f"{SAMPLE}+{SAMPLE}", "test")
 
 
-def test_gsm8k_keeps_its_calculator_marks_when_asked(write):
-    row = {"question": "Q", "answer": "So 2*6=<<2*6=12>>12.\n#### 12"}
-    path = write(row, row | {"question": "R"})
-    spec = f"gsm8k:{path}"
-    assert load_problems(spec, "test")[0].solution == "So 2*6=12."
-    marked = load_problems(spec, "test", calculator_marks=True)
-    assert marked[0].solution == "So 2*6=<<2*6=12>>12."
-    assert "<<" in load_problems("elementary", calculator_marks=True, max_samples=1)[0].solution
-
-
 # Word problems.
 
 
@@ -325,10 +314,8 @@ def test_word_problems_have_columns_and_default_sizes():
     assert all(problem.columns["family"] and problem.solution for problem in train)
     assert len({problem.id for problem in train}) == len(train)
     assert len(load_problems("word-problems", "test_families")) == 500
-    spec, split = "word-problems", "test_families"
-    assert load_problems(spec, split, max_samples=9) == load_problems(
-        spec, split, max_samples=9, seed=1
-    )
+    few = {"dataset": "word-problems", "split": "test_families", "max_samples": 9}
+    assert load_problems(**few) == load_problems(**few, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -456,27 +443,26 @@ def hub(monkeypatch):
     return state
 
 
+GSM8K = [{"question": f"Question {i}?", "answer": f"So.\n#### {i}"} for i in range(20)]
+
+
 def test_gsm8k_from_the_hub(hub):
-    hub.rows = [{"question": f"Question {i}?", "answer": f"So.\n#### {i}"} for i in range(20)]
-    assert (
-        questions(load_gsm8k("train"))
-        == questions(load_gsm8k())
-        == [r["question"] for r in hub.rows]
-    )
+    hub.rows = GSM8K
+    assert questions(load_gsm8k("train")) == [row["question"] for row in GSM8K]
+    assert load_gsm8k() == load_gsm8k("train")
     assert len(load_gsm8k("validation")) == 2
     assert len(load_gsm8k("test", 4)) == 4
     assert [(call["path"], call["name"], call["split"]) for call in hub.calls] == [
-        *[("openai/gsm8k", "main", "train")] * 3,
+        *[("openai/gsm8k", "main", "train")] * 4,
         ("openai/gsm8k", "main", "test"),
     ]
 
 
 @pytest.mark.parametrize("folder", ["main", "."])
 def test_gsm8k_from_the_hubs_parquet(tmp_path, folder):
-    rows = [{"question": f"Question {i}?", "answer": f"So.\n#### {i}"} for i in range(20)]
     (tmp_path / folder).mkdir(exist_ok=True)
     file = tmp_path / folder / "train-00000-of-00001.parquet"
-    parquet.write_table(Table.from_pylist(rows), file)
+    parquet.write_table(Table.from_pylist(GSM8K), file)
     for path in (tmp_path, file):
         problems = load_gsm8k(split="train", path=path)
         assert [(p.question, p.answer) for p in problems] == [

@@ -1,4 +1,4 @@
-"""The table of the word-problem generator, and the problems that it makes."""
+"""The two tables of the word-problem generator, and the problems that they make."""
 
 import hashlib
 import json
@@ -10,23 +10,35 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
-from operator import add, floordiv, mul, sub
+from operator import add, mul, sub, truediv
+from pathlib import Path
 from statistics import median
 
 import pytest
 
 from rlm.data import families, word_problems
-from rlm.data.families import Family, load_word_problem_table, solve
-from rlm.data.word_problems import SPLITS, draw_problem
+from rlm.data.families import YAML_FILES, Family, Shown, load_word_problem_table, solve
+from rlm.data.loaders import load_jsonl
+from rlm.data.word_problems import SPLITS, draw_problem, split_of
 from rlm.data.word_problems import generate_word_problems as generate
 
-TABLE = load_word_problem_table()
-FAMILIES, NOUNS = TABLE.families, TABLE.nouns
-OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
-STEP_LINE = re.compile(r"(?P<label>[a-z]+(?: [a-z]+){0,2}): (\d+) ([-+*/]) (\d+) = (\d+)")
+TABLES = {dataset: load_word_problem_table(dataset) for dataset in YAML_FILES}
+TABLE, ELEMENTARY = TABLES["word-problems"], TABLES["elementary"]
+FAMILIES = TABLE.families
+EVERYDAY = load_jsonl(Path(__file__).parents[2] / "data" / "everyday.jsonl")
+PEOPLE = {"name", "friend", "he", "his", "him", "He", "His"}
+OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv}
+STEP_LINE = re.compile(r"[a-z]+(?: [a-z]+){0,2}: ([\d.]+) ([-+*/]) ([\d.]+) = ([\d.]+)")
+MARK = re.compile(r"<<([\d.]+)([-+*/])([\d.]+)=([\d.]+)>>")
 
-each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+each_table = pytest.mark.parametrize("dataset", TABLES)
+each_family = pytest.mark.parametrize(
+    ("dataset", "family"),
+    [(dataset, family) for dataset, table in TABLES.items() for family in table.families],
+    ids=lambda value: getattr(value, "name", value),
+)
 
 
 @cache
@@ -35,43 +47,65 @@ def sample(split):
 
 
 @cache
-def draws(family_name):
-    family = next(family for family in FAMILIES if family.name == family_name)
+def draws(dataset, family_name):
+    table = TABLES[dataset]
+    family = next(family for family in table.families if family.name == family_name)
     rng = random.Random(family_name)
-    return [draw_problem(family, rng, TABLE) for _ in range(50)]
+    return [draw_problem(family, rng, table) for _ in range(50)]
 
 
-def steps(problem):
-    """(left, operator, right, value) of each line of the solution."""
-    found = [STEP_LINE.fullmatch(line).groups()[1:] for line in problem.solution.split("\n")]
-    return [(int(left), operator, int(right), int(value)) for left, operator, right, value in found]
+def elementary(split, count, seed=0, **options):
+    return generate(split, count, seed, dataset="elementary", **options)
 
 
 def slots(text):
     return {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
 
 
-# --- the table ------------------------------------------------------------------------------------
+def normal(question):
+    return re.sub(r"[^a-z0-9.+*/×÷=-]+", " ", question.lower().replace(",", "")).strip()
 
 
-def test_there_are_enough_different_families_of_every_level():
-    trained = Counter(family.level for family in FAMILIES if not family.held_out)
-    assert Counter(f.level for f in FAMILIES if f.held_out) == {1: 2, 2: 2, 3: 2, 4: 2}
-    assert all(trained[level] >= least for level, least in {1: 12, 2: 14, 3: 8, 4: 6}.items())
-    assert trained.total() >= 40
-    for texts in ([f.name for f in FAMILIES], [text for f in FAMILIES for text in f.wordings]):
-        assert len(set(texts)) == len(texts)
+# --- the tables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "least", "held_out"),
+    [
+        ("word-problems", {1: 12, 2: 14, 3: 8, 4: 6}, {1: 2, 2: 2, 3: 2, 4: 2}),
+        ("elementary", {1: 60, 2: 30, 3: 8}, {1: 1, 2: 4, 3: 1}),
+    ],
+)
+def test_there_are_enough_different_families_of_every_level(dataset, least, held_out):
+    table = TABLES[dataset]
+    trained = Counter(family.level for family in table.families if not family.held_out)
+    assert all(trained[level] >= number for level, number in least.items())
+    assert trained.total() >= sum(least.values())
+    assert Counter(f.level for f in table.families if f.held_out) == held_out
+    names = [family.name for family in table.families]
+    assert len(set(names)) == len(names)
+    assert {*table.women} < {*table.names}
 
 
 @each_family
-def test_wordings_state_every_number_and_nothing_unknown(family):
+def test_wordings_state_every_number_and_nothing_unknown(dataset, family):
     """So a number that YAML reads as a truth value (an unquoted `on`) is found here, too."""
-    assert 4 <= len(family.wordings) <= 6
+    table = TABLES[dataset]
+    people = PEOPLE if table.women else {"name", "friend"}
+    assert len({*family.wordings}) == len(family.wordings) >= 4
     for wording in family.wordings:
-        assert slots(wording) - {"name", "friend", *NOUNS} == set(family.numbers)
+        assert slots(wording) - people - {*table.nouns} == {*family.stated}, wording
+        assert not (PEOPLE - {"name", "friend"}) & slots(wording) or "{name}" in wording
     for distractor in family.distractors:
         assert {"extra"} <= slots(distractor) <= {"name", "friend", "extra"}
-    assert set(family.numbers) <= {term for step in family.steps for term in step.split()}
+    if dataset == "word-problems":
+        assert {*family.numbers} == {*family.stated}
+        assert {*family.numbers} <= {term for step in family.steps for term in step.split()}
+
+
+def test_no_wording_stands_twice():
+    texts = [text for family in FAMILIES for text in family.wordings]
+    assert len(set(texts)) == len(texts)
 
 
 def test_an_entry_that_is_no_range_is_named(tmp_path, monkeypatch):
@@ -94,36 +128,35 @@ def test_the_problems_are_those_that_published_results_were_made_with():
 
 
 @each_family
-def test_solutions_recompute_from_what_is_known(family):
-    literals = {int(term) for step in family.steps for term in step.split() if term.isdigit()}
-    for problem, _ in draws(family.name):
-        assert len(steps(problem)) == problem.columns["level"] == family.level
-        known = literals | {int(number) for number in re.findall(r"\d+", problem.question)}
-        for left, operator, right, value in steps(problem):
-            assert {left, right} <= known
-            assert OPERATORS[operator](left, right) == value > 0
-            assert operator != "/" or left % right == 0
-            known.add(value)
-        assert problem.answer == str(value)
+def test_solutions_recompute_from_what_is_known(dataset, family):
+    literals = {term for step in family.steps for term in step.split() if term.isdigit()}
+    for problem, _ in draws(dataset, family.name):
+        found = [STEP_LINE.fullmatch(line).groups() for line in problem.solution.split("\n")]
+        assert len(found) == problem.columns["level"] == family.level
+        known = literals | {*re.findall(r"\d+", problem.question)}
+        for left, operator, right, value in found:
+            assert OPERATORS[operator](Fraction(left), Fraction(right)) == Fraction(value)
+            if dataset == "word-problems":  # numbers in digits, all of them integers
+                assert {left, right} <= known
+                assert int(value) > 0
+                known.add(value)
+        assert problem.answer == value
 
 
 @each_family
-def test_questions_are_well_formed(family):
-    for problem, _ in draws(family.name):
-        question = problem.question
+def test_questions_are_well_formed_and_answers_spread(dataset, family):
+    answers = Counter(problem.answer for problem, _ in draws(dataset, family.name))
+    least, most = (12, 12) if dataset == "word-problems" else (8, 16)
+    assert len(answers) >= least
+    assert answers.most_common(1)[0][1] <= most
+    for question in (problem.question for problem, _ in draws(dataset, family.name)):
         assert not re.search(r"[{}]|  |\banswer\b", question, re.IGNORECASE)
         assert question == question.strip()
-        assert question[-1] in ".?"
+        assert question[-1] in ".?" or dataset == "elementary"  # "3 + 4"
         assert not question[0].islower()
         assert not re.search(r"\ba \$?(8|11|18)(?!\d\d)", question), "needs 'an'"
-        assert not re.search(r"\b1 [a-z]+s\b", question), "needs a singular"
-
-
-@each_family
-def test_answers_of_a_family_are_spread(family):
-    answers = Counter(problem.answer for problem, _ in draws(family.name))
-    assert len(answers) >= 12
-    assert answers.most_common(1)[0][1] <= 12
+        one = r"(?<![\d.,/])\b1 (?!plus|minus|times)[a-z]+s\b"
+        assert not re.search(one, question), "needs a singular"
 
 
 def test_questions_are_short():
@@ -153,6 +186,32 @@ def test_distractors_change_only_the_text():
     assert 0.15 < with_distractor / total < 0.35
 
 
+@each_table
+def test_marks_change_only_the_solution(dataset):
+    options = {"split": "train", "count": 200, "seed": 3, "dataset": dataset}
+    marked = generate(**options, calculator_marks=True)
+    for with_marks, without in zip(marked, generate(**options), strict=True):
+        assert with_marks.solution.count("<<") == without.columns["level"]
+        assert "<<" not in without.solution
+        plain = MARK.sub(r"\1 \2 \3 = \4", with_marks.solution)
+        assert replace(with_marks, solution=plain) == without
+
+
+def test_answers_are_integers_decimals_and_zeros_up_to_ten_thousand():
+    answers = [Fraction(problem.answer) for problem in elementary("train", 4000)]
+    assert 0 in answers
+    assert max(answers) > 9000
+    assert min(answers) >= 0
+    assert max(answers) <= 10_000
+    decimals = sum(answer.denominator > 1 for answer in answers)
+    assert 0.03 < decimals / len(answers) < 0.2
+
+
+def test_small_numbers_are_sometimes_words():
+    written = [p.question for p in elementary("train", 2000) if re.search(r"\bthree\b", p.question)]
+    assert 5 <= len(written) <= 100
+
+
 # --- the splits -----------------------------------------------------------------------------------
 
 
@@ -166,9 +225,19 @@ def test_splits_share_no_problem_whatever_the_seed_and_levels():
                 assert seen.setdefault(identity, split) == split
 
 
+def test_splits_share_no_question():
+    seen = {}
+    for split in SPLITS:
+        for seed in (0, 1) if split == "train" else (0,):
+            for problem in elementary(split, 350, seed):
+                assert seen.setdefault(normal(problem.question), split) == split
+    families = {split: {p.columns["family"] for p in elementary(split, 300)} for split in SPLITS}
+    assert not families["test_families"] & families["train"]
+
+
 def test_buckets_hold_about_80_10_10_percent():
     trained = [family.name for family in FAMILIES if not family.held_out]
-    shares = Counter(split for name in trained for _, split in draws(name))
+    shares = Counter(split for name in trained for _, split in draws("word-problems", name))
     assert shares["train"] / shares.total() == pytest.approx(0.8, abs=0.04)
     assert shares["validation"] / shares.total() == pytest.approx(0.1, abs=0.03)
     assert shares["test"] / shares.total() == pytest.approx(0.1, abs=0.03)
@@ -186,12 +255,69 @@ def test_a_split_is_even_and_without_repeats(split):
     assert len({problem.id for problem in sample(split)}) == len(sample(split))
 
 
+# --- the everyday questions -----------------------------------------------------------------------
+
+
+def test_everyday_questions_are_fifty_and_no_wording_is_one_of_them():
+    questions = [problem.question for problem in EVERYDAY]
+    assert len(set(map(normal, questions))) == 50
+    assert all(Fraction(problem.answer) >= 0 for problem in EVERYDAY)
+    wordings = {normal(w) for name in TABLES for w in every_wording(name)}
+    assert not wordings & set(map(normal, questions))
+
+
+def every_wording(dataset):
+    return [w for family in TABLES[dataset].families for w in family.wordings]
+
+
+@each_table
+def test_no_training_problem_is_an_everyday_question(dataset):
+    """Every wording that such a question could be made of has another text or other numbers.
+
+    Not a sample of the generator: a question in the training split is found whatever its seed.
+    """
+    questions = [normal(problem.question) for problem in EVERYDAY]
+    table = TABLES[dataset]
+    for family in (family for family in table.families if not family.held_out):
+        drawn = family.numbers.items()
+        for wording in family.wordings:
+            pattern = as_pattern(wording, table)
+            for question in questions:
+                if (match := pattern.fullmatch(question)) is None:
+                    continue
+                stated = match.groupdict()
+                numbers = {name: Fraction(stated[name]) for name in family.stated}
+                if any(numbers.get(name, options[0]) not in options for name, options in drawn):
+                    continue  # out of its range: never drawn
+                assert split_of(family, numbers) != "train", (family.name, question)
+
+
+def as_pattern(wording, table):
+    """A regular expression for the questions of a wording, as `normal` writes them."""
+    marked, names = "", {}
+    for literal, name, _, _ in string.Formatter().parse(wording):
+        marked += literal
+        if name is not None:
+            marked += names.setdefault(name, f"zq{chr(97 + len(names))}qz")
+    text = re.escape(normal(marked))
+    for name, mark in names.items():
+        words = [*table.names, "he", "she", "his", "her", "him"] if name in PEOPLE else ()
+        words = table.nouns.get(name, words)
+        kind = "|".join(map(str.lower, words)) or r"\d+(?:\.\d+)?"
+        text = text.replace(mark, f"(?P<{name}>{kind})", 1).replace(mark, f"(?P={name})")
+    return re.compile(text)
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 
-def test_a_smaller_count_gives_a_prefix_and_seeds_differ():
-    assert generate("test", 10, seed=5) == generate("test", 100, seed=5)[:10]
-    assert generate("train", 20, seed=1) != generate("train", 20, seed=2)
+@each_table
+def test_a_smaller_count_gives_a_prefix_seeds_differ_and_levels_narrow(dataset):
+    make = {"dataset": dataset}
+    assert generate("test", 10, seed=5, **make) == generate("test", 100, seed=5, **make)[:10]
+    assert generate("train", 20, seed=1, **make) != generate("train", 20, seed=2, **make)
+    narrowed = generate("train", 90, levels=[1, 3], **make)
+    assert {problem.columns["level"] for problem in narrowed} == {1, 3}
 
 
 def test_the_hash_seed_of_python_does_not_matter():
@@ -205,10 +331,6 @@ def test_the_hash_seed_of_python_does_not_matter():
         check=True,
     )
     assert process.stdout == f"{generate('validation', 60, seed=3)}\n"
-
-
-def test_levels_narrow_the_selection():
-    assert {p.columns["level"] for p in generate("train", 80, levels=[1, 3])} == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -234,12 +356,21 @@ TINY = Family(
 )
 
 
-def test_an_exhausted_selection_says_how_many_there_are(monkeypatch):
-    table = replace(TABLE, families=[replace(TINY, held_out=True)])
-    monkeypatch.setattr(word_problems, "load_word_problem_table", lambda dataset: table)
+def test_a_family_that_runs_out_leaves_the_others_and_an_exhausted_selection_says_so(monkeypatch):
+    few = replace(TINY, held_out=True)
+    many = replace(few, name="many", numbers={"first": range(2, 99), "second": range(5, 99)})
+
+    def use(*chosen):
+        table = replace(TABLE, families=chosen)
+        monkeypatch.setattr(word_problems, "load_word_problem_table", lambda dataset: table)
+
+    use(few)
     assert len(generate("test_families", 9)) == 9
     with pytest.raises(ValueError, match=r"cannot make 10 different .* ran out after about 9"):
         generate("test_families", 10)
+    use(few, many)
+    counts = Counter(problem.columns["family"] for problem in generate("test_families", 50))
+    assert counts == {"tiny": 9, "many": 41}
 
 
 def test_ranges_that_cannot_work_are_reported():
@@ -268,3 +399,33 @@ def test_a_draw_stops_at_a_step_that_gives_no_positive_integer(step):
     )
     with pytest.raises(RuntimeError, match="no usable numbers"):
         draw_problem(impossible, random.Random(0), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "spec", "text"),
+    [
+        (2345, "", "2345"),
+        (2345, ",", "2,345"),
+        (Fraction(9, 2), "", "4.5"),
+        (Fraction(9, 2), "$", "4.50"),
+        (Fraction(4), "$", "4"),
+        (Fraction(4691, 2), ",", "2,345.5"),
+        (Fraction(1, 20), "", "0.05"),
+    ],
+)
+def test_numbers_are_shown(value, spec, text):
+    assert f"{Shown(value):{spec}}" == text
+
+
+def test_numbers_of_the_setup_are_stated_but_not_shown_in_the_solution():
+    family = Family(
+        "shared",
+        setup=("total = each * people",),
+        steps=("share = total / people",),
+        numbers={"each": [6], "people": [4]},
+        wordings=("{people} share {total}. How many each?",),
+    )
+    problem, _ = draw_problem(family, random.Random(0), ELEMENTARY)
+    assert family.stated == ["people", "total"]
+    assert problem.question in {"4 share 24. How many each?"}
+    assert (problem.solution, problem.answer) == ("share: 24 / 4 = 6", "6")

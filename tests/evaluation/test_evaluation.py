@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from conftest import byte_tokenizer
 
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
@@ -134,21 +135,7 @@ def test_a_table_has_a_column_for_every_key_and_is_not_cut_in_a_file(capsys):
 # --- evaluate -------------------------------------------------------------------------------------
 
 
-class CharacterTokenizer:
-    """One id per character."""
-
-    name_or_path = "characters"
-    chat_template = "{{ messages }}"
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
-        return "".join(f"[{m['role']}]{m['content']}\n" for m in messages) + "[assistant]"
-
-    def encode(self, text, **_):
-        return [ord(character) for character in text]
-
-    def decode(self, ids, skip_special_tokens=False):
-        assert skip_special_tokens
-        return "".join(map(chr, ids)).removesuffix("\0")
+TOKENIZER = byte_tokenizer()
 
 
 class ScriptedSampler:
@@ -158,15 +145,15 @@ class ScriptedSampler:
         self.texts = texts
 
     def sample(self, prompts, n, params, seeds, on_finish):
-        self.prompts = ["".join(map(chr, prompt)) for prompt in prompts]
+        self.prompts = [TOKENIZER.decode(prompt) for prompt in prompts]
         self.n, self.params, self.seeds = n, params, seeds
         texts = itertools.cycle(self.texts)
         groups = []
         for _ in prompts:
             groups.append([])
             for _ in range(n):
-                ids = [ord(character) for character in next(texts)]
-                reason = "stop" if ids[-1] == 0 else "length"
+                ids = TOKENIZER.encode(next(texts), add_special_tokens=False)
+                reason = "stop" if ids[-1] == TOKENIZER.eos_token_id else "length"
                 groups[-1].append(Completion(ids, [0.0] * len(ids), reason))
                 on_finish()
         return groups
@@ -178,11 +165,13 @@ PROBLEMS = [problem("p1", "What is 40 + 2?", "42"), problem("p2", "What is 50 + 
 
 def evaluated(sampler, problems=PROBLEMS, format=DEEPSEEK, **options):
     options = {"max_new_tokens": 64} | options
-    return evaluate(sampler, CharacterTokenizer(), problems, format, **options)
+    return evaluate(sampler, TOKENIZER, problems, format, **options)
 
 
 def test_evaluate_grades_both_ways():
-    sampler = ScriptedSampler(DEEPSEEK.completion("40 + 2 = 42", "42") + "\0", "The answer is 53")
+    sampler = ScriptedSampler(
+        DEEPSEEK.completion("40 + 2 = 42", "42") + "<|im_end|>", "The answer is 53"
+    )
     finished = []
     result = evaluated(sampler, on_finish=lambda: finished.append(1))
     assert result.per_problem(strict=True) == [1, 0]
@@ -201,7 +190,7 @@ def test_evaluate_grades_both_ways():
 def test_evaluate_seeds_by_problem_and_not_by_place():
     seeds = {}
     for problems in (PROBLEMS, PROBLEMS[::-1]):
-        sampler = ScriptedSampler("42\0")
+        sampler = ScriptedSampler("42<|im_end|>")
         evaluated(sampler, problems, temperature=0.7, k=3, seed=5)
         seeds[problems[0].id] = sampler.seeds
         assert (sampler.n, sampler.params.temperature) == (3, 0.7)
@@ -235,10 +224,7 @@ def test_evaluate_refuses(changed, message):
 
 
 def test_accuracy_bars(tmp_path):
-    interval, zero = (
-        {"mean": 0.5, "low": 0.4, "high": 0.6},
-        dict.fromkeys(("mean", "low", "high"), 0),
-    )
+    interval, zero = {"mean": 0.5, "low": 0.4, "high": 0.6}, {"mean": 0, "low": 0, "high": 0}
     odd = {"mean": 0.5, "low": 0.51, "high": 0.6}  # a mean outside its interval
     path = tmp_path / "new" / "accuracy.png"
     rows = {"base": {"strict": interval, "lenient": zero}, "SFT": {"strict": zero, "lenient": odd}}

@@ -26,13 +26,10 @@ def test_equations_are_found(text, values):
     assert all(equation.holds for equation in found)
 
 
-def test_false_equations_do_not_hold():
-    assert [e.holds for e in find_equations("3 * 4 = 13; 5 / 0 = 0; 2 + 2 = 4")] == [0, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("text", "holds"),
     [
+        ("3 * 4 = 13; 5 / 0 = 0; 2 + 2 = 4", [False, False, True]),
         ("(2 + 3) * 4 = 20", [True]),
         ("2 * (3 + 4) = 15", [False]),
         ("so (3 + 4 = 7) it is", [True]),
