@@ -32,7 +32,7 @@ class Arm(NamedTuple):
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
     rounds: int = 1  # of rejection sampling: each draws with what the one before has learned
-    selection: str = ""  # of GRPO's problems by the start's solve rate: "solvable", "easy_first"
+    solvable: bool = False  # GRPO takes the problems that the start solves at times
 
 
 START = "sft"
@@ -76,9 +76,6 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "steps_40": Arm(
         "GRPO, 40 steps of 8 problems", "grpo", (START,), "choice", {"steps": 40, "batch_size": 8}
     ),
-    "steps_80": Arm(
-        "GRPO, 80 steps of 4 problems", "grpo", (START,), "choice", {"steps": 80, "batch_size": 4}
-    ),
     "warmup_6e-4": Arm(
         "GRPO, learning rate 6e-4 after 5 steps of warmup",
         "grpo",
@@ -96,15 +93,9 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "updates_2": Arm(
         "GRPO, two updates a step", "grpo", (START,), "choice", {"updates_per_batch": 2}
     ),
-    "group_16": Arm(
-        "GRPO, 8 groups of 16", "grpo", (START,), "choice", {"batch_size": 8, "group_size": 16}
-    ),
     # At equal seconds: sampling the solve rates takes its share of GRPO's time.
     "solvable": Arm(
-        "GRPO, problems solved at times", "grpo", (START, OURS), "choice", selection="solvable"
-    ),
-    "easy_first": Arm(
-        "GRPO, the same, easy to hard", "grpo", (START, OURS), "choice", selection="easy_first"
+        "GRPO, problems solved at times", "grpo", (START, OURS), "choice", solvable=True
     ),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),

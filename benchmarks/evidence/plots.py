@@ -105,7 +105,7 @@ def pass_at_k(results: Results, arms: Sequence[str], ks: Sequence[int], path: Pa
 def leads(grids: Sequence[Results], over: Sequence[str], path: Path) -> None:
     """GRPO's lead over each arm, with its interval, grid beside grid."""
     ticks = [
-        f"{grid.completions:,.0f} completions\nrate {grid.settings['learning_rate']:g}"
+        f"{grid.completions:,.0f}\ncompletions\nrate {grid.settings['learning_rate']:g}"
         for grid in grids
     ]
     figure = Figure(figsize=(10, 4.4), layout="constrained")

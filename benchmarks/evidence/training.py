@@ -233,12 +233,10 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     practice, spent = pools(config, cell.seed).practice, 0.0
     if cell.arm == "shuffled_golds":
         practice = without_golds(practice, cell.seed)
-    if ARMS[cell.arm].selection:
-        practice, spent = _by_solve_rate(config, cell, practice)
+    if ARMS[cell.arm].solvable:
+        practice, spent = _solvable(config, cell, practice)
         share = 1 - spent / _budget(config, cell)
         options = replace(options, steps=max(1, round(share * config.steps)))
-        if ARMS[cell.arm].selection == "easy_first":
-            practice = _in_order(practice, options.steps * options.batch_size, cell.seed)
     reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
     GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
@@ -263,30 +261,22 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     return {"steps": steps, "problems": len(practice)} | _timed(steps)
 
 
-def _by_solve_rate(
+def _solvable(
     config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]
 ) -> tuple[list[Problem], float]:
-    """The problems that the start solves in some of a few completions but not in all, the easiest
-    first, and the seconds that the completions took."""
+    """The problems that the start solves in some of a few completions but not in all, and the
+    seconds that the completions took."""
     draw = partial(_draw, config, cell, practice, _start(config, cell), SOLVE_RATE_SAMPLES)
     drawn = made_once(config.folder(cell) / "drawn.json", draw)
     right = {p.id: _solved(p, texts) for p, texts in zip(practice, drawn["texts"], strict=True)}
     useful = [p for p in practice if 0 < right[p.id] < SOLVE_RATE_SAMPLES]
     if not useful:
         raise RuntimeError("the start solves each problem always or never: nothing to select")
-    return sorted(useful, key=lambda p: -right[p.id]), drawn["seconds"]
+    return useful, drawn["seconds"]
 
 
 def _solved(problem: Problem, texts: Sequence[str]) -> int:
     return sum(grade(text, problem.answer, strict=True).correct for text in texts)
-
-
-def _in_order(problems: list[Problem], count: int, seed: int) -> list[Problem]:
-    """So many of them, repeated if need be, placed so that the trainer takes them in this order."""
-    spread = [problems[i * len(problems) // count] for i in range(count)]
-    taken = problems_for_step(range(count), 0, count, seed)  # place in the data, step by step
-    placed = dict(zip(taken, spread, strict=True))
-    return [placed[i] for i in range(count)]
 
 
 def random_reward(seed: int) -> Callable[..., list[float]]:

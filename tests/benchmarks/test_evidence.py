@@ -30,7 +30,6 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data import Problem
 from rlm.runs import file_hash, lock_file
-from rlm.training import problems_for_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -334,7 +333,7 @@ def in_process():
         right = SimpleNamespace(correct=True, answer="5")
         patch.setattr(training, "grade", lambda *_, **__: right)
         patch.setattr(training, "split_completion", lambda text: ("5 + 0 = 5", "5"))
-        for arm in [a for a in ARMS if ARMS[a].role == "choice" and not ARMS[a].selection]:
+        for arm in [a for a in ARMS if ARMS[a].role == "choice" and not ARMS[a].solvable]:
             patch.delitem(ARMS, arm)  # as GRPO, with one option of the trainer changed
         patch.setattr(training, "_solved", lambda problem, texts: 1 + int(problem.id[-1], 16) % 3)
         yield
@@ -409,14 +408,13 @@ def test_rivals_cost_what_grpo_costs(finished):
 
 def test_problems_are_selected_by_the_starts_solve_rate(finished):
     ours = result_of(finished, "grpo-s0")["training"]
-    for arm in ("solvable", "easy_first"):
-        found = result_of(finished, f"{arm}-s0")["training"]
-        drawn = read_json(finished.folder(Cell(arm, 0)) / "drawn.json")
-        assert [len(texts) for texts in drawn["texts"]] == [4] * 4
-        assert found["steps"][0]["sample"] > drawn["seconds"]  # they are GRPO's own cost
-        assert len(found["steps"]) <= len(ours["steps"])
-        trained = read_json(finished.folder(Cell(arm, 0)) / "train" / "config.json")
-        assert trained["steps"] == len(found["steps"])
+    found = result_of(finished, "solvable-s0")["training"]
+    drawn = read_json(finished.folder(Cell("solvable", 0)) / "drawn.json")
+    assert [len(texts) for texts in drawn["texts"]] == [4] * 4
+    assert found["steps"][0]["sample"] > drawn["seconds"]  # they are GRPO's own cost
+    assert len(found["steps"]) <= len(ours["steps"])
+    trained = read_json(finished.folder(Cell("solvable", 0)) / "train" / "config.json")
+    assert trained["steps"] == len(found["steps"])
 
 
 def test_only_problems_solved_at_times_are_selected(model_dir, tmp_path, monkeypatch):
@@ -424,19 +422,11 @@ def test_only_problems_solved_at_times_are_selected(model_dir, tmp_path, monkeyp
     texts = [["a"]] * 5
     monkeypatch.setattr(training, "_draw", lambda *_: {"seconds": 7.0, "texts": texts})
     monkeypatch.setattr(training, "_solved", lambda problem, _: int(problem.id))
-    found, seconds = training._by_solve_rate(
-        toy(model_dir, tmp_path), Cell("solvable", 0), problems
-    )
-    assert ([p.id for p in found], seconds) == (["3", "2", "1"], 7.0)  # the easiest first
+    found, seconds = training._solvable(toy(model_dir, tmp_path), Cell("solvable", 0), problems)
+    assert ([p.id for p in found], seconds) == (["1", "3", "2"], 7.0)
     monkeypatch.setattr(training, "_solved", lambda *_: 4)
     with pytest.raises(RuntimeError, match="always or never"):
-        training._by_solve_rate(toy(model_dir, tmp_path), Cell("solvable", 0), problems)
-
-
-def test_easy_problems_come_first():
-    placed = training._in_order(["easy", "middle", "hard"], 6, seed=3)
-    steps = [problems_for_step(placed, step, 2, 3) for step in range(3)]
-    assert steps == [["easy", "easy"], ["middle", "middle"], ["hard", "hard"]]
+        training._solvable(toy(model_dir, tmp_path), Cell("solvable", 0), problems)
 
 
 def test_algorithms_draw_what_they_are_named_for(finished):
