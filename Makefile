@@ -1,5 +1,5 @@
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
-# make demo-orchestrator  a model learns to divide problems between two agents (7 to 11 minutes)
+# make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
 # make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
 # make test    everything but the slow tests (2 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
