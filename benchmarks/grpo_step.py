@@ -67,6 +67,7 @@ class GRPOStepConfig(harness.BenchmarkConfig):
             eval_every=0,
             save_every=0,
             sample_every=0,
+            output=Path("adapter"),  # each process writes into its scratch folder instead
             seed=self.seed,
         )
 

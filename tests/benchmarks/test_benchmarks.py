@@ -247,6 +247,12 @@ def test_arms_train_and_account_for_every_step(step_config, arm):
     assert len(result["between_calls"]) == 1
 
 
+def test_the_adapter_that_ships_is_a_start():
+    """Its folder is also where a run without --output writes, which would be refused."""
+    config = grpo_step.GRPOStepConfig(adapter=Path("weights/final_rlm_lora"))
+    assert config.training().sft_adapter == Path("weights/final_rlm_lora")
+
+
 def test_the_first_step_of_a_process_is_not_measured():
     step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 8.0}
 
