@@ -98,6 +98,7 @@ def train(
     tags = start.resolve_format(config.reasoning_format)
     prompt = start.resolve_system_prompt(config.system_prompt)
     config = replace(config, reasoning_format=tags, system_prompt=prompt)
+    config = start.with_rank(config) if config.adapter else config
     tokenizer = load_tokenizer(config.model)
     format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
     limits = config.dataset, config.max_length

@@ -719,6 +719,7 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
 def test_the_published_api_can_start_from_a_cold_start(base, start):
     policy = recipe.make_lora_orchestrator(str(base), start_adapter=start)
     assert policy.origin["sft_adapter"] == start  # the reference of the KL term, too
+    assert policy.origin["lora_r"] == 8  # as the cold start has it, not the default's 16
     saved = load_file(start / "adapter_model.safetensors").values()
     trained = [tensor for tensor in policy.parameters() if tensor.requires_grad]
     sums = [sum(t.float().abs().sum().item() for t in tensors) for tensors in (saved, trained)]
