@@ -223,7 +223,7 @@ class GRPOTrainer:
             # From here on every process knows the whole step; alone, nothing happens.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, strict=True)
             groups += [Group(*parts) for parts in distributed.gather(list(scored))]
-        self.sampler.release()  # its memory is for learning now, its weights soon stale
+        self.sampler.release()  # its memory is for learning now
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
     def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
@@ -254,6 +254,7 @@ class GRPOTrainer:
             metrics.grad_norm = self._optimizer_step()
             if not math.isfinite(metrics.grad_norm):
                 break  # the weights are as before, another pass would give the same
+        self.sampler.invalidate_weights()
         release_memory()  # the sampler's turn
         learned = metrics.as_dict(self.distributed)
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)

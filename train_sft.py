@@ -18,7 +18,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,6 @@ from rlm.model import (
 from rlm.runs import RunDirectory, check_resumable, replace_json, writing
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
-    is_countable,
     show_counts,
     show_example,
     to_examples,
@@ -71,11 +69,9 @@ def main(config: SFTConfig) -> int:
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
-    load_examples = partial(load_problems, config.dataset, "train", **choice)
-    problems = load_examples(max_samples=config.max_samples)
+    problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
     if config.max_samples is not None:
-        of_all = f" of {len(load_examples()):,}" if is_countable(config.dataset) else ""
-        terminal.line(f"{len(problems):,}{of_all} training examples (--max-samples)")
+        terminal.line(f"{len(problems):,} training examples (--max-samples)")
     validation = []
     if config.eval_samples:
         choice = {"max_samples": config.eval_samples, **marks}
@@ -98,6 +94,7 @@ def train(
     tags = start.resolve_format(config.reasoning_format)
     prompt = start.resolve_system_prompt(config.system_prompt)
     config = replace(config, reasoning_format=tags, system_prompt=prompt)
+    config = start.with_rank(config) if config.adapter else config
     tokenizer = load_tokenizer(config.model)
     format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
     limits = config.dataset, config.max_length

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expected_skips import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -152,6 +153,19 @@ def server_log() -> Iterator[io.StringIO]:
     logs.configure(stream)
     yield stream
     root.handlers[:], root.level = before
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The name of the embedded model, which is unpacked at its first use on a machine."""
+    from rlm.cli import UsageError
+    from rlm.model.base import model_directory
+
+    try:
+        model_directory("smollm2-135m")
+    except UsageError as error:
+        pytest.skip(str(error))
+    return "smollm2-135m"
 
 
 @pytest.fixture(scope="session")

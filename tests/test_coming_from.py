@@ -7,8 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from rlm.cli.options import parse, read_options
 from rlm.scripts import evaluate
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
@@ -56,7 +54,8 @@ def test_the_defaults_of_the_table_are_ours():
 
 
 def test_the_defaults_of_the_table_are_trls():
-    trl = pytest.importorskip("trl")
+    import trl
+
     theirs = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
     assert (theirs["learning_rate"], theirs["loss_type"], theirs["beta"]) == (1e-6, "dapo", 0)
     assert (theirs["num_generations"], theirs["per_device_train_batch_size"]) == (8, 8)

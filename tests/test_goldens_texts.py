@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from pathlib import Path
 
-import pytest
 from golden import GOLDENS, check, run
 from live_server import ADD, events, live, make_service
 
@@ -60,14 +57,10 @@ def test_prompts_of_the_tiny_tokenizer(tokenizer):
     check("prompts_tiny", compute_prompts(tokenizer))
 
 
-def test_prompts_of_the_embedded_model():
-    """Where it is, unpacked: unpacking takes longer than this file."""
+def test_prompts_of_the_embedded_model(smollm2):
     from rlm.model.base import load_tokenizer
 
-    cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
-    if not (cache / "smollm2-135m" / "config.json").exists():
-        pytest.skip("smollm2-135m is not in the cache: any script with --model smollm2-135m")
-    check("prompts_smollm2", compute_prompts(load_tokenizer("smollm2-135m")))
+    check("prompts_smollm2", compute_prompts(load_tokenizer(smollm2)))
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import server
 from rlm.cli.main import run_main
 from rlm.data.prompts import render_prompt
 from rlm.model import AdapterInfo
-from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed
+from rlm.reasoner import local
+from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed, sampling_dtype
 from tests.test_server import weights  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -191,7 +192,8 @@ def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
     model, _ = inference.load_rlm_model(adapter)
     prompt = render_prompt(tokenizer, "hello", FORMAT)
     request = Request(prompt, SamplingParams(12, 1.0), prompt_seed(5), 3)
-    [group] = Sampler(model, tokenizer, max_num_seqs=1).complete([request])
+    one_by_one = Sampler(model, tokenizer, max_num_seqs=1, dtype=sampling_dtype(model))
+    [group] = one_by_one.complete([request])
     likeliest = max(group, key=lambda c: sum(c.logprobs) / len(c.logprobs))
     assert reply["response"] == tokenizer.decode(likeliest.token_ids, skip_special_tokens=True)
     assert (reply["vote"]["n"], reply["vote"]["valid"]) == (3, 0)
@@ -212,11 +214,30 @@ LINEAR = {
 }
 
 
-def test_the_adapter_that_ships_fits_its_base():
-    assert inference.ADAPTER == server.ADAPTER == SHIPPED.relative_to(ROOT)
+@pytest.fixture
+def shipped() -> Path:
     run = json.loads((SHIPPED / "run.json").read_text())
-    if run["base_model"] != "smollm2-135m":
-        pytest.skip(f"one of {run['base_model']} was trained in its place")
+    if not run.get("shipped"):
+        pytest.skip("another adapter was trained in the place of the one that ships")
+    return SHIPPED
+
+
+def test_the_adapter_that_ships_answers(shipped, smollm2):
+    """Greedily, with its calculator; it is sure of each token, so no chip's rounding matters."""
+    model, tokenizer = inference.load_rlm_model(shipped)
+    questions = {
+        "Each box holds 6 eggs. How many eggs do 4 boxes hold?": "24",
+        "What is half of ninety?": "45",
+        "Tom has 17 apples and buys 26 more. How many apples does he have now?": "43",
+    }
+    for question, number in questions.items():
+        reply = local.ask(question, model, tokenizer, SamplingParams(96, temperature=0.0))
+        shown = reply.answer.shown
+        assert (shown.final_answer, shown.format) == (number, "strict"), shown
+
+
+def test_the_adapter_that_ships_fits_its_base(shipped):
+    assert inference.ADAPTER == server.ADAPTER == shipped.relative_to(ROOT)
     config = json.loads((SHIPPED / "adapter_config.json").read_text())
     assert set(config["target_modules"]) == {name.rpartition(".")[2] for name in LINEAR}
     expected = {}

@@ -65,7 +65,7 @@ def test_its_commands_run(model_dir, tmp_path, monkeypatch, capsys):
     said = [command.split()[0] for command in COMMANDS]
     assert {*SCRIPTS, "server.py", "rlm"} <= {*said}
     for command in COMMANDS:
-        run_command(command.replace("MODEL", str(model_dir)))
+        run_command(command.replace("MODEL", shlex.quote(str(model_dir))))
     assert Path("runs/mine/adapter/adapter_model.safetensors").exists()
     assert Path("runs/mine/rollouts.html").exists()
     out = capsys.readouterr().out

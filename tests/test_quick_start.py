@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
+from expected_skips import SHARED, needs_shared
 
 import train_grpo
 from rlm.cli.main import run_main
@@ -21,10 +22,6 @@ from rlm.data import loaders as data
 from rlm.data import word_problems
 from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
 from rlm.training.config import GRPOConfig
-
-# The document itself, where it is at hand; the project stands without it.
-FOLDERS = [parent / "shared" / "seeds" for parent in Path(__file__).resolve().parents]
-DOCUMENT = next((file for folder in FOLDERS for file in folder.glob("002_*.txt")), None)
 
 BLOCKS = [
     """
@@ -129,7 +126,7 @@ def here(tmp_path, monkeypatch):
 
 
 def run_command(command, model):
-    script, *argv = shlex.split(command.replace("MODEL", str(model)))
+    script, *argv = shlex.split(command.replace("MODEL", shlex.quote(str(model))))
     assert script == "train_grpo.py"
     with pytest.raises(SystemExit) as exit:
         run_main(train_grpo.main, GRPOConfig, argv=argv, presets=PRESETS, epilog=algorithms_help())
@@ -225,10 +222,11 @@ def test_help_tells_every_algorithm_and_preset(capsys):
     assert all(f"  {name}: " in text for name in PRESETS)
 
 
-@pytest.mark.skipif(DOCUMENT is None, reason="the document is not here")
+@needs_shared("seeds")
 def test_the_examples_are_the_documents():
     """As syntax trees, because comments are the document's own; the package's name is ours."""
-    text = DOCUMENT.read_text(encoding="utf-8").replace("homellm.training.rl", "rlm")
+    (document,) = (SHARED / "seeds").glob("002_*.txt")
+    text = document.read_text(encoding="utf-8").replace("homellm.training.rl", "rlm")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     blocks = [re.sub(r'model_name="[^"]*"', 'model_name="MODEL"', block) for block in blocks]
     assert [ast.dump(ast.parse(b)) for b in blocks] == [ast.dump(ast.parse(b)) for b in BLOCKS]

@@ -509,7 +509,7 @@ def server_process(folder: Path, *options: object):
 
 def test_a_process_from_start_to_signal(weights, tmp_path):
     options = ["--adapter", weights / "final_rlm_lora", "--adapters", weights, "--ngrok"]
-    options += ["--max-new-tokens", "400", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
+    options += ["--max-new-tokens", "100", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
     with server_process(tmp_path, *options) as (process, url, said):
         key = re.search(r"shown once: (\S+)", said)[1]
         assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on

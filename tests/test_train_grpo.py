@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
 import train_grpo
+import train_sft
 from rlm.cli.options import UsageError
 from rlm.data.problem import Problem
 from rlm.model.adapters import new_adapter
@@ -25,6 +26,7 @@ from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
+from rlm.training.sft_config import SFTConfig
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -338,6 +340,21 @@ def a_start_adapter(model_dir, tokenizer, path: Path) -> Path:
                 tensor.normal_(0, 0.1)
     save_adapter(policy, tokenizer, path, {})
     return path
+
+
+def test_a_config_made_in_python_has_the_rank_of_its_start_adapter(model_dir, tmp_path, tokenizer):
+    """What a run trains is what it records: the command line's half is in test_adapter_info."""
+    start = a_start_adapter(model_dir, tokenizer, tmp_path / "start")  # rank 4, alpha 8
+    other = {"sft_adapter": start, "output": tmp_path / "out", "run_dir": tmp_path / "run"}
+    config = a_trainer(model_dir, GRPOConfig(**other)).config
+    assert (config.lora_r, config.lora_alpha) == (4, 8)
+    with pytest.raises(UsageError, match=r"--lora-r 32: the adapter .* has 4"):
+        a_trainer(model_dir, GRPOConfig(**other, lora_r=32))
+    # The first stage records it, too.
+    problems = [Problem("p", "1 + 1?", "2", "1 + 1 = 2")]
+    names = {"adapter": start, "output": tmp_path / "sft", "run_dir": tmp_path / "sft_run"}
+    run = train_sft.train(SFTConfig(model=str(model_dir), dataset="two", **names), problems)
+    assert (run["config"]["lora_r"], run["config"]["lora_alpha"]) == (4, 8)
 
 
 @pytest.mark.parametrize("start", ["an adapter", "the base"])

@@ -34,7 +34,8 @@ def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("no Chromium; on Debian: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
+    extra = "an extra: pip install -e '.[browser]'"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=extra)
     sync_api.expect.set_options(timeout=PATIENCE)
     with sync_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -27,6 +27,7 @@ from recipes.orchestrator.plans import random_plan
 from rlm.cli import terminal, to_dict
 from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
 from rlm.model import (
+    AdapterInfo,
     base_model_hash,
     check_adapter,
     check_base,
@@ -96,6 +97,7 @@ def train_start_adapter(
     if config.start_from:
         check_adapter(config.start_from, "--start-from none begins with a new one")
         check_base(config.start_from, config.model, base_model_hash(config.model))
+        config = AdapterInfo.load(config.start_from).with_rank(config)
     policy = load_policy(replace(config, sft_adapter=config.start_from), config.model, None)
     use_fused_layers(policy)
     set_gradient_checkpointing(policy, bool(config.checkpointing))

@@ -120,7 +120,9 @@ class OrchestratorConfig(GRPOConfig):
         from rlm.model import AdapterInfo, default_values
 
         start = given.get("sft_adapter", DEFAULT_START)
-        values = default_values(given, AdapterInfo.load(start) if start else None, {})
+        info = AdapterInfo.load(start) if start else None
+        values = default_values(given, info, {})
+        values |= info.resolve_rank(given) if info else {}
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(

@@ -175,7 +175,8 @@ def make_lora_orchestrator(
     model = load_agent_model(orchestrator_id)
     origin = {"model": model.name, "quantize": model.quantize, "sft_adapter": start_adapter}
     policy = load_policy(OrchestratorConfig(**origin, seed=seed), model.name, None)
-    policy.origin = origin
+    lora = policy.peft_config["default"]
+    policy.origin = origin | {"lora_r": lora.r, "lora_alpha": lora.lora_alpha}
     return policy
 
 

@@ -95,7 +95,7 @@ def load_problems(
         ]
         return _mix(mixed, split, seed)
     if not is_named(dataset):
-        problems = _load_own(dataset, split, parse_columns(columns), rows)
+        problems = _load_own(dataset, split, parse_columns(columns), rows, max_samples)
         if split == "train":
             random.Random(seed).shuffle(problems)
         return problems[:max_samples]
@@ -206,12 +206,14 @@ def load_jsonl(path: str | Path) -> list[Problem]:
     return parse_rows(read_lines(file), str(file), file.stem, parse_row)
 
 
-def _load_own(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
+def _load_own(
+    dataset: str, split: str, columns: dict[str, str], rows: str | None, max_samples: int | None
+) -> list[Problem]:
     """The problems of a split of a user's file, a hub data set, or a directory laid out as one."""
     if is_local_file(dataset):
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
-        return load_hub(dataset, split, columns, rows)
+        return load_hub(dataset, split, columns, rows, max_samples)
     known = [name for name in SPLITS if name != "rollouts"]
     close = difflib.get_close_matches(dataset.partition(":")[0].lower(), known, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from rlm.data.sources import READERS, read_dataset, split_names
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
 HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
+# Of a larger split of the hub so many problems are read, where --max-samples asks for no more;
+# validation is held out of these.
+POOL = 5000
 FILE_SPLITS = ("train", "validation", "test")
 
 
@@ -33,10 +38,20 @@ def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | Non
     return hold_out(parse_rows(found, dataset, stem, parse, quiet=quiet), role, dataset)
 
 
-def load_hub(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
+def load_hub(
+    dataset: str,
+    split: str,
+    columns: dict[str, str],
+    rows: str | None,
+    max_samples: int | None = None,
+) -> list[Problem]:
     """Of a hub data set, or of a directory laid out as one.
 
     Where it has no validation split, that is held out of the rows to train on.
+
+    Args:
+        max_samples: so many problems are enough. A split of more than POOL rows is then not read
+            whole, but in an order of its own until POOL problems are there, or max_samples.
     """
     path, config = split_config(dataset)
     names = split_names(dataset, path, config)
@@ -49,13 +64,28 @@ def load_hub(dataset: str, split: str, columns: dict[str, str], rows: str | None
         hint = "; --split validation takes problems held out of train" if role == "test" else ""
         raise UsageError(f"{dataset} has no split {stored!r}; it has {', '.join(names)}{hint}")
     arguments = {"path": path, "name": config, "split": stored}
-    found = cut_rows(
-        list(read_dataset(dataset, arguments)), cut if rows and stored == source else bounds
-    )
+    bounds = cut if rows and stored == source else bounds
+    found = read_dataset(dataset, arguments, partial(choose_rows, bounds=bounds))
     parse, quiet = partial(_parse_hub, columns=columns), role == "validation" and is_carved
     prefix = f"{path.rpartition('/')[2]}-{stored}"
-    problems = parse_rows(found, f"{dataset} {stored}", prefix, parse, quiet=quiet)
-    return hold_out(problems, role if is_carved else "test", dataset)
+    limit = None if max_samples is None else max(max_samples, POOL)
+    if quiet:
+        limit = POOL  # validation is held out of these, however many are trained on
+    problems = parse_rows(found, f"{dataset} {stored}", prefix, parse, limit=limit, quiet=quiet)
+    if not is_carved:
+        return hold_out(problems, "test", dataset)
+    held_out = hold_out(problems[:POOL], "validation", dataset)
+    if role == "validation":
+        return held_out
+    questions = {problem.question for problem in held_out}
+    return [problem for problem in problems if problem.question not in questions]
+
+
+def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[int]:
+    """Return the indices of the rows between two bounds of a split's `count`; of more than POOL in
+    an order that depends on nothing, because many sets are sorted by topic."""
+    chosen = cut_rows(range(count), bounds)
+    return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
 
 
 def split_config(dataset: str) -> tuple[str, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,17 +94,26 @@ def read_hub(name: str, split: str) -> Iterator[tuple[int, Row]]:
     yield from read_dataset(name, {"split": split} | HUB[name])
 
 
-def read_dataset(name: str, arguments: dict[str, Any]) -> Iterator[tuple[int, Row]]:
-    """The rows that `datasets.load_dataset` finds, numbered from 1.
+def read_dataset(
+    name: str,
+    arguments: dict[str, Any],
+    choose: Callable[[int], Sequence[int]] | None = None,
+) -> Iterator[tuple[int, Row]]:
+    """The rows that `datasets.load_dataset` finds, numbered from 1, read one by one.
 
     Args:
         name: for messages.
         arguments: of load_dataset; path is a name on the hub, or a directory laid out as there.
+        choose: returns which rows, from 0, of so many; None: all.
     """
     import datasets
 
     with _reaching_hub(name, arguments["path"]):
-        yield from enumerate(datasets.load_dataset(**arguments), 1)
+        rows = datasets.load_dataset(**arguments)
+        if choose is None:
+            yield from enumerate(rows, 1)
+        else:
+            yield from ((i + 1, rows[i]) for i in choose(len(rows)))
 
 
 def split_names(name: str, path: str, config: str | None) -> list[str]:

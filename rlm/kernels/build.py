@@ -31,8 +31,7 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
     Raises:
         BuildError: one line that says why not.
     """
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    command = [*compiler, *FLAGS, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
+    compiler, command = _command(macros)
     kept = _cached_file(compiler, command)
     if kept and kept.exists():
         with contextlib.suppress(OSError):  # cut short by a full disk, say: compiled again
@@ -57,6 +56,41 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
     return loaded
 
 
+def kernels_digest() -> str:
+    """Return a digest of what the kernels' speed depends on: sources, compiler, flags and CPU;
+    "none" without a compiler."""
+    try:
+        return _digest(*_command(()))
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+
+
+def cpu_features() -> list[str]:
+    """Return the lines on the first CPU in /proc/cpuinfo that -march=native depends on.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    first_cpu = CPU_INFO.read_text().split("\n\n")[0].splitlines()
+    return [line for line in first_cpu if line.startswith(CPU_FEATURES)]
+
+
+def _command(macros: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the compiler, and the command that compiles a library with it, without files."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    return compiler, [*compiler, *FLAGS, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
+
+
+def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:
+    version = subprocess.run(
+        [*compiler, "--version"], check=True, capture_output=True, timeout=10
+    ).stdout
+    digest = hashlib.sha256(repr((command, version, cpu_features())).encode())
+    for file in (*SOURCES, FOLDER / "numbers.h"):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
     """Find the place of the library of this compiler, command, source and CPU.
 
@@ -68,14 +102,6 @@ def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None
         about = folder.stat()
         if about.st_uid != os.getuid() or about.st_mode & 0o022:
             return None
-        version = subprocess.run(
-            [*compiler, "--version"], check=True, capture_output=True, timeout=10
-        ).stdout
-        first_cpu = CPU_INFO.read_text().split("\n\n")[0].splitlines()
+        return folder / f"{_digest(compiler, command)}.so"
     except (OSError, subprocess.SubprocessError):
         return None
-    cpu = [line for line in first_cpu if line.startswith(CPU_FEATURES)]
-    digest = hashlib.sha256(repr((command, version, cpu)).encode())
-    for file in (*SOURCES, FOLDER / "numbers.h"):
-        digest.update(file.read_bytes())
-    return folder / f"{digest.hexdigest()}.so"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlm.cli import UsageError
 from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.tools import Calculator
 
+ConfigType = TypeVar("ConfigType")  # GRPOConfig or SFTConfig, which a later layer has
 TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
 SHIPPED_ADAPTER = Path(__file__).parents[1] / TRAINED_ADAPTER  # in an installed wheel
 # The default of what evaluates, asks and serves.
@@ -118,7 +119,7 @@ class AdapterInfo:
         file = self.path / "adapter_config.json"
         try:
             settings = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             return {}  # loading it says what is wrong
         own = {"lora_r": settings.get("r"), "lora_alpha": settings.get("lora_alpha")}
         for name, value in own.items():
@@ -128,6 +129,17 @@ class AdapterInfo:
                     f"{value}, and training keeps it; leave the option out, or train a new adapter"
                 )
         return {name: value for name, value in own.items() if value is not None}
+
+    def with_rank(self, config: ConfigType) -> ConfigType:
+        """Return a training config that was made in Python with this adapter's rank and alpha.
+
+        Raises:
+            UsageError: the config sets one of the two to another value.
+        """
+        defaults = {option.name: option.default for option in fields(config)}
+        values = {name: getattr(config, name) for name in ("lora_r", "lora_alpha")}
+        given = {name: value for name, value in values.items() if value != defaults[name]}
+        return replace(config, **self.resolve_rank(given))
 
     def resolve_tool(self, asked: str = "auto") -> str:
         """The tool as --tool names it: the one asked for, or for "auto" that of training.

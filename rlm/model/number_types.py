@@ -1,11 +1,13 @@
 """Chooses fp32 or bf16 on a CPU by measuring: its flags do not say which of them is faster.
 
 There are CPUs with AVX512-BF16 that multiply bf16 at half the speed of fp32. Each kind of work is
-timed once in both types, for less than a second, and the result is kept for this machine.
+timed in both types, until two timings agree, and the result is kept for this machine and all that
+the timings depend on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -15,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlm.cli import terminal
+from rlm.kernels import cpu_features, kernels_digest
 from rlm.runs import replace_json
 
 if TYPE_CHECKING:  # options name the types, and --help loads no torch
@@ -27,6 +31,11 @@ MARGIN = 1.1
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 ROWS, WIDTH, INNER = 1024, 576, 1536  # of the products of a learning pass
 ROUNDS, SECONDS = 3, 0.04  # each type is timed in so many turns of at least so long
+# Two timings agree if one finds bf16 less than so many times as fast as the other does. Other
+# programs make them disagree; so many timings are made at most.
+AGREEMENT, TIMINGS = 1.2, 6
+# What oneDNN and torch may use of a CPU can be limited by these.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def fast_dtype(
@@ -46,7 +55,7 @@ def fast_dtype(
     if not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
         return torch.float32, "this CPU has no bf16 units"
     seconds = _measured(kind, work)
-    times = seconds["float32"] / seconds["bfloat16"]
+    times = _times_as_fast(seconds)
     name = "bfloat16" if times > MARGIN else "float32"
     return getattr(torch, name), f"measured here: bf16 is {times:.2g} times as fast as fp32"
 
@@ -57,21 +66,74 @@ def learning_dtype() -> tuple[torch.dtype, str]:
 
 
 def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> dict[str, float]:
-    """Return the seconds of the work by type, from the file of this machine if they are there."""
+    """Return the seconds of the work by type, from the file of this machine if they are there.
+
+    Seconds on which no two timings agree are not kept, and a line says so.
+    """
     import torch
 
     cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
-    file, known = cache / "number_types.json", {}
-    key = f"{kind}, {_cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    file, known, key = cache / "number_types.json", {}, _key(kind)
     with suppress(OSError, ValueError):
         known = json.loads(file.read_text(encoding="utf-8"))
     seconds = known.get(key) if isinstance(known, dict) else None
-    if not (isinstance(seconds, dict) and seconds.keys() == {*DTYPES}):
-        seconds = _time_in_turns({name: work(getattr(torch, name)) for name in DTYPES})
-        with suppress(OSError):  # a home that cannot be written to: measured again next time
-            cache.mkdir(parents=True, exist_ok=True)
-            replace_json(file, known | {key: seconds})
+    if isinstance(seconds, dict) and seconds.keys() == {*DTYPES}:
+        return seconds
+    functions = {name: work(getattr(torch, name)) for name in DTYPES}
+    seconds, apart = _time_until_two_agree(functions)
+    if apart:
+        terminal.line(
+            f"warning: which number type is faster for {kind} could not be measured, because other "
+            f"programs use the CPU (bf16 was {apart[0]:.2g} to {apart[1]:.2g} times as fast as "
+            "fp32): the next run measures again; --dtype and --sampler-dtype choose one"
+        )
+        return seconds
+    with suppress(OSError):  # a home that cannot be written to: measured again next time
+        cache.mkdir(parents=True, exist_ok=True)
+        replace_json(file, (known if isinstance(known, dict) else {}) | {key: seconds})
     return seconds
+
+
+def _key(kind: str) -> str:
+    """Name a measurement by all that it depends on."""
+    import torch
+
+    try:
+        cpu = hashlib.sha256("\n".join(cpu_features()).encode()).hexdigest()[:12]
+    except OSError:
+        cpu = "unknown"
+    parts = [
+        kind,
+        _cpu_name(),
+        f"features {cpu}",
+        f"kernels {kernels_digest()[:12]}",
+        f"{torch.get_num_threads()} threads",
+        f"torch {torch.__version__}",
+        *(f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)),
+    ]
+    return ", ".join(parts)
+
+
+def _time_until_two_agree(
+    functions: dict[str, Callable[[], object]],
+) -> tuple[dict[str, float], tuple[float, float] | None]:
+    """Return the seconds of one call of each, and None; or, if no two of TIMINGS agree, how many
+    times as fast bf16 was at least and at most."""
+    timings: list[dict[str, float]] = []
+    for _ in range(TIMINGS):
+        seconds = _time_in_turns(functions)
+        for other in timings:
+            low, high = sorted((_times_as_fast(seconds), _times_as_fast(other)))
+            if high < AGREEMENT * low:
+                return seconds, None
+        timings.append(seconds)
+    found = sorted(map(_times_as_fast, timings))
+    return {name: min(each[name] for each in timings) for name in functions}, (found[0], found[-1])
+
+
+def _times_as_fast(seconds: dict[str, float]) -> float:
+    """How many times as fast bf16 is as fp32."""
+    return seconds["float32"] / seconds["bfloat16"]
 
 
 def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, float]:

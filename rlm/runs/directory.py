@@ -203,7 +203,10 @@ def _is_run(path: Path) -> bool:
 
 
 def git_commit() -> str | None:
-    """The commit of the code that runs; None outside a git checkout."""
+    """The commit of the code that runs; None outside a git checkout, or without `git`."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -177,8 +177,14 @@ class Sampler:
         logits = config.max_num_seqs * self._config.vocab_size * each
         return cache + logits + self._weights.copied_bytes
 
+    def start(self) -> None:
+        """Do nothing: only `VLLMSampler` has servers to start."""
+
+    def invalidate_weights(self) -> None:
+        """Do nothing: each batch compares its copy with the adapter (`MergedWeights.refresh`)."""
+
     def release(self) -> None:
-        """Give back a merged copy's memory until the next batch; after training it is stale."""
+        """Give back a merged copy's memory until the next batch."""
         self._weights.release()
         release_memory()
 

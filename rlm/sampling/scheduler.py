@@ -94,7 +94,7 @@ class Scheduler:
         for sequence in gone:
             self._finish(sequence)
         for sequence in self.running:
-            sequence.finished = sequence.parent.id == request_id
+            sequence.finished |= sequence.parent.id == request_id
 
     def fill_batch(self, prefill: Callable[[list[RequestState]], None]) -> None:
         """Let ready sequences run while rows are free; prefill more requests if there are none."""

@@ -54,10 +54,10 @@ class VLLMSampler:
         """Finds the base model that is served, and checks that log-probabilities are right.
 
         Args:
-            servers: that run; or our own, started when memory is planned.
+            servers: that run; or our own, which `start` starts.
             stop_ids: every token that ends a completion (`rlm.data.prompts.stop_token_ids`).
             export: writes the adapter that is trained and says where. What it wrote is loaded
-                before the first batch, and before the next one after each `release`.
+                before the first batch, and before the next one after `invalidate_weights`.
             run: what the adapter's names begin with; the same in all processes of a run.
             is_main: false in processes that wait for the main one to load the adapter.
 
@@ -66,7 +66,7 @@ class VLLMSampler:
         """
         self._export, self._is_main = export, is_main
         self._run = run or uuid.uuid4().hex[:12]
-        self._version = 0  # of the adapter: how many batches are over, the same in all processes
+        self._version = 0  # of the adapter: how often it has changed, the same in all processes
         self.stop_ids = frozenset(stop_ids)
         self.max_model_len: int | None = None  # the longest sequence that all servers take
         self._models: list[tuple[APIClient, str]] = []  # and the base model's name there
@@ -77,7 +77,12 @@ class VLLMSampler:
             self.description = f"vLLM at {' and '.join(client.url for client in servers)}"
             self._connect(servers)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the servers, where they are ours and do not run. The first batch would, too.
+
+        Raises:
+            UsageError: one does not start, or cannot give what training needs.
+        """
         if self._managed and not self._models:
             self._connect(self._managed.start())
 
@@ -98,12 +103,17 @@ class VLLMSampler:
         self.max_model_len = min(lengths, default=None)
 
     def bytes_for(self, *_: object) -> int:
-        """A batch takes no memory of this process. The servers must be up: theirs is not free."""
-        self._start()
+        """Return 0: a batch takes no memory of this process."""
         return 0
 
     def release(self) -> None:
-        """The batch is over: training goes on, and the adapter on the server is then stale."""
+        """Do nothing: between batches the servers keep their memory."""
+
+    def invalidate_weights(self) -> None:
+        """Load the adapter anew before the next batch: training has changed it.
+
+        All processes of a run call it equally often, for it gives the adapter its name.
+        """
         self._version += 1
 
     def sample(
@@ -122,7 +132,7 @@ class VLLMSampler:
         """
         if not prompts:
             return []
-        self._start()
+        self.start()
         try:
             self._follow_adapter()
             at_once = sum(client.concurrency for client, _ in self._models)

@@ -8,7 +8,9 @@ Both leave attention to the cache, through the function `attend`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from rlm.sampling.kv_cache import AttentionFunction
 from rlm.sampling.linear import TorchOps, fused_linear
 
 DECODED_ROWS = 64  # at which the number types are compared
+_SWITCH = threading.Lock()  # held while a model's config names another attention
 FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -57,26 +60,31 @@ class UnmergedWeights:
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
-        config = self._decoder.config
-        usual = config._attn_implementation
-        # The model is told to attend through `_through_cache`, and hands it this function.
-        config._attn_implementation = "rlm_cache"
-        _through_cache.attend, _through_cache.calls = attend, 0
-        try:
-            hidden = self._decoder(
-                input_ids=ids,
-                position_ids=positions,
-                # Four dimensions: taken as it is, no mask is built. The cache knows who sees whom.
-                attention_mask=torch.zeros(len(ids), 1, 1, 1, device=ids.device),
-                use_cache=False,
-            ).last_hidden_state
-        finally:
-            config._attn_implementation = usual
-            _through_cache.attend = None  # it would keep the cache alive through the learning pass
-        if _through_cache.calls != config.num_hidden_layers:
+        config, calls = self._decoder.config, []
+
+        def attend_and_count(*inputs: Any) -> Tensor:
+            calls.append(1)
+            return attend(*inputs)
+
+        with _SWITCH:  # the config is the model's, which another thread may sample with
+            usual = config._attn_implementation
+            config._attn_implementation = "rlm_cache"
+            try:
+                hidden = self._decoder(
+                    input_ids=ids,
+                    position_ids=positions,
+                    # Four dimensions: taken as it is, no mask is built. The cache knows who sees
+                    # whom.
+                    attention_mask=torch.zeros(len(ids), 1, 1, 1, device=ids.device),
+                    use_cache=False,
+                    rlm_attend=attend_and_count,  # handed on to `_through_cache`
+                ).last_hidden_state
+            finally:
+                config._attn_implementation = usual
+        if len(calls) != config.num_hidden_layers:
             # Its tokens would not see those before them, and nothing else would notice.
             raise UsageError(
-                f"{config.model_type}: {_through_cache.calls} of {config.num_hidden_layers} layers "
+                f"{config.model_type}: {len(calls)} of {config.num_hidden_layers} layers "
                 "attend through keys and values that can be cached: unsupported"
             )
         return hidden
@@ -89,13 +97,19 @@ def _through_cache(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    rlm_attend: AttentionFunction | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for attention; heads and tokens are swapped in its answer."""
+    """What transformers calls for attention; heads and tokens are swapped in its answer.
+
+    Raises:
+        UsageError: the model does not hand on what its forward pass was given.
+    """
     scale = softmax_scale(query, scaling, options, "unsupported")
-    _through_cache.calls += 1
-    out = _through_cache.attend(module.layer_idx, query, key, value, scale)
-    return out.transpose(1, 2), None
+    if rlm_attend is None:
+        kind = type(module).__name__
+        raise UsageError(f"{kind} gets no arguments of the model's forward pass: unsupported")
+    return rlm_attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
 
 
 AttentionInterface.register("rlm_cache", _through_cache)

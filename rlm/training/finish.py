@@ -40,6 +40,7 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
     """Export the best adapter of a `train_grpo.GRPOTrainer`, which `validated_on` problems chose;
     return what its run.json says."""
     trainer.state.load_best()
+    trainer.sampler.invalidate_weights()  # a recipe may sample from the best adapter
     if trainer.state.best_step == 0:
         terminal.line("no step was better than the start on validation: the start is exported")
     rows = trainer.distributed.broadcast(trainer.run.metrics())  # of all steps

@@ -83,9 +83,11 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, of which `evaluated` are
     validated on, and say it in a line.
 
-    Measures, counts, and chooses the micro-batch if the config leaves it open.
+    Starts the sampler's servers, if it has any; measures, counts, and chooses the micro-batch if
+    the config leaves it open.
     """
     policy, config = trainer.policy, trainer.config
+    trainer.sampler.start()  # servers of this run take memory that is then not free
     prompts = longest_prompts(trainer.render, problems)
     longest = max(map(len, prompts))
     beyond_prefix = longest - common_prefix_length(prompts)
@@ -94,7 +96,7 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
         for count, n in ((config.batch_size, config.group_size), (evaluated, 1))
         if count
     )
-    # Of servers that have been started for this run by now; the memory they take is not free.
+    # Of servers.
     served = getattr(trainer.sampler, "max_model_len", None)
     if served and longest + config.max_new_tokens > served:
         raise UsageError(

@@ -13,8 +13,6 @@ from rlm.data import (
     IGNORE_INDEX,
     Format,
     Problem,
-    dataset_name,
-    dataset_parts,
     render_completion,
     render_problem,
 )
@@ -103,9 +101,3 @@ def show_counts(problems: int, examples: int, max_length: int, what: str = "prob
     """Print how many of the problems that were read are used."""
     left_out = f"{problems - examples} left out (over --max-length {max_length} tokens)"
     terminal.line(f"{what}: {problems} read, {examples} used, {left_out}")
-
-
-def is_countable(dataset: str) -> bool:
-    """Whether a data set has a size: a generator has none, and OpenMathInstruct is read in part."""
-    names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
-    return not names & {"word-problems", "elementary", "openmathinstruct"}

@@ -87,8 +87,8 @@ def resolve_start(
     Raises:
         TypeError: `tool` is none.
         UsageError: an adapter that was asked for is not there or belongs to another base; there
-            are more processes than problems in a step; other tags were asked for than it has;
-            --tool names none.
+            are more processes than problems in a step; other tags, or another rank, were asked for
+            than it has; --tool names none.
         ValueError: vLLM samples, which takes no tool.
     """
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
@@ -121,7 +121,7 @@ def resolve_start(
         reasoning_format=start.resolve_format(config.reasoning_format),
         system_prompt=start.resolve_system_prompt(config.system_prompt),
     )
-    return config, tool
+    return start.with_rank(config) if adapter else config, tool
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:

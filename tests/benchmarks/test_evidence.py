@@ -207,7 +207,7 @@ def test_gym_tasks_are_mixed_and_no_question_comes_twice(monkeypatch):
     assert len({p.question for p in made}) == 6
 
 
-@pytest.mark.skipif(not pools.gym_installed(), reason="needs the extra `evidence`")
+@pytest.mark.skipif(not pools.gym_installed(), reason="an extra: pip install -e '.[evidence]'")
 def test_gym_problems_have_numbers_for_golds():
     from rlm.grading.numbers import parse_number
 

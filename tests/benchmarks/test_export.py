@@ -16,7 +16,7 @@ from benchmarks import export
 from benchmarks.plain_generate import greedy
 from rlm.model.gguf_export import QWEN2_SPLIT, write_gguf
 
-pytest.importorskip("xllamacpp")
+pytest.importorskip("xllamacpp", reason="an extra: pip install -e '.[llama-cpp]'")
 
 MERGES = ["a t", "1 2", "Ġ w", "! !"]  # Ġ: a space; of these, how a text is split forbids some
 TEXTS = ["What is 12 + 7?", "at 1212 watts!!", "  don't\n\nWAIT 3.12 "]

@@ -68,7 +68,6 @@ def test_a_broken_formula_is_noticed(mutation, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def trl():
-    pytest.importorskip("trl")
     from rlm.conformance import peer_trl
 
     return peer_trl

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import httpx2
 import pytest
+from expected_skips import SHARED, needs_shared
 from pyarrow import Table, parquet
 
 from rlm.cli.options import UsageError
@@ -25,12 +26,8 @@ from rlm.grading.numbers import parse_number
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "data" / "sample_problems.jsonl"
 OPENMATH_SAMPLE = ROOT / "data" / "openmathinstruct_sample.jsonl"
-PUBLISHED = ROOT.parent / "shared" / "data"
+PUBLISHED = SHARED / "data"
 GOOD = {"question": "What is 1 + 1?", "answer": "2"}
-
-needs_published_files = pytest.mark.skipif(
-    not PUBLISHED.is_dir(), reason=f"the published files are not in {PUBLISHED}"
-)
 
 
 @pytest.fixture
@@ -379,7 +376,7 @@ def test_openmathinstruct_without_a_usable_row_says_what_was_left_out(write):
 # The published files.
 
 
-@needs_published_files
+@needs_shared("data")
 def test_every_gold_of_gsm8k_is_read():
     published, validation, test = (
         load_gsm8k(split, path=PUBLISHED) for split in ("train", "validation", "test")
@@ -400,7 +397,7 @@ def test_every_gold_of_gsm8k_is_read():
     assert load_gsm8k("test", 50, PUBLISHED / "gsm8k_test.jsonl") == test[:50]
 
 
-@needs_published_files
+@needs_shared("data")
 @pytest.mark.parametrize("year", [2024, 2025])
 def test_aime(year):
     problems = load_problems(f"aime{year}:{PUBLISHED}", "test")

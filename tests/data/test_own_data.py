@@ -12,6 +12,7 @@ from fake_hub import FakeHub
 from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
+from rlm.data import own_data
 from rlm.data.columns import cut_rows, parse_columns, read_chat, rename_columns, split_slice
 from rlm.data.loaders import is_hub, load_jsonl, load_problems
 from rlm.data.problem import as_problems
@@ -256,6 +257,37 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
         f"{folder}:hard", "test", columns=COLUMNS
     )
     assert "Config name is missing" in refusal(folder, columns=COLUMNS)
+
+
+def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):
+    """And what is validated on does not depend on how many are trained on."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(own_data, "POOL", 50)
+    write_jsonl(tmp_path / "set/train.jsonl", rows_of(400))
+    read, read_dataset = [], own_data.read_dataset
+
+    def counted(*arguments):
+        for row in read_dataset(*arguments):
+            read.append(row[0])
+            yield row
+
+    monkeypatch.setattr(own_data, "read_dataset", counted)
+
+    def load(split="train", **options):
+        read.clear()
+        return answers(load_problems(str(tmp_path / "set"), split, columns=COLUMNS, **options))
+
+    few, count = load(max_samples=10), len(read)
+    assert (len(few), count) == (10, 50)
+    assert max(read) > 200  # not the first rows: a set may be sorted
+    many, count = load(max_samples=100), len(read)
+    assert (len(many), count) == (100 - 5, 100)  # the pool's tenth is held out
+    validation, count = load("validation"), len(read)
+    assert (len(validation), count) == (5, 50)
+    everything, count = load(), len(read)
+    assert (len(everything), count) == (395, 400)
+    assert {*everything} == {*range(400)} - {*validation}
+    assert {*load(rows="train[:60]")} <= {*range(60)}
 
 
 def test_the_real_library_reads_from_a_hub(tmp_path):

@@ -6,9 +6,9 @@ import threading
 import time
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 
 import pytest
+from expected_skips import SHARED, needs_shared
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ from rlm.grading.answers import (
 from rlm.grading.numbers import parse_number
 
 COMPARED = ("correct", "wrong")
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def reason(text: str, gold: str, *, strict: bool) -> str:
@@ -496,10 +495,10 @@ def test_hostile_text_is_cheap(piece: str) -> None:
 # --- GSM8K ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+@needs_shared("data")
 @pytest.mark.parametrize(("name", "count"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
 def test_every_gsm8k_gold_verifies_against_itself(name: str, count: int) -> None:
-    rows = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (SHARED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(rows) == count
     kinds = set()
     values = []

@@ -1,5 +1,6 @@
 """The library is compiled once for a compiler, source and CPU, and never taken from a stranger."""
 
+import shlex
 import stat
 
 import pytest
@@ -15,9 +16,9 @@ def compiler(tmp_path, monkeypatch):
     """A compiler that counts what it compiles, and is quick; how often it has compiled."""
     calls = tmp_path / "calls"
     script = tmp_path / "compiler"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec cc "$@" -O0\n')
+    script.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\nexec cc "$@" -O0\n')
     script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("CC", shlex.quote(str(script)))
     monkeypatch.setenv("RLM_CACHE", str(tmp_path))
     try:
         load_library(MACROS)

@@ -1,11 +1,13 @@
 """The number type of a CPU's work is what was measured, not what its flags say."""
 
 import json
+import sys
 
 import pytest
 import torch
 from conftest import tiny_model
 
+from rlm.kernels import build
 from rlm.model import number_types, pick_device
 from rlm.sampling import Sampler, SamplingParams, sampling_dtype
 
@@ -47,15 +49,63 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
     for _ in range(2):
         pick_device()
         sampling_dtype(tiny_model().bfloat16())
-    assert len(timed) == 2
+    assert len(timed) == 2 * 2  # each until two timings agree
     assert all({*each} == {*number_types.DTYPES} for each in timed)
     file = tmp_path / "cache" / "number_types.json"
     kinds = sorted(key.split(",")[0] for key in json.loads(file.read_text()))
     assert kinds == ["learning", "sampling 32 x 64"]
-    cpu(1.0, 4.0)  # what is kept counts, until the machine, its threads or torch are others
+    cpu(1.0, 4.0)  # what is kept counts
     assert pick_device().dtype == torch.bfloat16
     file.write_text("{broken")
     assert pick_device().dtype == torch.float32
+
+
+@pytest.mark.parametrize("changed", ["limit", "features", "compiler", "source", "threads", "torch"])
+def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch, changed):
+    monkeypatch.setenv("CC", sys.executable)  # a program that has a --version
+    cpu(4.0, 1.0)
+    assert pick_device().dtype == torch.bfloat16
+    cpu(1.0, 4.0)
+    with monkeypatch.context() as patch:
+        if changed == "limit":  # which leaves bf16 in
+            patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+        elif changed == "features":
+            patch.setattr(build, "CPU_INFO", tmp_path / "cpuinfo")
+            build.CPU_INFO.write_text("flags : others")
+        elif changed == "compiler":
+            patch.setenv("CC", "none")
+        elif changed == "source":
+            source = tmp_path / "more.c"
+            source.write_text("int more(void) { return 1; }\n")
+            patch.setattr(build, "SOURCES", [*build.SOURCES, source])
+        elif changed == "threads":
+            patch.setattr("torch.get_num_threads", lambda: 77)
+        else:
+            patch.setattr("torch.__version__", "0")
+        assert pick_device().dtype == torch.float32
+    assert pick_device().dtype == torch.bfloat16  # the first is still known
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype", "is_steady"),
+    [
+        ([9.0, 2.0, 0.5, 2.1], torch.bfloat16, True),  # the second and the last agree
+        ([0.3, 0.5, 0.9, 1.6, 3.0, 0.1], torch.float32, False),
+    ],
+)
+def test_a_measurement_that_other_programs_spoil_is_repeated(
+    cpu, monkeypatch, tmp_path, capsys, times, dtype, is_steady
+):
+    cpu(0.0, 1.0)
+    left = iter(times)
+    monkeypatch.setattr(
+        number_types, "_time_in_turns", lambda _: {"float32": next(left), "bfloat16": 1.0}
+    )
+    assert pick_device().dtype == dtype
+    assert list(left) == []
+    said = "bf16 was 0.1 to 3 times as fast" in " ".join(capsys.readouterr().out.split())
+    assert said != is_steady
+    assert (tmp_path / "cache" / "number_types.json").exists() == is_steady  # else: again next time
 
 
 def test_sampling_and_learning_may_differ(cpu):

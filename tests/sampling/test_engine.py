@@ -3,8 +3,10 @@
 import gc
 import math
 import random
+import sys
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -17,6 +19,7 @@ from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
 from rlm.sampling.draw import apply_top_k_top_p, sample_tokens, uniforms
 from rlm.sampling.kv_cache import CacheConfig
+from rlm.sampling.scheduler import RequestState, Scheduler
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
 
@@ -315,6 +318,42 @@ def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokeniz
             sampler.abort_request(handle)
         assert not sampler.has_unfinished_requests()
     assert answer(sampler, prompts[0], params, 1) == expected
+
+
+def test_aborting_one_request_does_not_bring_back_another():
+    """Both before the rows of either are given away."""
+    scheduler = Scheduler(max_num_seqs=4, prompt_slots=4)
+    for number in range(3):
+        scheduler.waiting.append(RequestState(number, Request([1, 2], SamplingParams(4), 0), 0))
+    scheduler.fill_batch(lambda requests: None)
+    for number in (0, 2):
+        scheduler.abort(number)
+    assert [sequence.finished for sequence in scheduler.running] == [True, False, True]
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_samplers_in_two_threads_draw_what_each_draws_alone(merged, shared, tokenizer):
+    """Of one model or of two: a layer attends through the cache of the batch that it computes."""
+    models = [tiny_model()] * 2 if shared else [tiny_model(seed=seed) for seed in (0, 1)]
+    samplers = [Sampler(model, tokenizer, merged=merged) for model in models]
+    batches = [some_prompts(6)[:3], some_prompts(6)[3:]]
+
+    def draw(i):
+        torch.set_num_threads(1)  # of this thread
+        return [
+            ids(samplers[i].sample(batches[i], 2, SamplingParams(12), [7, 8, 9])) for _ in range(4)
+        ]
+
+    alone = [draw(i) for i in range(2)]
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # or a forward pass may always end before the other begins
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(draw, range(2)))
+    finally:
+        sys.setswitchinterval(usual)
+    assert together == alone
 
 
 def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):

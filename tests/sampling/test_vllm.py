@@ -164,8 +164,9 @@ def test_each_adapter_has_a_new_name_and_the_last_one_is_dropped(server, tmp_pat
     draw(sampler)
     ((first, path),) = server.adapters.items()
     assert path == str((tmp_path / "one").resolve())
-    draw(sampler)  # nothing is stale: nothing is exported or loaded
-    sampler.release()
+    sampler.release()  # between two batches
+    draw(sampler)  # the adapter is the same: nothing is exported or loaded
+    sampler.invalidate_weights()
     draw(sampler)
     ((second, path),) = server.adapters.items()
     assert path == str((tmp_path / "two").resolve())
@@ -177,11 +178,30 @@ def test_each_adapter_has_a_new_name_and_the_last_one_is_dropped(server, tmp_pat
     assert server.asked("completions")[-1]["model"] == BASE
 
 
+def test_servers_are_started_when_it_is_said_and_not_by_a_question(server):
+    class Managed:
+        def __init__(self):
+            self.started = 0
+
+        def start(self):
+            self.started += 1
+            return [client_of(server)]
+
+    managed = Managed()
+    sampler = VLLMSampler(managed, [END])
+    assert sampler.bytes_for([4], 8, 12) == 0
+    sampler.release()
+    assert managed.started == 0
+    for _ in range(2):
+        sampler.start()
+    assert managed.started == 1
+
+
 def test_a_refused_adapter_is_one_line_and_the_old_one_stays(server, tmp_path):
     sampler = exporting(server, tmp_path)
     draw(sampler)
     before = dict(server.adapters)
-    sampler.release()
+    sampler.invalidate_weights()
     server.script(*[refuse(500, "LoRA rank 64 is greater than max_lora_rank 16.")] * 5)
     with pytest.raises(UsageError, match=r"did not load .*max_lora_rank 16.*--max-lora-rank"):
         draw(sampler)
@@ -206,7 +226,7 @@ def test_several_servers_get_prompts_in_turn_and_all_get_the_adapter(server, tmp
         asked = [sorted(b["prompt"][0] for b in s.asked("completions")) for s in (server, second)]
         assert asked == [[0, 2, 4], [1, 3]]
         assert server.adapters == second.adapters
-        sampler.release()
+        sampler.invalidate_weights()
         draw(sampler)
         assert len(server.adapters) == 1
         assert server.adapters == second.adapters  # the first one is dropped on both
@@ -229,7 +249,7 @@ def test_a_process_that_is_not_the_main_one_waits_for_the_adapter(server, tmp_pa
         assert len({body["model"] for body in server.asked("completions")}) == 1
         assert len(server.asked("load_lora_adapter")) == len(server.adapters) == 1
         for sampler in (main, other):
-            sampler.release()
+            sampler.invalidate_weights()
     monkeypatch.setattr("rlm.sampling.vllm.LOAD_TIMEOUT", 0.1)
     with pytest.raises(UsageError, match="main process has not loaded rlm-run-2"):
         draw(other)

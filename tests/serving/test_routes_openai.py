@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 from live_server import ADD, live, make_service
 
 from rlm.data.prompts import FORMATS
 from rlm.serving.routes_openai import ChatRequest, reasoning_request
 from rlm.serving.schema import ReasoningRequest
-
-openai = pytest.importorskip("openai")
 
 SCRIPT = {"again": ADD.replace("5", "8"), "two and three": ADD, "vote": [ADD, "nothing"]}
 KEY = "a-key-of-some-length"

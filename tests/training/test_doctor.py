@@ -39,6 +39,9 @@ class Scripted:
     def bytes_for(self, *_):
         return 0
 
+    def start(self):
+        pass
+
     def release(self):
         pass
 

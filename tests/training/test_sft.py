@@ -165,6 +165,19 @@ def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tok
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 
 
+def test_the_data_is_read_and_warned_about_once(model_dir, tmp_path, caplog):
+    rows = [{"question": f"{i} + 1?", "answer": i + 1, "solution": "so"} for i in range(40)]
+    data = tmp_path / "mine.jsonl"
+    data.write_text("\n".join(["no JSON", *map(json.dumps, rows)]))
+    assert run(
+        train_sft, "--model", model_dir, "--dataset", data, "--max-samples", 3, "--dry-run", 1,
+        "--output", tmp_path / "sft", "--run-dir", tmp_path / "run",
+    ) == 0  # fmt: skip
+    assert [record.message for record in caplog.records if "left out" in record.message] == [
+        f"{data}: 40 of 41 rows used, 1 left out: 1 not JSON (Expecting value) (line 1)"
+    ]
+
+
 def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
     """As on a CPU with bf16 units; what is learned and written stays fp32."""
     seen, losses, score_tokens = [], [], rlm.training.logprobs.score_tokens

