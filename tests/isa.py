@@ -74,14 +74,7 @@ def run(name: str, tests: tuple[str, ...], options: list[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
         code = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                *options,
-                *(str(TESTS / test) for test in tests),
-            ],
+            command,
             env=os.environ | {"OMP_NUM_THREADS": "1", "RLM_CACHE": cache} | variables,
             cwd=TESTS.parent,
             check=False,
