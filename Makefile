@@ -3,6 +3,8 @@
 # make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
 # make test    everything but the slow tests (2 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
+# make test-isa    what depends on numbers, as on other CPUs: AVX2, AVX-512, AVX512-BF16, AMX, no compiler
+# make test-tiles  matrix products with AMX tiles on a CPU that has them: bits, and speed beside oneDNN's
 # make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
@@ -21,7 +23,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator demo-experience test test-slow test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lock lint clean
+.PHONY: install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lock lint clean
 
 install: $(STAMP)
 
@@ -56,6 +58,16 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
+
+# QUICK=--quick: a part of the tests.
+test-isa: $(STAMP)
+	PYTHONPATH=. $(PYTHON) tests/isa.py $(QUICK) --numprocesses 2 --dist loadfile
+
+TILES_TESTS := tests/kernels tests/sampling/test_linear.py tests/sampling/test_engine.py tests/test_inference.py
+test-tiles: $(STAMP)
+	grep -q amx_bf16 /proc/cpuinfo || { echo "this CPU has no AMX (amx_bf16): make test checks tiles in plain C"; exit 1; }
+	RLM_TILES=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TILES_TESTS)
+	RLM_TILES=1 $(PYTHON) -m benchmarks.batch_invariance
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_several_machines.py tests/runs/test_checkpoints.py

@@ -99,6 +99,8 @@ def evaluate_row(
 
     started, results = time.monotonic(), {}
     sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model), tool=tool)
+    if sampler.batch_note:
+        terminal.line(f"{name}: {sampler.batch_note}")
     format = config.format
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
     for kind in kinds:

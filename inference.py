@@ -154,6 +154,8 @@ def main(config: InferenceConfig) -> int:
     library = load_experiences(config.experiences) if config.experiences else ()
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
+    if not config.json and (note := model.rlm_sampler.batch_note):
+        terminal.line(note)
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
     temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)

@@ -227,6 +227,8 @@ async def _watch(
         shown = f"[{config.host}]" if ":" in config.host else config.host
         port = listening.getsockname()[1]
         terminal.line(f"ready: http://{shown}:{port}  ({service.models.default})")
+        if note := service.engine.batch_note:
+            terminal.line(note)
         if config.ngrok:
             try:
                 tunnel = await Tunnel.open(

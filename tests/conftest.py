@@ -6,10 +6,12 @@ what it says; the byte-level tokenizer needs no vocabulary file.
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import logging
 import os
+import shlex
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries below are imported
@@ -98,6 +100,25 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     if made is None:
         pytest.skip(why)
     return made
+
+
+TILES = Path(__file__).parent / "kernels" / "tiles.h"
+
+
+@functools.cache
+def tile_kernels(queries: int, width: int) -> Kernels:
+    """Kernels whose bf16 products are of AMX tiles: where the CPU has none, of tiles.h."""
+    compiler = os.environ.get("CC") or "cc"
+    stand_in = f"{compiler} -include {shlex.quote(str(TILES))}"
+    for command in [compiler] * torch.cpu._is_amx_tile_supported() + [stand_in]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RLM_TILES", "1")
+            patch.setenv("CC", command)
+            made, why = load_kernels.__wrapped__(torch.bfloat16, queries, width)
+        if made and made.has_tiles:
+            return made
+    assert made is None, "tiles were asked for and are not there"
+    pytest.skip(why)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import tempfile
@@ -15,7 +16,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / name for name in ("decode.c", "learn.c", "logits.c", "products.c")]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+# Tuned for Intel, GCC takes 256 bits where there are 512. For ARM it refuses the option.
+X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines of it that -march=native depends on; others change while the machine runs.
 CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
@@ -78,7 +81,9 @@ def cpu_features() -> list[str]:
 def _command(macros: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the compiler, and the command that compiles a library with it, without files."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    return compiler, [*compiler, *FLAGS, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
+    flags = [*FLAGS, f"-march={os.environ.get('RLM_MARCH') or 'native'}"]
+    flags += X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()
+    return compiler, [*compiler, *flags, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
 
 
 def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:

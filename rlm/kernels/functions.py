@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,8 +76,10 @@ def load_kernels(dtype: torch.dtype, queries: int, head_dim: int) -> tuple[Kerne
     if dtype not in (torch.float32, torch.bfloat16):
         return None, f"{missing}no code for {str(dtype).removeprefix('torch.')}"
     macros = [f"QUERIES={queries}", f"WIDTH={head_dim}", f"DRAWN={VOCAB_BLOCK}"]
+    if dtype == torch.bfloat16:
+        macros += ["BF16", "TILES"] if os.environ.get("RLM_TILES") == "1" else ["BF16"]
     try:
-        library = load_library([*macros, "BF16"] if dtype == torch.bfloat16 else macros)
+        library = load_library(macros)
     except BuildError as error:
         return None, f"{missing}{error}"
     return Kernels(library, dtype), "passes between products compiled"
@@ -91,12 +94,29 @@ class Kernels:
         self._columns = library.block_columns()
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
+        self.has_tiles = bool(library.uses_tiles())  # whether AMX multiplies
         # How many inputs they take at a time.
         self.multiplied_together = 4 // dtype.itemsize
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name != "multiply" or self.has_linear:
                 getattr(library, name).argtypes = (*arguments, ctypes.c_int)
+
+    @property
+    def why_no_linear(self) -> str | None:
+        """Say why products are not compiled; None if they are."""
+        if self.has_linear:
+            return None
+        if self.dtype == torch.float32:
+            return "this CPU has no fused multiply-add, so products are not compiled"
+        if not torch.cpu._is_amx_tile_supported():
+            return "this CPU does not multiply bf16 numbers in pairs, so oneDNN multiplies them"
+        if os.environ.get("RLM_TILES") == "1":
+            return "neither compiler nor system give AMX tiles, so oneDNN multiplies bf16 numbers"
+        return (
+            "oneDNN multiplies bf16 numbers on this CPU with AMX; RLM_TILES=1 lets our own code do "
+            "it, which `make test-tiles` checks"
+        )
 
     def on_threads(self, threads: int) -> Kernels:
         """Return the same functions on so many threads, whatever torch has. The results are the

@@ -1,21 +1,29 @@
 /* The matrix products of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM) and,
- * in bf16, for those that multiply pairs (AVX512-BF16); compiled by build.py.
+ * in bf16, for those that multiply pairs (AVX512-BF16) or whole tiles (AMX); compiled by build.py.
  *
  * With 64 rows a block of the weights is multiplied for about as long as it takes to come from
  * memory, and oneDNN does the one after the other. Here, while one block is multiplied, the next is
  * asked for. What surrounds a product is done to its sums before they are rounded: the norm of the
  * rows, bias, SiLU gating, residual.
  *
- * Every sum is taken in the order of its inputs, so a row's result depends neither on the other
+ * Every sum is taken in one order, that of its inputs, so a row's result depends neither on the other
  * rows nor on the number of threads.
  */
 #include "numbers.h"
 
-/* CPUs with matrix tiles (AMX) are left to oneDNN in bf16, which uses them. */
-#if (defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)) || \
+/* Tiles multiply if -DTILES asks for them; tests define the instructions by themselves. Without it a
+ * CPU with AMX is left to oneDNN in bf16, which uses tiles. */
+#if defined(TILES) && !(defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps)))
+#undef TILES
+#endif
+
+#if defined(TILES) || (defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)) || \
     (!defined(BF16) && (defined(__FMA__) || defined(__ARM_FEATURE_FMA)))
 
-#if defined(__AVX512F__)
+#if defined(TILES)
+#define LANES 16
+#define ROWS 32
+#elif defined(__AVX512F__)
 #define LANES 16
 #define ROWS 8
 #elif defined(__AVX__)
@@ -27,13 +35,133 @@
 #endif
 
 enum {
-    VECTORS = 3, /* of sums a row */
+#ifdef TILES
+    VECTORS = 2, /* of sums a row */
+    DEPTH = 32,  /* inputs that are multiplied at a time */
+#else
+    VECTORS = 3,
+    DEPTH = 4 / sizeof(number),
+#endif
     COLUMNS = LANES * VECTORS,
-    TOGETHER = 4 / sizeof(number), /* inputs that are multiplied at a time */
-    WORDS = COLUMNS * TOGETHER,    /* numbers of a block that they meet */
+    WORDS = COLUMNS * DEPTH,       /* numbers of a block that they meet */
+    TOGETHER = 4 / sizeof(number), /* inputs whose weights lie together */
     LINE = 64 / sizeof(number),    /* numbers that memory hands over at a time */
     TASKS = 4, /* per thread at least, if there are rows enough: then no thread waits long */
 };
+
+/* The block of weights that will be multiplied next, asked for a few inputs at a time. */
+typedef struct {
+    const number *weights;
+    int64_t every, wait; /* once in so many turns, and the turns until then */
+} request;
+
+static inline void ask(request *next) {
+    if (--next->wait) return;
+    for (int j = 0; j < WORDS; j += LINE) __builtin_prefetch(next->weights + j, 0, 2);
+    next->weights += WORDS;
+    next->wait = next->every;
+}
+
+#ifdef TILES
+#ifndef _tile_dpbf16ps
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Linux gives tiles to a process that has asked for them: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
+static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+#endif
+
+int uses_tiles(void) { return may_use_tiles(); }
+int block_columns(void) { return uses_tiles() ? COLUMNS : 0; }
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16]; /* of a row */
+    uint8_t rows[16];
+} tile_shapes;
+
+/* GCC does not know what memory the tile instructions read: what was written is to be there. */
+static inline void written(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
+/* Tiles 0 to 3 hold the sums of 2 · 16 rows and 2 · 16 columns, 4 and 5 rows, 6 and 7 weights. */
+static void shape_tiles(int64_t rows) {
+    tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        int64_t first = i < 4 ? i / 2 * 16 : i < 6 ? (i - 4) * 16 : 0;
+        int64_t left = i < 6 ? rows - first : 16; /* a tile of weights holds 16 pairs of inputs */
+        if (left <= 0) continue;
+        shapes.rows[i] = left < 16 ? left : 16;
+        shapes.bytes[i] = 64;
+    }
+    written(&shapes);
+    _tile_loadconfig(&shapes);
+}
+
+/* A thread that holds tiles is slower to switch. */
+static inline void release_tiles(void) { _tile_release(); }
+
+/* Adds the products of DEPTH inputs; x (rows, DEPTH), its rows `width` bytes apart. */
+static inline __attribute__((always_inline)) void
+add_products(const int two, const number *x, int64_t width, const number *weights) {
+    _tile_loadd(6, weights, 4 * COLUMNS);
+    _tile_loadd(4, x, width);
+    _tile_loadd(7, weights + LANES * TOGETHER, 4 * COLUMNS);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+        _tile_loadd(5, (const char *)x + 16 * width, width);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+/* sums[i][j] = x[i] · weights[:, j] for the rows that tiles are shaped for, more than 16 if `two`;
+ * weights (inputs / TOGETHER, COLUMNS, TOGETHER). */
+static inline __attribute__((always_inline)) void
+multiply_rows(const int two, int64_t rows, const number *x, const number *weights, int64_t inputs,
+              request *next, float sums[ROWS][COLUMNS]) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    int64_t whole = inputs / DEPTH * DEPTH, rest = inputs - whole;
+    for (int64_t k = 0; k < whole; k += DEPTH) {
+        ask(next);
+        add_products(two, x + k, inputs * sizeof *x, weights + k * COLUMNS);
+    }
+    if (rest) { /* zeros fill up the last tile */
+        number last[ROWS][DEPTH] = {{0}}, last_weights[WORDS] = {0};
+        for (int64_t i = 0; i < rows; i++)
+            memcpy(last[i], x + i * inputs + whole, rest * sizeof *x);
+        memcpy(last_weights, weights + whole * COLUMNS, rest * COLUMNS * sizeof *weights);
+        written(last);
+        written(last_weights);
+        add_products(two, last[0], sizeof last[0], last_weights);
+    }
+    _tile_stored(0, sums[0], 4 * COLUMNS);
+    _tile_stored(1, sums[0] + LANES, 4 * COLUMNS);
+    if (two) {
+        _tile_stored(2, sums[16], 4 * COLUMNS);
+        _tile_stored(3, sums[16] + LANES, 4 * COLUMNS);
+    }
+}
+
+static void multiply_tile(int64_t rows, const number *x, const number *weights, int64_t inputs,
+                          request *next, float sums[ROWS][COLUMNS]) {
+    if (rows > 16) multiply_rows(1, rows, x, weights, inputs, next, sums);
+    else multiply_rows(0, rows, x, weights, inputs, next, sums);
+}
+
+#else
+int uses_tiles(void) { return 0; }
+int block_columns(void) { return COLUMNS; }
+
+/* There are no tiles to shape, or to give back. */
+static inline void shape_tiles(int64_t rows) { (void)rows; }
+static inline void release_tiles(void) {}
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
@@ -60,14 +188,6 @@ static inline floats multiply_add(floats sum, operand x, operand weights) {
 typedef floats stored_floats __attribute__((aligned(4), may_alias));
 typedef operand stored_operand __attribute__((aligned(4), may_alias));
 
-int block_columns(void) { return COLUMNS; }
-
-/* The block of weights that will be multiplied next, asked for a few inputs at a time. */
-typedef struct {
-    const number *weights;
-    int64_t every, wait; /* once in so many turns, and the turns until then */
-} request;
-
 /* sums[i][j] = x[i] · weights[:, j] for the first `rows`, a constant; weights (inputs / TOGETHER,
  * COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
@@ -80,11 +200,7 @@ tile(const int rows, const number *x, const number *weights, int64_t inputs, req
         operand weight[VECTORS];
         for (int j = 0; j < VECTORS; j++)
             weight[j] = *(const stored_operand *)(weights + k * COLUMNS + j * LANES * TOGETHER);
-        if (--next->wait == 0) {
-            for (int j = 0; j < WORDS; j += LINE) __builtin_prefetch(next->weights + j, 0, 2);
-            next->weights += WORDS;
-            next->wait = next->every;
-        }
+        ask(next);
         for (int i = 0; i < rows; i++) {
             operand one = same(x + i * inputs + k);
             for (int j = 0; j < VECTORS; j++) sum[i][j] = multiply_add(sum[i][j], one, weight[j]);
@@ -109,6 +225,7 @@ static void multiply_tile(int64_t rows, const number *x, const number *weights, 
     default: return tile(ROWS, x, weights, inputs, next, sums);
     }
 }
+#endif
 
 static inline void scale_and_shift(float *sums, float factor, const float *bias) {
     for (int j = 0; j < COLUMNS; j++) sums[j] *= factor;
@@ -139,10 +256,12 @@ static void multiply_block(const product *p, int64_t block, int64_t from, int64_
     const float *bias = p->bias ? p->bias + block * kinds * COLUMNS : NULL;
     int64_t tiles = (to - from + ROWS - 1) / ROWS;
     request ahead = {next, tiles, 1};
+    int64_t shaped = 0; /* rows */
     for (int64_t row = from; row < to; row += ROWS) {
         float sums[ROWS][COLUMNS], gates[ROWS][COLUMNS];
         int64_t rows = to - row < ROWS ? to - row : ROWS;
         const number *x = p->x + row * p->inputs;
+        if (rows != shaped) shape_tiles(shaped = rows);
         if (p->gated) multiply_tile(rows, x, weights, p->inputs, &ahead, gates);
         multiply_tile(rows, x, weights + (kinds - 1) * size, p->inputs, &ahead, sums);
         for (int64_t i = 0; i < rows; i++) {
@@ -180,9 +299,11 @@ void multiply(const product *p, int threads) {
             multiply_block(p, task / parts, from, to < p->rows ? to : p->rows, factors,
                            p->weights + next * block_size);
         }
+        release_tiles();
     }
 }
 
 #else
-int block_columns(void) { return 0; } /* there are none */
+int uses_tiles(void) { return 0; }
+int block_columns(void) { return 0; } /* there are no products */
 #endif

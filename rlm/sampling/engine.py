@@ -1,8 +1,8 @@
 """The rollout engine: continuous batching of at most `max_num_seqs` sequences.
 
 A prompt is prefilled once for all its completions. A completion is a pure function of its prompt,
-its seed and the weights: who shares the batch does not matter (up to the rounding of matrix
-products, whose order of summation changes with the batch size).
+its seed and the weights, bit for bit: who shares the batch does not matter. Where others' matrix
+products are used, which sum in another order for another number of rows, `batch_note` says so.
 """
 
 from __future__ import annotations
@@ -85,11 +85,24 @@ class Sampler:
         self.dtype = self._weights.dtype
         if self.dtype != dtype:
             self._kernels, compiled = kernels_for(model)
-        self.description = f"{weights}, {compiled}"
+        self.batch_note = self._batch_note(compiled)
+        self.description = "; ".join(filter(None, (f"{weights}, {compiled}", self.batch_note)))
         self._cache: KVCache | None = None
         self._scheduler = Scheduler(0, 0)
         self._prefix: tuple[int, ...] = ()
         self._next_id = 0
+
+    def _batch_note(self, compiled: str) -> str | None:
+        """Say why a completion may depend on what shares its batch; None if no bit of it does."""
+        if self.model.device.type != "cpu":
+            reason = "sums on a GPU do"
+        elif isinstance(self._weights, UnmergedWeights):
+            reason = "the model itself multiplies"
+        elif self._kernels is None:
+            reason = compiled
+        else:
+            reason = self._kernels.why_no_linear
+        return reason and f"a completion may depend on its batch: {reason}"
 
     @property
     def matches_trainer(self) -> bool:

@@ -175,6 +175,11 @@ class Engine:
         return next(iter(self._replicas.values())).sampler.stop_ids
 
     @property
+    def batch_note(self) -> str | None:
+        """Why an answer may depend on the requests beside it; None if it does not."""
+        return next(iter(self._replicas.values())).sampler.batch_note
+
+    @property
     def rows_running(self) -> int:
         """Completions in the batch or waiting for a place in it."""
         running = [list(requests.values()) for requests in list(self._running.values())]

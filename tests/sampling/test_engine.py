@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import FAMILIES, kernels, tiny_model
+from conftest import FAMILIES, kernels, tile_kernels, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
@@ -116,11 +116,13 @@ def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer)
     assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_where_products_are_compiled_no_bit_depends_on_the_batch(dtype, tokenizer):
-    """Nor on the beginning that the prompts of a batch share, nor on the number of threads."""
-    if not kernels(dtype, 2, 32).has_linear:
-        pytest.skip("products of this number type are not compiled for this CPU")
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "tiles"])
+def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer, monkeypatch):
+    """Nor on the beginning that the prompts of a batch share, nor on the number of threads. Where
+    they are not, the sampler says so."""
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    made = tile_kernels(2, 32) if kind == "tiles" else kernels(dtype, 2, 32)
+    monkeypatch.setattr(engine, "kernels_for", lambda model, dtype=None: (made, ""))
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     model = tiny_model(**sizes).to(dtype)
     beginning = [[], *[list(range(40))] * 5]
@@ -131,6 +133,10 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(dtype, tokenize
         chosen, params = [prompts[i] for i in which], SamplingParams(24, temperature=1.0)
         return sampler.sample(chosen, 2, params, [prompt_seed(0, i) for i in which])
 
+    note = Sampler(model, tokenizer).batch_note
+    assert bool(note) != made.has_linear
+    if note:
+        pytest.skip(note)
     together = sample(range(6))
     assert sample(range(6), max_num_seqs=3, threads=5) == together
     assert sample([5, 4, 3, 2, 1]) == together[:0:-1]  # all begin alike
@@ -216,6 +222,7 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     merged, unmerged = Sampler(model, tokenizer), Sampler(model, tokenizer, merged=False)
     assert "merged copy" in merged.description
     assert "as asked" in unmerged.description
+    assert "may depend on its batch: the model itself multiplies" in unmerged.description
     # Only the same weights in fp32 draw as training scores.
     assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
     assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).matches_trainer

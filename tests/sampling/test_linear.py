@@ -13,15 +13,21 @@ from rlm.sampling.linear import fused_linear
 from rlm.sampling.weights import MergedWeights, UnmergedWeights
 
 BF16 = torch.bfloat16
-DTYPES = (torch.float32, BF16)
+KINDS = ("fp32", "bf16", "tiles")  # of products
 
 
-def kernels(dtype: torch.dtype = BF16) -> Kernels:
+def kernels(kind: str) -> Kernels:
     """What multiplies by itself; a CPU that does not is no failure."""
-    made = conftest.kernels(dtype, 2, 8)
+    if kind == "tiles":
+        return conftest.tile_kernels(2, 8)
+    made = conftest.kernels(BF16 if kind == "bf16" else torch.float32, 2, 8)
     if not made.has_linear:
-        pytest.skip("this CPU does not multiply pairs of bf16 numbers, or has no fused products")
+        pytest.skip(made.why_no_linear)
     return made
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    return torch.float32 if kind == "fp32" else BF16
 
 
 def layers(inputs: int, outputs: Sequence[int], bias: bool, dtype: torch.dtype) -> list[nn.Linear]:
@@ -75,10 +81,11 @@ def near(found: Tensor, wanted: Tensor) -> None:
     ("inputs", "outputs"), [(2, [1]), (64, [48, 16, 16]), (130, [96]), (66, [7])]
 )
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, dtype, threads):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, kind, threads):
     torch.manual_seed(0)
-    made, how = layers(inputs, outputs, bias, dtype), kernels(dtype)
+    dtype, how = dtype_of(kind), kernels(kind)
+    made = layers(inputs, outputs, bias, dtype)
     x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, sum(outputs)).to(dtype)
     wanted = torch.cat([double(layer, x) for layer in made], 1)
     rounded_once(fused_linear(*made, kernels=how)(x), wanted)
@@ -91,22 +98,23 @@ def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, dtype, 
 @pytest.mark.parametrize("rows", [1, 7, 9, 64])
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (64, 96), (130, 50)])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, dtype, threads):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, kind, threads):
     torch.manual_seed(0)
+    dtype = dtype_of(kind)
     gate, up = layers(inputs, [outputs, outputs], bias, dtype)
     norm, x = ones(inputs, dtype), (9 * torch.randn(rows, inputs)).to(dtype)
     wanted = nn.functional.silu(double(gate, norm(x))) * double(up, norm(x))
-    rounded_once(fused_linear(gate, up, norm=norm, gated=True, kernels=kernels(dtype))(x), wanted)
+    rounded_once(fused_linear(gate, up, norm=norm, gated=True, kernels=kernels(kind))(x), wanted)
 
 
 @pytest.mark.parametrize("compiled_too", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inputs", [33, 64])  # pairs are multiplied: an odd number is left to torch
 @pytest.mark.parametrize("biases", [(), (0,), (0, 1)])
-def test_every_path_computes_the_same(inputs, biases, dtype, compiled_too):
+def test_every_path_computes_the_same(inputs, biases, kind, compiled_too):
     torch.manual_seed(0)
-    how = kernels(dtype) if compiled_too else None
+    dtype, how = dtype_of(kind), kernels(kind) if compiled_too else None
     first, second = layers(inputs, [40, 40], True, dtype)
     for i, layer in enumerate((first, second)):
         if i not in biases:
@@ -120,12 +128,13 @@ def test_every_path_computes_the_same(inputs, biases, dtype, compiled_too):
     near(fused_linear(first, second, norm=norm, gated=True, kernels=how)(x), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, threads):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kind, threads):
     torch.manual_seed(0)
+    dtype, how = dtype_of(kind), kernels(kind)
     gate, up = layers(576, [200, 200], True, dtype)
-    linear = fused_linear(gate, kernels=kernels(dtype))
-    gated = fused_linear(gate, up, norm=ones(576, dtype), gated=True, kernels=kernels(dtype))
+    linear = fused_linear(gate, kernels=how)
+    gated = fused_linear(gate, up, norm=ones(576, dtype), gated=True, kernels=how)
     x, residual = torch.randn(77, 576).to(dtype), torch.randn(77, 200).to(dtype)
     sums, gates = linear(x, residual), gated(x)
     torch.set_num_threads(1)
@@ -134,23 +143,40 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, th
         assert torch.equal(gated(x[start:end]), gates[start:end])
 
 
-def test_what_is_not_a_number_stays_in_its_row():
+# Of SmolLM2-135M: queries with keys and values, gate or up, down, the head.
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(576, 960), (576, 1536), (1536, 576), (576, 49152)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_the_small_models_shapes_no_bit_depends_on_the_number_of_rows(inputs, outputs, kind):
+    torch.manual_seed(0)
+    dtype = dtype_of(kind)
+    linear = fused_linear(*layers(inputs, [outputs], False, dtype), kernels=kernels(kind))
+    x = torch.randn(65, inputs).to(dtype)
+    together = linear(x)
+    for start, end in [(0, 1), (1, 3), (3, 10), (10, 27), (27, 60), (0, 64), (33, 65)]:
+        assert torch.equal(linear(x[start:end]), together[start:end])
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_what_is_not_a_number_stays_in_its_row(kind):
     torch.manual_seed(0)
     (layer,) = layers(64, [50], False, BF16)
     x = torch.randn(20, 64).to(BF16)
-    usual = fused_linear(layer, norm=ones(64, BF16), kernels=kernels())(x)
+    usual = fused_linear(layer, norm=ones(64, BF16), kernels=kernels(kind))(x)
     x[3, 7], x[11, 0] = torch.nan, torch.inf
-    found = fused_linear(layer, norm=ones(64, BF16), kernels=kernels())(x)
+    found = fused_linear(layer, norm=ones(64, BF16), kernels=kernels(kind))(x)
     assert found[3].isnan().all()
     assert not found[11].isfinite().all()
     rest = [i for i in range(20) if i not in (3, 11)]
     assert torch.equal(found[rest], usual[rest])
 
 
-def test_rows_may_lie_apart_and_nothing_is_written_but_the_answer():
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_rows_may_lie_apart_and_nothing_is_written_but_the_answer(kind):
     torch.manual_seed(0)
     (layer,) = layers(64, [50], False, BF16)
-    made = fused_linear(layer, kernels=kernels())
+    made = fused_linear(layer, kernels=kernels(kind))
     wide, other = torch.randn(9, 100).to(BF16), torch.randn(9, 80).to(BF16)
     before = wide.clone(), other.clone(), layer.weight.clone()
     found = made(wide[:, 20:84], other[:, 10:60])
@@ -164,14 +190,15 @@ def attention_of_one(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) 
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family):
+def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family, kind):
     model = tiny_model(family)
     ids, positions = torch.arange(20)[:, None], torch.arange(20)[:, None] % 7
     wanted = UnmergedWeights(model).forward(ids, positions, attention_of_one)
     model.to(BF16)
     itself = UnmergedWeights(model).forward(ids, positions, attention_of_one)
-    weights = MergedWeights(model, kernels())
+    weights = MergedWeights(model, kernels(kind))
     weights.refresh()
     merged = weights.forward(ids, positions, attention_of_one)
     error, usual = ((part.float() - wanted).square().mean().sqrt() for part in (merged, itself))

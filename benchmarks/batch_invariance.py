@@ -1,0 +1,214 @@
+"""Whether a completion depends on its batch on this machine, and how fast the products are.
+
+All matrix products of a decoding step, ours and oneDNN's in turns, for several numbers of rows and
+threads: milliseconds, and the share of a product's numbers that are others than with 64 rows. Then
+completions of the model, sampled again with other batches and threads. Ends with 1 if our own code
+gives another bit. RLM_TILES=1 lets it multiply bf16 with AMX.
+
+    python -m benchmarks.batch_invariance --json docs/results/batch_invariance.json
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks import harness
+from rlm.cli import flag, run_main, terminal
+from rlm.data import FORMATS, load_problems, render_prompt
+from rlm.evaluation import show_table
+from rlm.kernels import Kernels
+from rlm.model import (
+    decoder_and_head,
+    kernels_for,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    prepare_process,
+)
+from rlm.sampling import Completion, Sampler, SamplingParams, fused_linear, prompt_seed
+
+GROUP = 8  # completions of a prompt
+COMPARED_ROWS = 64  # with whose product those of other numbers of rows are compared
+MAX_NUM_SEQS = (64, 16, 1)
+DTYPES = ("float32", "bfloat16")
+ONEDNN = "oneDNN"
+
+# Each with its number of inputs.
+Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
+
+
+@dataclass
+class BatchInvarianceConfig(harness.BenchmarkConfig):
+    adapter: Path | None = flag(Path("weights/final_rlm_lora"), "adapter to sample with")
+    rows: tuple[int, ...] = flag((1, 4, 16, 32, 64, 128, 512), "rows of the products", min=1)
+    threads: tuple[int, ...] = flag((1, 2), "numbers of threads", min=1)
+    repeats: int = flag(5, "times that each product is timed, after a warm-up", min=1)
+    completions: int = flag(64, "sampled in each setting; 0: none", min=0)
+    max_new_tokens: int = flag(96, "longest completion, in tokens", min=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.completions % GROUP:
+            raise ValueError(f"--completions must be a multiple of {GROUP}, those of a prompt")
+
+
+def decoding_products(
+    model: PreTrainedModel, kernels: Kernels | None, dtype: torch.dtype
+) -> Products:
+    """Make the products of a decoding step as the sampler has them, with what belongs to them."""
+    decoder, head = decoder_and_head(model)
+    made = []
+
+    def add(*layers: nn.Linear, **options: Any) -> None:
+        product = fused_linear(*layers, kernels=kernels, dtype=dtype, **options)
+        made.append((product, layers[0].in_features))
+
+    for layer in decoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        add(attention.q_proj, attention.k_proj, attention.v_proj, norm=layer.input_layernorm)
+        add(attention.o_proj)
+        add(mlp.gate_proj, mlp.up_proj, norm=layer.post_attention_layernorm, gated=True)
+        add(mlp.down_proj)
+    add(head)
+    return made
+
+
+def by_onednn(kernels: Kernels | None) -> Kernels | None:
+    """The same compiled passes, with oneDNN's products between them."""
+    if kernels is None:
+        return None
+    others = copy.copy(kernels)
+    others.has_linear = False
+    return others
+
+
+@contextmanager
+def on_threads(threads: int) -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
+def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: int) -> float:
+    """The share of numbers that are others with so many rows than with `COMPARED_ROWS`."""
+    differ, total, both = 0, 0, min(rows, COMPARED_ROWS)
+    for product, width in products:
+        x = inputs[width]
+        found, wanted = product(x[:rows])[:both], product(x[:COMPARED_ROWS])[:both]
+        differ, total = differ + int((found != wanted).sum()), total + found.numel()
+    return differ / total
+
+
+@torch.inference_mode()
+def product_cells(
+    config: BatchInvarianceConfig, model: PreTrainedModel, name: str
+) -> list[dict[str, Any]]:
+    """Time and compare the products in a number type: a cell for some threads and rows."""
+    dtype = getattr(torch, name)
+    kernels, compiled = kernels_for(model, dtype)
+    arms = {ONEDNN: decoding_products(model, by_onednn(kernels), dtype)}
+    if kernels and kernels.has_linear:
+        arms = {harness.OURS: decoding_products(model, kernels, dtype)} | arms
+        terminal.line(f"{name}: ours {'with' if kernels.has_tiles else 'without'} AMX tiles")
+    else:
+        terminal.line(f"{name}: none of ours, {kernels.why_no_linear if kernels else compiled}")
+    generator, most = torch.Generator().manual_seed(config.seed), max(*config.rows, COMPARED_ROWS)
+    inputs = {
+        width: torch.randn(most, width, generator=generator).to(dtype)
+        for width in sorted({width for _, width in arms[ONEDNN]})
+    }
+
+    def milliseconds(products: Products, rows: int, repetition: int) -> float:
+        def step() -> None:
+            for product, width in products:
+                product(inputs[width][:rows])
+
+        return 1000 * harness.timed(step)[0]
+
+    cells = []
+    for threads, rows in itertools.product(config.threads, config.rows):
+        with on_threads(threads):
+            timed = {arm: partial(milliseconds, made, rows) for arm, made in arms.items()}
+            runs = harness.alternate(timed, config.repeats)
+            differ = {arm: share_that_differs(made, inputs, rows) for arm, made in arms.items()}
+        named = f"{name}, {rows} rows, {threads} threads"
+        if harness.OURS in runs:
+            found = harness.cell(named, "ms", runs, more_is_better=False)
+        else:  # nothing to compare with
+            found = {"name": named, "unit": "ms", "ratio_range": {}}
+            found["arms"] = {ONEDNN: harness.summary(runs[ONEDNN])}
+        note = "differ: " + ", ".join(f"{arm} {100 * share:.2g} %" for arm, share in differ.items())
+        cells.append(found | {"differ": differ, "note": note})
+    return cells
+
+
+def sampled(
+    config: BatchInvarianceConfig, model: PreTrainedModel, tokenizer: Any, name: str
+) -> dict[str, Any]:
+    """Sample the same completions in each setting; how many differ from those of the first."""
+    prompts = config.completions // GROUP
+    problems = load_problems(config.dataset, "test", max_samples=prompts, seed=config.seed)
+    texts = [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems]
+    seeds = [prompt_seed(config.seed, 0, p.id) for p in problems]
+    params = SamplingParams(config.max_new_tokens, temperature=1.0)
+    first: list[Completion] = []
+    settings = {}
+    for threads, rows in itertools.product(config.threads, MAX_NUM_SEQS):
+        sampler = Sampler(model, tokenizer, max_num_seqs=rows, dtype=getattr(torch, name))
+        with on_threads(threads):
+            seconds, groups = harness.timed(partial(sampler.sample, texts, GROUP, params, seeds))
+        found = [completion for group in groups for completion in group]
+        first = first or found
+        pairs = [*zip(first, found, strict=True)]
+        settings[f"{name}, max_num_seqs {rows}, {threads} threads"] = {
+            "completions": len(found),
+            "tokens": sum(len(completion.token_ids) for completion in found),
+            "other tokens": sum(one.token_ids != two.token_ids for one, two in pairs),
+            "other logprobs": sum(one.logprobs != two.logprobs for one, two in pairs),
+            "seconds": round(seconds, 1),
+        }
+    return {"note": sampler.batch_note, "settings": settings}
+
+
+def main(config: BatchInvarianceConfig) -> int:
+    prepare_process()
+    tokenizer, base = load_tokenizer(config.model), load_base(config.model, pick_device("float32"))
+    cells, completions = [], {}
+    for name in DTYPES:
+        cells += product_cells(config, base, name)
+    harness.show("a decoding step's products", cells)
+    if config.completions:
+        policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
+        completions = {name: sampled(config, policy, tokenizer, name) for name in DTYPES}
+        for found in completions.values():
+            show_table("", found["settings"], "sampled")
+            terminal.line(found["note"] or "no bit may depend on the batch")
+    broken = any(cell["differ"].get(harness.OURS) for cell in cells) or any(
+        row["other tokens"] or row["other logprobs"]
+        for found in completions.values()
+        if not found["note"]
+        for row in found["settings"].values()
+    )
+    content = {"equal": not broken, "cells": cells, "completions": completions}
+    harness.write_report(config.json, content | harness.provenance("batch_invariance"))
+    terminal.line("our own code gives OTHER BITS in another batch" if broken else "all equal")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    run_main(main, BatchInvarianceConfig, description=__doc__)
