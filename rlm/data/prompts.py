@@ -41,6 +41,7 @@ MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text
 IGNORE_INDEX = -100  # the label of a token that is not learned: that of PyTorch's cross-entropy
 # Stands where a message goes while the chat template is rendered; no template contains it.
 _PLACE = "\ue000{}\ue001"
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # what Python makes of a command line's broken UTF-8
 # Whether special tokens are split is not an argument of the tokenizer that transformers wraps but
 # its state: of two threads, one would encode a user's text with what the other has set.
 _ENCODING = threading.Lock()
@@ -191,7 +192,8 @@ def render_prompt(
             out.
 
     Raises:
-        UsageError: the tokenizer has no chat template, or a text has no place in the template.
+        UsageError: the tokenizer has no chat template, a text has no place in the template, or it
+            is no text.
     """
     if system_prompt is None:
         system_prompt = format.ask_for(answer_type)
@@ -201,6 +203,8 @@ def render_prompt(
         for role, text in (("system", system_prompt), *turns)
         if role != "system" or text.strip()
     ]
+    if any(_NO_TEXT.search(message["content"]) for message in messages):
+        raise UsageError("the question or the system prompt has bytes that are no UTF-8 text")
     pieces, texts = _place_texts(tokenizer, messages)
     by_template = [encode_text(tokenizer, piece, special=True) for piece in pieces]
     marks = _marks(tokenizer, {*chain(*by_template)})

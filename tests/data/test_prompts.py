@@ -338,6 +338,11 @@ def test_a_template_that_cannot_be_used_is_one_line(template, message):
         render_prompt(byte_tokenizer(template=template), "x", DEEPSEEK, examples=[("1", "2")])
 
 
+def test_bytes_that_are_no_text_are_one_line(tokenizer):
+    with pytest.raises(UsageError, match="no UTF-8 text"):
+        render_prompt(tokenizer, b"2 \xff".decode(errors="surrogateescape"), DEEPSEEK)
+
+
 def test_a_tokenizer_that_eats_tags_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(
         type(tokenizer), "decode", lambda self, ids, **_: bytes(len(ids)).decode(), raising=False
