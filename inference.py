@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -229,10 +228,16 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
         return
     terminal.line("Ask a question; an empty line ends.")
     asked = 0
-    with suppress(EOFError):
+    try:
         while (question := input("> ")).strip():
             asked += 1
             yield question
+    except EOFError:
+        pass
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"the question is no text in {error.encoding}; set PYTHONIOENCODING, to utf-8 say"
+        ) from error
     if not asked and not sys.stdin.isatty():
         raise UsageError('no question was typed or piped in; type: python inference.py "…"')
 

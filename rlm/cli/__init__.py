@@ -5,7 +5,7 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "flags": "by_field check_values find_choice flag merge_switches takes_aliases tell",
+    "flags": "by_field check_values find_choice flag merge_switches say_once takes_aliases tell",
     "main": "CONSOLE check_command_line command_of run_main",
     "options": "Interrupted UsageError parse resolve_config to_dict",
     "user_code": "load_from_file",

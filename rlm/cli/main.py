@@ -5,6 +5,7 @@ Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal
 
 import dataclasses
 import errno
+import io
 import os
 import select
 import shlex
@@ -81,7 +82,10 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
 
 
 def _open_standard_streams() -> None:
-    """Open those that a parent closed (`>&-`): the next file would take their number and text."""
+    """Open those that a parent closed (`>&-`): the next file would take their number and text.
+
+    What the terminal's encoding cannot show is replaced, and costs no more than itself.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -89,6 +93,8 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Python does it for stderr
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _refuse(error: UsageError) -> int:

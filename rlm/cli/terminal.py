@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -21,6 +22,11 @@ class _Console(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
+            super().print(*objects, **options)
+        except UnicodeEncodeError:  # called from Python: rlm.cli.main has not seen to the stream
+            if not isinstance(self.file, io.TextIOWrapper):
+                raise
+            self.file.reconfigure(errors="replace")
             super().print(*objects, **options)
         except (OSError, ValueError):  # ValueError: the file object was closed
             self.on_broken_pipe()

@@ -7,27 +7,41 @@ vocabulary rows, so an adapter stays small and loads on the unchanged base.
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain, cycle
+from datetime import datetime
+from itertools import chain, cycle, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlm.cli import UsageError, find_choice, terminal
+from rlm.cli import UsageError, find_choice, say_once, terminal
 from rlm.grading import without_boxes
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
     from rlm.data.problem import Problem
 
-# Llama 3's template names the day: else each day's prompt would be another one.
-DATE = "26 Jul 2024"
+T = TypeVar("T")
+# Templates name the day, by a date that they are given or by a function of transformers that reads
+# the clock: else each day's prompt would be another one. Templates are given data only, so the
+# function's place is taken by a macro, which looks up what each directive writes.
+TODAY = datetime(2024, 7, 26)
+DATES = {f"%{c}": TODAY.strftime(f"%{c}") for c in "aAbBcdDeFfHIjmMpSTUwWxXyYzZ"}
+DATES |= {"%-d": str(TODAY.day), "%-m": str(TODAY.month)}
+STRFTIME_NOW = (
+    "{% macro strftime_now(format) %}{% set now = namespace(text=format) %}"
+    "{% for directive, text in rlm_dates.items() %}"
+    "{% set now.text = now.text.replace(directive, text) %}{% endfor %}{{ now.text }}{% endmacro %}"
+)
 MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text
 IGNORE_INDEX = -100  # the label of a token that is not learned: that of PyTorch's cross-entropy
-# Stands where a message goes while the chat template is rendered; no template or text contains it.
-_SENTINEL = "\ue000content\ue001"
+# Stands where a message goes while the chat template is rendered; no template contains it.
+_PLACE = "\ue000{}\ue001"
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # what Python makes of a command line's broken UTF-8
 # Whether special tokens are split is not an argument of the tokenizer that transformers wraps but
 # its state: of two threads, one would encode a user's text with what the other has set.
 _ENCODING = threading.Lock()
@@ -115,11 +129,13 @@ def _render_template(
     try:
         return tokenizer.apply_chat_template(
             messages,
+            chat_template=STRFTIME_NOW + tokenizer.get_chat_template(),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            date_string=DATE,
+            date_string=TODAY.strftime("%d %b %Y"),
+            rlm_dates=DATES,
         )
-    except TemplateError as error:  # it can refuse, such as a system message
+    except (TemplateError, TypeError, ValueError) as error:  # it can refuse, such as a system role
         raise UsageError(
             f"the chat template of {tokenizer.name_or_path!r} refuses our messages ({error}); "
             "use another instruct model"
@@ -164,8 +180,10 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of the chat up to where the assistant begins to write.
 
-    The template is rendered around placeholders and the texts are encoded separately, so that
-    `<|im_end|>` typed by a user cannot close his turn or open another role.
+    The template is rendered around placeholders, so each text stands whole in its own place,
+    whatever the template does to texts. The ids are those that `apply_chat_template` gives. Only
+    where a text holds a mark of the template (`<|im_end|>`), texts are encoded by themselves, so
+    that a user cannot close his turn or open another role.
 
     Args:
         examples: (question, completion) pairs shown as earlier turns (few-shot).
@@ -174,30 +192,102 @@ def render_prompt(
             out.
 
     Raises:
-        UsageError: the tokenizer has no chat template, or the template alters the messages.
+        UsageError: the tokenizer has no chat template, a text has no place in the template, or it
+            is no text.
     """
-    messages, texts = [], []
     if system_prompt is None:
-        system_prompt = format.own_prompt
-    if system_prompt is None:
-        messages.append({"role": "system", "content": format.ask_for(answer_type)})
-    elif system_prompt:  # somebody's text, a model's perhaps
-        messages.append({"role": "system", "content": _SENTINEL})
-        texts.append(system_prompt)
-    for role, text in zip(cycle(("user", "assistant")), [*chain(*examples), question]):
-        messages.append({"role": role, "content": _SENTINEL})
-        texts.append(text)
-
-    pieces = _render_template(tokenizer, messages, add_generation_prompt=True).split(_SENTINEL)
-    if len(pieces) != len(texts) + 1:
+        system_prompt = format.ask_for(answer_type)
+    turns = zip(cycle(("user", "assistant")), [*chain(*examples), question])
+    messages = [
+        {"role": role, "content": text.strip()}
+        for role, text in (("system", system_prompt), *turns)
+        if role != "system" or text.strip()
+    ]
+    if any(_NO_TEXT.search(message["content"]) for message in messages):
+        raise UsageError("the question or the system prompt has bytes that are no UTF-8 text")
+    pieces, texts = _place_texts(tokenizer, messages)
+    by_template = [encode_text(tokenizer, piece, special=True) for piece in pieces]
+    marks = _marks(tokenizer, {*chain(*by_template)})
+    wanted = [token for token in chain(*by_template) if token in marks]
+    ids = encode_text(tokenizer, "".join(_alternate(pieces, texts)), special=True)
+    if [token for token in ids if token in marks] != wanted:
+        own = [mark.content for mark in marks.values() if not mark.special]
+        by_user = [_encode_without(tokenizer, text, own) for text in texts]
+        ids = [*chain(*_alternate(by_template, by_user))]
+    if [token for token in ids if token in marks] != wanted:
         raise UsageError(
-            f"the chat template of {tokenizer.name_or_path!r} drops or repeats messages: "
-            f"{len(texts)} went in, {len(pieces) - 1} came out"
+            f"a message holds a token that the tokenizer of {tokenizer.name_or_path!r} cannot take "
+            f"as text: one of {', '.join(mark.content for mark in marks.values()):.200}"
         )
-    ids = encode_text(tokenizer, pieces[0], special=True)
-    for text, piece in zip(texts, pieces[1:], strict=True):
-        ids += encode_text(tokenizer, text.strip()) + encode_text(tokenizer, piece, special=True)
     return ids
+
+
+def _place_texts(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> tuple[list[str], list[str]]:
+    """What the template writes around the messages' texts, in n + 1 pieces, and these n texts.
+
+    Without a system role in the template, the system message begins the first user's turn.
+
+    Raises:
+        UsageError: the template refuses the messages, or a text does not stand in it exactly once.
+    """
+    name = repr(tokenizer.name_or_path)
+    places = [message | {"content": _PLACE.format(i)} for i, message in enumerate(messages)]
+    try:
+        parts = re.split(_PLACE.format(r"(\d+)"), _render_template(tokenizer, places, True))
+        order = [int(i) for i in parts[1::2]]
+        # A system message may stand anywhere (Mistral: in the last user's turn), turns may not.
+        turns = [i for i in order if messages[i]["role"] != "system"]
+        if sorted(order) != [*range(len(messages))] or turns != sorted(turns):
+            raise UsageError(
+                f"the chat template of {name} drops, repeats or moves messages: {len(messages)} "
+                f"went in, {len(order)} came out; use another instruct model"
+            )
+    except UsageError:
+        if messages[0]["role"] != "system":
+            raise
+        system, first, *rest = messages
+        first = first | {"content": f"{system['content']}\n\n{first['content']}"}
+        placed = _place_texts(tokenizer, [first, *rest])
+        say_once(
+            f"the chat template of {name} has no system role: the system prompt begins the first "
+            "user's turn"
+        )
+        return placed
+    pieces, texts = parts[::2], [messages[i]["content"] for i in order]
+    try:
+        usual = _render_template(tokenizer, messages, True)
+    except UsageError:  # not with these texts
+        usual = ""
+    if usual != "".join(_alternate(pieces, texts)):
+        say_once(f"the chat template of {name} changes texts; here each is written as it is")
+    return pieces, texts
+
+
+def _alternate(pieces: Sequence[T], texts: Sequence[T]) -> list[T]:
+    """The pieces of a template and the texts between them, in the order of the prompt."""
+    return [*chain(*zip(pieces, texts, strict=False)), pieces[-1]]
+
+
+def _marks(tokenizer: PreTrainedTokenizerBase, template: Set[int]) -> dict[int, AddedToken]:
+    """The added tokens that no text may bring in, by id: all special ones, and those that the
+    template writes, which are not always special (DeepSeek)."""
+    return {
+        token: added
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special or (token in template and not added.content.isspace())
+    }
+
+
+def _encode_without(
+    tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[str]
+) -> list[int]:
+    """Encode a text in which these tokens stay plain text. Of those that are not special no option
+    does it, so they are cut behind their first character."""
+    found = re.finditer("|".join(map(re.escape, tokens)), text) if tokens else ()
+    cuts = [0, *(match.start() + 1 for match in found), len(text)]
+    return [*chain(*(encode_text(tokenizer, text[a:b]) for a, b in pairwise(cuts)))]
 
 
 def render_problem(
@@ -213,9 +303,9 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
     Instruct models do not agree on it: `<|im_end|>`, `<|eot_id|>`, `</s>`.
     """
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE}]
     rendered = _render_template(tokenizer, messages, add_generation_prompt=False)
-    for token in encode_text(tokenizer, rendered.rpartition(_SENTINEL)[2], special=True):
+    for token in encode_text(tokenizer, rendered.rpartition(_PLACE)[2], special=True):
         if token in tokenizer.all_special_ids:
             return token
     if tokenizer.eos_token_id is None:

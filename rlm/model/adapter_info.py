@@ -27,6 +27,7 @@ ADAPTER = (
 class AdapterInfo:
     """An adapter's base model and how it was trained; defaults where another tool made it.
 
+    base_model: as run.json names it, else as PEFT's adapter_config.json does.
     quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
     system_prompt: a user's own; None: the format's. tool: as --tool names it.
     run: all of run.json.
@@ -45,14 +46,14 @@ class AdapterInfo:
 
     @classmethod
     def load(cls, path: Path) -> AdapterInfo:
-        """Read the run.json beside an adapter, also one of an older version.
+        """Read the run.json beside an adapter, also one of an older version, and its base's name.
 
         Raises:
             UsageError: the file is there and is no JSON object.
         """
-        file = path / "run.json"
+        file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
         if not file.exists():
-            return cls(path)
+            return cls(path, made_for or None)
         try:
             run = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -75,6 +76,10 @@ class AdapterInfo:
         if model is None:
             raise UsageError(
                 f"{self.path} does not say what it was trained on; name it with --model"
+            )
+        if model == self.base_model and Path(model).is_absolute() and not Path(model).exists():
+            raise UsageError(
+                f"{self.path} was trained on {model}, which is not here; name its base with --model"
             )
         return model, self.quantize if quantize == "auto" else quantize
 
@@ -116,11 +121,7 @@ class AdapterInfo:
         Raises:
             UsageError: one of the two was set to another value.
         """
-        file = self.path / "adapter_config.json"
-        try:
-            settings = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return {}  # loading it says what is wrong
+        settings = _peft_settings(self.path)
         own = {"lora_r": settings.get("r"), "lora_alpha": settings.get("lora_alpha")}
         for name, value in own.items():
             if value is not None and given.get(name, value) != value:
@@ -156,3 +157,11 @@ class AdapterInfo:
                 "FILE.py:NAME, or leave it out with --tool none"
             )
         return self.tool
+
+
+def _peft_settings(path: Path) -> dict[str, Any]:
+    """Read an adapter's adapter_config.json; {} if that fails: loading it says what is wrong."""
+    try:
+        return dict(json.loads((path / "adapter_config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}

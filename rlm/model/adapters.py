@@ -11,24 +11,44 @@ import_bitsandbytes()  # before peft does: it says there why
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PeftModelForCausalLM,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlm.cli import UsageError, command_of
+from rlm.cli import UsageError, command_of, tell
 from rlm.model.adapter_info import ADAPTER, AdapterInfo
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
 
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # a tensor's name ends so
+# Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything): with them it
+# is two matrices beside each of some linear layers, and the base is left as it is.
+ANYTHING = """r lora_alpha use_rslora rank_pattern alpha_pattern lora_dropout fan_in_fan_out
+    target_modules exclude_modules layers_to_transform layers_pattern eva_config ensure_weight_tying
+    base_model_name_or_path revision inference_mode auto_mapping peft_type peft_version"""
+PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
+    "task_type": ["CAUSAL_LM"],
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
+}
 
 
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
@@ -53,7 +73,17 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     """
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing and path.is_dir():
+        below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
+        if below:
+            how_to_make = f"name the folder in it: {', '.join(below)}"
+        elif (path / "adapter_model.bin").is_file():
+            how_to_make = (
+                "it has adapter_model.bin, which could run code when read; convert it where you "
+                "trust it: PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(NEW)"
+            )
         raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
+    if path.is_file():
+        raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")
     if missing:
         there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
         if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
@@ -129,32 +159,32 @@ def load_adapter(
     """Load an adapter onto a base, in eval mode; or beside those it has, whose layers go on as they
     were (those that are checkpointed count as training).
 
+    Every tensor of the file lands in the model, and every LoRA matrix of the model comes from it.
+
     Raises:
-        UsageError: the files cannot be read, it is no plain LoRA of linear layers, the tensors
-            belong to another base, or one of their values is not finite.
+        UsageError: the files cannot be read, it is no plain LoRA of linear layers, its tensors
+            are not those of this base, or one of their values is not finite.
     """
-    _check_kind(path)
-    options = {"is_trainable": trainable, "use_safetensors": True}
-    options["torch_device"] = str(model.device)  # PEFT would read onto the first card
-    training: dict[torch.nn.Module, bool] = {}
     try:
+        config = _plain_config(path)
+        tensors = _lora_matrices(path, str(model.device))
+        config.inference_mode = not trainable
+        training: dict[torch.nn.Module, bool] = {}
         if isinstance(model, PeftModel):
             policy, training = model, {module: module.training for module in model.modules()}
-            policy.load_adapter(path, name, **options)
+            policy.add_adapter(name, config)
+            policy.set_requires_grad(name, requires_grad=trainable)
         else:
-            policy = PeftModel.from_pretrained(model, path, name, **options)
+            policy = PeftModelForCausalLM(model, config, adapter_name=name)
+        _check_places(path, config, tensors, exported_tensors(policy, name))
+        set_peft_model_state_dict(policy, tensors, adapter_name=name)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
-    for key, tensor in policy.named_parameters():
-        if "lora_embedding_A" in key:
-            raise UsageError(f"adapter {path} also changes the token embeddings: unsupported")
-        if name in key.split(".") and not tensor.isfinite().all():
-            raise UsageError(f"adapter {path}: {key} holds values that are not finite")
-    if any(layer.lora_variant or any(layer.lora_bias.values()) for layer in lora_layers(policy)):
-        raise UsageError(f"adapter {path} is more than plain LoRA (DoRA, biases): unsupported")
+    if isinstance(policy.get_base_model().get_output_embeddings(), LoraLayer):
+        raise UsageError(f"adapter {path} changes the language-model head: unsupported")
     if not trainable and model.device.type == "cuda":  # PEFT made it fp32: slower, not as trained
         for key, tensor in policy.named_parameters():
             if name in key.split("."):
@@ -165,19 +195,99 @@ def load_adapter(
     return policy
 
 
-def _check_kind(path: Path) -> None:
-    """Refuse what the sampler's merged weights and the learning pass would leave out in silence."""
+def _plain_config(path: Path) -> LoraConfig:
+    """Read adapter_config.json, if all that it asks for is two matrices beside linear layers.
+
+    Whatever else PEFT can add, replace or subtract changes the base that rows, adapters and the KL
+    term share, or is left out by the sampler. So this lists what may be set (`PLAIN_LORA`); any
+    other option that this PEFT knows must say no.
+
+    Raises:
+        UsageError: the file cannot be read, or one does not.
+    """
+    file = path / ADAPTER_FILES[0]
     try:
-        config = dict(json.loads((path / ADAPTER_FILES[0]).read_text(encoding="utf-8")))
+        settings = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        message = f"adapter {path} does not fit this base: {ADAPTER_FILES[0]}: {error}"
+        message = f"adapter {path} does not fit this base: {file.name}: {error}"
         raise UsageError(message) from error
-    kind = config.get("peft_type")
-    if kind != "LORA":
+    if (kind := settings.get("peft_type")) != "LORA":
         raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")
-    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
-        if config.get(name):
-            raise UsageError(f"adapter {path} also replaces {config[name]} ({name}): unsupported")
+    plain, known = LoraConfig().to_dict(), {}
+    for name, value in settings.items():
+        says_no = value in (None, False, "none", "", [], {})
+        if name not in plain:
+            if not says_no:
+                left_out = f"PEFT {version('peft')} does not know {name} of {file.name}: left out"
+                tell(f"adapter {path}: {left_out}")
+            continue
+        known[name] = value
+        allowed = PLAIN_LORA.get(name, [plain[name]])
+        if not says_no and allowed is not None and value not in allowed:
+            way_out = ""
+            if name == "init_lora_weights":
+                way_out = (
+                    "; convert it to plain LoRA with PEFT: "
+                    "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+                )
+            raise UsageError(
+                f"adapter {path} is more than plain LoRA of linear layers ({file.name}: {name} is "
+                f"{value!r:.60}): unsupported{way_out}"
+            )
+    return LoraConfig(**known)
+
+
+def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """Read the tensors by PEFT's names, without the adapter's own that some tools leave in them.
+
+    Raises:
+        UsageError: one is no LoRA matrix of a linear layer (PEFT would write it into the base), or
+            holds a value that is not finite.
+    """
+    tensors = load_file(path / ADAPTER_FILES[1], device=device)
+    others = [n for n, t in tensors.items() if t.ndim != 2 or not LORA_MATRIX.search(n)]
+    if others:
+        raise UsageError(
+            f"adapter {path} is more than plain LoRA of linear layers: {len(others)} of its "
+            f"{len(tensors)} tensors are no LoRA matrices ({others[0]}{' …' * (len(others) > 1)}): "
+            "unsupported"
+        )
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UsageError(f"adapter {path}: {name} holds values that are not finite")
+    return {LORA_MATRIX.sub(r".\1.weight", name): tensor for name, tensor in tensors.items()}
+
+
+def _check_places(
+    path: Path,
+    config: LoraConfig,
+    tensors: Mapping[str, torch.Tensor],
+    places: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse an adapter unless its tensors are the base's LoRA matrices, all of them and no others.
+
+    Raises:
+        UsageError: they are not; the message counts those that differ.
+    """
+    surplus, missing = [*(tensors.keys() - places)], [*(places.keys() - tensors)]
+    shapes = [
+        f"{name}: {tuple(tensors[name].shape)}, here {tuple(place.shape)}"
+        for name, place in places.items()
+        if name in tensors and tensors[name].shape != place.shape
+    ]
+    said = [
+        f"{len(names)} of {total} {what} ({min(names)}{' …' * (len(names) > 1)})"
+        for names, total, what in (
+            (surplus, len(tensors), "tensors of the file have no place in it"),
+            (missing, len(places), "LoRA matrices of the base are not in the file"),
+            (shapes, len(tensors), "tensors have another shape"),
+        )
+        if names
+    ]
+    if said:
+        base = config.base_model_name_or_path
+        made_for = f"; {ADAPTER_FILES[0]} says that it was made for {base}" if base else ""
+        raise UsageError(f"adapter {path} does not fit this base: {', '.join(said)}{made_for}")
 
 
 def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
@@ -185,9 +295,9 @@ def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
     return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
 
 
-def exported_tensors(policy: PeftModel) -> dict[str, torch.Tensor]:
-    """What PEFT writes of the adapter "default", by the names in its file."""
-    tensors = get_peft_model_state_dict(policy, adapter_name="default", save_embedding_layers=False)
+def exported_tensors(policy: PeftModel, name: str = "default") -> dict[str, torch.Tensor]:
+    """What PEFT writes of an adapter, by the names in its file."""
+    tensors = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 

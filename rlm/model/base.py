@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -187,8 +186,6 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
-    if isinstance(base.get_output_embeddings(), LoraLayer):
-        raise UsageError("the adapter changes the language-model head: unsupported")
     return base.get_decoder(), base.get_output_embeddings()
 
 

@@ -1,10 +1,13 @@
 """What is shown is shown as it is: nothing in a path, a data set or a model's text is markup."""
 
+import io
+import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from rlm.cli import terminal
+from rlm.cli import check_command_line, flag, terminal
 
 
 @pytest.mark.parametrize("on_a_terminal", [True, False])
@@ -37,3 +40,28 @@ def test_without_a_terminal_a_bar_is_a_line_a_minute(total, seconds, lines, monk
             now += each
             advance()
     assert said.get().splitlines() == [f"judging [x]: {line}" for line in lines]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_what_an_encoding_cannot_show_is_replaced_and_the_rest_is_shown(encoding, monkeypatch):
+    @dataclass
+    class Options:
+        rate: int = flag(1, "from → to")
+
+    def terminal_of(encoding):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        return stream.buffer
+
+    shown = terminal_of(encoding)
+    terminal.line("2 → 3")  # from Python
+    terminal.line("the rest")
+    sys.stdout.flush()
+    assert shown.getvalue() == b"2 ? 3\nthe rest\n"
+    shown = terminal_of(encoding)
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as end:
+        check_command_line(Options)
+    sys.stdout.flush()
+    assert b"from ? to (default: 1)" in shown.getvalue()
+    assert not end.value.code

@@ -37,6 +37,18 @@ def test_flags_win_over_run_json(tmp_path):
         AdapterInfo(tmp_path).resolve_base()
 
 
+def test_an_adapter_of_another_tool_says_its_base_itself(tmp_path):
+    def of(base):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        return AdapterInfo.load(tmp_path)
+
+    assert of("org/base").resolve_base() == ("org/base", "none")
+    assert of(str(tmp_path)).resolve_base("mine") == ("mine", "none")
+    with pytest.raises(UsageError, match="was trained on /of/another/machine, which is not here"):
+        of("/of/another/machine").resolve_base()
+    assert info(tmp_path, {"base_model": "b"}).base_model == "b"
+
+
 @pytest.mark.parametrize("text", ["{", "3"])
 def test_a_broken_run_json_is_one_line(tmp_path, text):
     (tmp_path / "run.json").write_text(text)

@@ -6,13 +6,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from rlm.cli.options import UsageError
 from rlm.model import base as models
-from rlm.model.adapters import ADAPTER_FILES, check_adapter, load_adapter
+from rlm.model.adapters import (
+    ADAPTER_FILES,
+    adapter_tensors,
+    check_adapter,
+    exported_tensors,
+    load_adapter,
+)
 from rlm.model.export import save_adapter
 from rlm.runs.checkpoints import file_hash
 
@@ -111,18 +118,143 @@ def test_an_adapter_config_that_cannot_be_taken_is_one_line(plain, change, messa
         load_adapter(tiny_model(), plain, trainable=False)
 
 
+INITS = [
+    "gaussian",
+    "pissa",
+    "pissa_niter_4",
+    "olora",
+    "orthogonal",
+    "mica",
+    "loftq",
+    "corda",
+    "eva",
+    "lora_ga",
+]
+OF_ANOTHER_KIND = [
+    {"target_modules": ["embed_tokens", "q_proj"]},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"modules_to_save": ["lm_head"]},
+    {"trainable_token_indices": [1]},
+    {"use_dora": True},
+    {"lora_bias": True},
+    {"bias": "all"},
+    {"bias": "lora_only"},
+    {"layer_replication": [[0, 2], [0, 2]]},
+    {"alora_invocation_tokens": [5]},
+]
+TOKENS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("options", OF_ANOTHER_KIND)
+def test_an_adapter_that_is_more_than_plain_lora_is_refused(tmp_path, options):
+    model = tiny_model("qwen2")  # its projections have biases
+    options = {"target_modules": ["q_proj"]} | options
+    get_peft_model(model, LoraConfig(r=2, **options)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="more than plain LoRA of linear layers"):
+        load_adapter(tiny_model("qwen2"), tmp_path, trainable=False)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"target_modules": ["embed_tokens", "q_proj"]}, "token embeddings"),
-        ({"target_modules": ["q_proj"], "use_dora": True}, "more than plain LoRA"),
-        ({"target_modules": ["q_proj"], "lora_bias": True}, "more than plain LoRA"),
+        *({"init_lora_weights": init} for init in ("gaussian", "orthogonal", "eva")),
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 3}},
+        {"target_modules": ["model.layers.1.self_attn.q_proj"]},
+        {"layers_to_transform": [1], "lora_dropout": 0.1, "exclude_modules": ["v_proj"]},
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(tmp_path, options, message):
-    get_peft_model(tiny_model(), LoraConfig(r=2, **options)).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=message):
-        load_adapter(tiny_model(), tmp_path, trainable=False)
+def test_plain_lora_is_loaded_and_leaves_the_base_as_it_is(plain, options):
+    """Rows, other adapters and the KL term share it."""
+    if "init_lora_weights" not in options:  # eva needs data, to be made
+        options = {"r": 2, "target_modules": ["q_proj"]} | options
+        get_peft_model(tiny_model(), LoraConfig(**options)).save_pretrained(plain)
+    text_with(**options)(plain / "adapter_config.json")
+    base = tiny_model()
+    before = base(TOKENS).logits
+    policy = load_adapter(base, plain, trainable=False)
+    with policy.disable_adapter():
+        assert torch.equal(policy(TOKENS).logits, before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "init", ["pissa", "pissa_niter_4", "olora", "mica", "loftq", "corda", "lora_ga"]
+)
+def test_an_adapter_that_was_subtracted_from_the_base_is_refused(plain, init):
+    text_with(init_lora_weights=init)(plain / "adapter_config.json")
+    base = tiny_model()
+    before = base(TOKENS).logits
+    with pytest.raises(UsageError, match="path_initial_model_for_weight_conversion"):
+        load_adapter(base, plain, trainable=False)
+    assert torch.equal(base(TOKENS).logits, before)
+
+
+PREFIX = "base_model.model."
+FULL_NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
+
+
+def renamed(old, new):
+    return lambda name: name.replace(old, new)
+
+
+def without(part):
+    return lambda name: "" if part in name else name
+
+
+@pytest.mark.parametrize(
+    ("rename", "config", "base", "message"),
+    [
+        (renamed(PREFIX, ""), {}, {}, "4 of 4 tensors of the file have no place"),
+        (renamed(PREFIX, PREFIX + PREFIX), {}, {}, "4 of 4 LoRA matrices of the base are not in"),
+        (renamed(PREFIX, PREFIX + "_orig_mod."), {}, {}, "no place"),
+        (renamed("layers.1", "layers.7"), {}, {}, r"2 of 4 .*layers\.7.*2 of 4"),
+        (without("layers.1"), {}, {}, "2 of 4 LoRA matrices"),
+        (without("lora_B"), {}, {}, r"2 of 4 .*lora_B"),
+        (renamed("lora_A", "base_layer"), {}, {}, "2 of its 4 tensors are no LoRA matrices"),
+        (str, {"target_modules": ["q_proj", "v_proj"]}, {}, "4 of 8 LoRA matrices"),
+        (str, {"layers_to_transform": [0]}, {}, "2 of 4 tensors of the file"),
+        (str, {"r": 4}, {}, r"4 of 4 tensors have another shape .*\(2, 32\), here \(4, 32\)"),
+        (str, {}, {"num_hidden_layers": 4}, "4 of 8 LoRA matrices"),
+        (str, {}, {"num_hidden_layers": 1}, "2 of 4 tensors of the file"),
+        (str, {}, {"hidden_size": 64}, "another shape"),
+        (str, {"base_model_name_or_path": "org/b"}, {"num_hidden_layers": 1}, "made for org/b"),
+        # These go on loading.
+        (renamed(".weight", ".default.weight"), {}, {}, None),
+        (str, {"new_in_peft_9": {"a": 1}, "also_new": None}, {}, None),
+        (str, {"target_modules": FULL_NAMES}, {"num_hidden_layers": 4}, None),
+    ],
+)
+@torch.no_grad()
+def test_every_tensor_of_an_adapter_lands_in_the_base_and_fills_it(
+    plain, rename, config, base, message, capsys
+):
+    """Under any name: left in another adapter, or out, the base answers in the adapter's place."""
+    file = plain / "adapter_model.safetensors"
+    tensors = {rename(name): tensor + 1 for name, tensor in load_file(file).items()}
+    tensors.pop("", None)
+    save_file(tensors, file)
+    text_with(**config)(plain / "adapter_config.json")
+    model = tiny_model(**base)
+    if message:
+        with pytest.raises(UsageError, match=f"(?s)^adapter [^\n]*{message}[^\n]*$"):
+            load_adapter(model, plain, trainable=False)
+        return
+    policy = load_adapter(model, plain, trainable=False, name="first")
+    load_adapter(policy, plain, trainable=False, name="reference")
+    for name in ("first", "reference"):
+        loaded = exported_tensors(policy, name).values()
+        assert sum(t.sum() for t in loaded) == pytest.approx(sum(t.sum() for t in tensors.values()))
+    assert ("new_in_peft_9" in capsys.readouterr().err) == ("new_in_peft_9" in config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_adapter_in_16_bits_is_loaded(plain, dtype):
+    file = plain / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    policy = load_adapter(tiny_model(), plain, trainable=True)
+    assert {t.dtype for t in adapter_tensors(policy).values()} == {torch.float32}
 
 
 def test_an_adapter_that_is_not_finite_is_refused(plain):
@@ -179,3 +311,17 @@ def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monk
     with pytest.raises(UsageError) as one_there:
         check_adapter(Path("weights/typo"), "do this")
     assert "does not exist (there is weights/mine); do this" in str(one_there.value)
+
+
+def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(plain, tmp_path):
+    outer = tmp_path / "outer"
+    shutil.copytree(plain, outer / "default", ignore=shutil.ignore_patterns("outer"))
+    pickled = shutil.copytree(outer / "default", tmp_path / "pickled")
+    (pickled / ADAPTER_FILES[1]).rename(pickled / "adapter_model.bin")
+    for path, said in (
+        (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
+        (pickled, r"has adapter_model\.bin.*save_pretrained"),
+        (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_adapter(path, "do this")
