@@ -37,7 +37,8 @@ import litellm
 ask = dict(model="openai/tuned", api_base=URL, api_key=KEY,
            messages=[dict(role="user", content="{QUESTION}")])
 print(litellm.completion(**ask).choices[0].message.content)
-print("".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**ask, stream=True)))
+stream = litellm.completion(**ask, stream=True)
+print("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 """
 JAVASCRIPT = f"""
 const OpenAI = require("openai").default;
