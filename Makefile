@@ -8,6 +8,7 @@
 # make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
+# make test-clients   OpenAI's Python and JavaScript clients, LangChain and LiteLLM (a minute; needs npm)
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make soak    an hour of training and serving while things go wrong
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-trackers soak docs reference lock lint clean
+.PHONY: install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-clients test-trackers soak docs reference lock lint clean
 
 install: $(STAMP)
 
@@ -81,6 +82,13 @@ test-load: $(STAMP)
 test-schema: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,schema]'
 	$(PYTHON) -m pytest -m schema
+
+# In an environment of their own: they pin other versions of what we use.
+test-clients: $(STAMP)
+	test -x .venv-clients/bin/python || python3 -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet openai langchain-openai==1.7.4 litellm==1.110.2
+	npm install --silent --no-audit --no-fund --prefix .venv-clients openai@6.49.0
+	$(PYTHON) -m pytest -m clients tests/serving/test_clients.py
 
 test-browser: $(STAMP)
 	$(PYTHON) -m pip install --quiet --editable '.[dev,browser]'

@@ -218,7 +218,9 @@ class GRPOTrainer:
                     sampled = self.sampler.sample(prompts, size, params, seeds, advance)
             with timer(seconds, "score"):  # 2. score: one call for all of them
                 texts = [[decode(c.token_ids) for c in group] for group in sampled]
-                scores = self.scorer(mine, texts, [[c.truncated for c in g] for g in sampled])
+                truncated = [[c.truncated for c in group] for group in sampled]
+                token_ids = [[c.token_ids for c in group] for group in sampled]
+                scores = self.scorer(mine, texts, truncated, token_ids)
             reward_metrics.append((len(mine), scores.metrics))
             # From here on every process knows the whole step; alone, nothing happens.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, strict=True)

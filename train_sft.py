@@ -14,7 +14,6 @@ all linear layers; --quantize 4bit loads the base in 4 bits.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,7 +73,7 @@ def main(config: SFTConfig) -> int:
         terminal.line(f"{len(problems):,} training examples (--max-samples)")
     validation = []
     if config.eval_samples:
-        choice = {"max_samples": config.eval_samples, **marks}
+        choice = {"max_samples": config.eval_samples, "keep_code": config.keep_code, **marks}
         validation = load_problems(config.dataset, "validation", **choice)
     train(config, problems, validation)
     return 0
@@ -207,5 +206,4 @@ def summary_card(config: SFTConfig, history: dict) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     run_main(main, SFTConfig, description=__doc__)

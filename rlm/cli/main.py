@@ -6,6 +6,7 @@ Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal
 import dataclasses
 import errno
 import io
+import logging
 import os
 import select
 import shlex
@@ -45,6 +46,9 @@ def check_command_line(cls: type, **parse_options: Any) -> None:
 def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any) -> NoReturn:
     """Resolve the command line, call `main(config)` and exit with the code it returns."""
     _open_standard_streams()
+    logging.basicConfig(format="%(message)s")
+    if os.environ.get("RANK", "0") == "0":  # one process says which columns of the data are used
+        logging.getLogger("rlm").setLevel(logging.INFO)
     try:
         code = main(resolve_config(cls, **parse_options))
         sys.stdout.flush()

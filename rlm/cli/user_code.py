@@ -13,6 +13,8 @@ from rlm.cli.options import UsageError
 def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     """Run the file of FILE.py:NAME and return the object of that name.
 
+    The file can import its neighbours, as a script can.
+
     Args:
         option: the flag that names it, for messages.
         kinds: what it may be, besides something that can be called.
@@ -29,11 +31,17 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     module_spec = importlib.util.spec_from_file_location(f"{option[2:]}_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look it up
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     try:
         module_spec.loader.exec_module(module)
         found = getattr(module, name, None)
     except (Exception, SystemExit) as error:  # sys.exit would end the program, without a word
         raise UsageError(f"{option} {spec}: {type(error).__name__}: {error}") from error
+    finally:
+        # Last from now on: a neighbour named like a library must not hide it from other modules.
+        sys.path.remove(folder)
+        sys.path.append(folder)
     if not callable(found) and not isinstance(found, kinds):
         own = vars(module).items()
         names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)

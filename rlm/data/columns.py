@@ -1,16 +1,23 @@
-"""Rows of a user's data as rows of ours: renamed columns, slices, chat messages."""
+"""Rows of a user's data as rows of ours: renamed columns, slices, chat messages, choices."""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlm.cli import UsageError
-from rlm.grading import grade, parse_number, split_completion
+from rlm.grading import grade, parse_number, read_choice, split_completion
 
-FIELDS = ("question", "answer", "solution", "answer_type", "id")
+FIELDS = ("question", "answer", "solution", "completion", "choices", "answer_type", "id")
 HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
+
+QUESTION_FIELDS = ("question", "prompt", "problem")
+ANSWER_FIELDS = ("answer", "response")
+CHOICE_FIELDS = ("choices", "options")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
@@ -48,16 +55,62 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
     """Return the row with its columns under the names of our fields; the others stay.
 
     Args:
-        columns: field → column, as `parse_columns` returns them.
+        columns: field → column, as `parse_columns` returns them. `a.b` is the key b of the object
+            in column a, as in verl's `reward_model.ground_truth`.
 
     Raises:
         MissingColumn: the row lacks one of them.
     """
-    for column in columns.values():
-        if column not in row:
+    found = {field: _value_at(row, column) for field, column in columns.items()}
+    return {name: value for name, value in row.items() if name not in columns.values()} | found
+
+
+def _value_at(row: Row, column: str) -> Any:
+    if column in row:
+        return row[column]
+    value: Any = row
+    for key in column.split("."):
+        if not isinstance(value, Mapping) or key not in value:
             raise MissingColumn(f"no column {column!r}")
-    rest = {name: value for name, value in row.items() if name not in columns.values()}
-    return rest | {field: row[column] for field, column in columns.items()}
+        value = value[key]
+    return value
+
+
+def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
+    """Name the columns of a row that its question, answer, solution and choices are read from.
+
+    >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
+    'question from prompt, answer from target'
+    """
+    names = {column: column for column in row} | columns  # a field of ours → its column
+    is_chat = isinstance(row.get("messages"), list)
+    question = "messages" if is_chat else _first(names, QUESTION_FIELDS)
+    solution = names.get("solution")
+    worked = "messages" if is_chat else names.get("completion", solution)
+    answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and VERL_ANSWER)
+    choices = _first(names, CHOICE_FIELDS) or ", ".join(_lettered(row)) or None
+    taken = {
+        "question": question,
+        "answer": answer or (worked and f"the end of {worked}"),
+        "solution": solution or worked,
+        "choices": choices,
+    }
+    return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
+
+
+def has_system_message(row: Row) -> bool:
+    """Whether a chat row has a system message of its own (which is not used)."""
+    chats = [row.get(name) for name in ("messages", *QUESTION_FIELDS)]
+    return any(
+        isinstance(message, Mapping) and message.get("role") == "system" and message.get("content")
+        for chat in chats
+        if isinstance(chat, list)
+        for message in chat
+    )
+
+
+def _first(names: Mapping[str, str], fields: Sequence[str]) -> str | None:
+    return next((names[field] for field in fields if field in names), None)
 
 
 def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
@@ -87,34 +140,141 @@ def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequ
 
 
 def read_chat(row: Row) -> Row:
-    """Return a row of chat messages as a question with a solution; other rows as they are.
+    """Return a row of chat messages, or of a worked answer, as a question with a solution.
 
-    Such a row has `messages`, or a `prompt` (a text or messages) and perhaps a `completion`. What
-    the assistant wrote last is taken apart: the solution is its `<think>` block, or all but the
-    final line; the answer is the final number, where the row has no `answer`. System messages are
-    left out, for there is one system prompt for all rows.
+    Other rows come back as they are. A chat row has `messages`, or a question (a text or messages)
+    and a `completion`. What the assistant wrote last is taken apart: the solution is its `<think>`
+    block, or all but the final line; the answer is the final number, where the row has no `answer`.
+    A `solution` without an answer is read like a completion. System messages are left out, because
+    one system prompt is used for all rows. verl's rows have their answer in `reward_model`.
 
     Raises:
         LeftOut: it has several turns, or the completion holds no number.
         ValueError: the messages are no messages.
     """
+    if not _has_answer(row) and (answer := _verl_answer(row)) is not None:
+        row = {**row, "answer": answer}
+    name = next((name for name in QUESTION_FIELDS if row.get(name) is not None), "")
+    asked, completion = row.get(name), row.get("completion")
     if isinstance(row.get("messages"), list):
         *prompt, last = _messages(row["messages"])
         if last[0] != "assistant":
             prompt, last = [*prompt, last], ("assistant", None)
-    elif isinstance(row.get("prompt"), list):
-        prompt, last = _messages(row["prompt"]), ("assistant", _last_text(row.get("completion")))
-    elif isinstance(row.get("completion"), str | list) and "prompt" in row:
-        prompt = [("user", row["prompt"])]
-        last = "assistant", _last_text(row["completion"])
+    elif isinstance(asked, list):
+        prompt, last = _messages(asked), ("assistant", _last_text(completion))
+    elif isinstance(completion, str | list) and name:
+        prompt, last = [("user", asked)], ("assistant", _last_text(completion))
+    elif isinstance(solution := row.get("solution"), str) and not _has_answer(row):
+        return {**row, **_read_completion(solution, {})}
     else:
         return row
     turns = [text for role, text in prompt if role == "user"]
     if len(turns) != 1 or any(role == "assistant" for role, _ in prompt):
         raise LeftOut("with several turns, or none")
-    rest = {k: v for k, v in row.items() if k not in ("messages", "prompt", "completion")}
+    chat = {"messages", "completion", *QUESTION_FIELDS}
+    rest = {k: v for k, v in row.items() if k not in chat}
     found = _read_completion(last[1], rest) if last[1] else {}
     return {"question": turns[0], **found, **{k: v for k, v in rest.items() if v is not None}}
+
+
+VERL_ANSWER = "reward_model.ground_truth"
+
+
+def _verl_answer(row: Row) -> Any:
+    answer = row.get("reward_model")
+    return answer.get("ground_truth") if isinstance(answer, Mapping) else None
+
+
+def _has_answer(row: Row) -> bool:
+    return any(row.get(name) is not None for name in ANSWER_FIELDS)
+
+
+def read_choices(row: Row) -> Row:
+    """Return a row with answers to choose from as a question that shows them, and a letter.
+
+    Published layouts are read: a list `choices` or `options` of texts (MMLU, ScienceQA; AQuA's
+    begin with their letters), an object of `text` and `label` lists (ARC, CommonsenseQA), and a
+    column for each letter. The answer is a letter or a label, the text of a choice, or an index
+    from 0. The question gets a line for each choice, `A. …`. Other rows come back as they are.
+
+    Raises:
+        ValueError: the choices are no texts, or the answer is none of them.
+    """
+    labels, texts = _choices(row)
+    answer = next((row[name] for name in ANSWER_FIELDS if row.get(name) is not None), None)
+    question = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
+    if not texts or answer is None or not isinstance(question, str):
+        return row
+    if len(texts) > len(LETTERS):
+        raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
+    place = _place_of(answer, labels, texts)
+    if place is None:
+        raise ValueError(f"the answer is none of the choices: {str(answer)[:40]!r}")
+    shown = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
+    used = {*QUESTION_FIELDS, *ANSWER_FIELDS, *CHOICE_FIELDS, *_lettered(row)}
+    rest = {name: value for name, value in row.items() if name not in used}
+    is_shown = all(
+        re.search(rf"\b{letter}\s*[).:]\s*{re.escape(text)}", question)
+        for letter, text in zip(LETTERS, texts, strict=False)
+    )
+    return rest | {
+        "question": question if is_shown else "\n".join([question.strip(), "", *shown]),
+        "answer": LETTERS[place],
+        "answer_type": "choice",
+        "choices": texts,
+    }
+
+
+_LABEL = re.compile(r"\s*\(?([A-Za-z])\s*[).:]\s*")
+
+
+def _choices(row: Row) -> tuple[list[str], list[str]]:
+    """(labels, texts) of the choices in a row; empty lists where it has none."""
+    found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
+    if found is None:
+        letters = _lettered(row)
+        return letters, [str(row[letter]) for letter in letters]
+    if isinstance(found, str):  # a column of a CSV file
+        try:
+            found = ast.literal_eval(found)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise ValueError("the choices are one text; write a list") from None
+    labels: Sequence[Any] = LETTERS[: len(found)] if isinstance(found, Sequence) else ()
+    if isinstance(found, Mapping):
+        texts, labels = found.get("text"), found.get("label")
+        if texts is None:  # {"A": "water", "B": "rock"}
+            labels, texts = list(found), list(found.values())
+        found = texts
+    is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 1
+    if not is_list or not all(isinstance(text, str | int | float) for text in found):
+        raise ValueError("the choices are no list of two or more texts")
+    texts = [str(text).strip() for text in found]
+    matches = [_LABEL.match(text) for text in texts]
+    if [match and match[1].upper() for match in matches] == [*LETTERS[: len(texts)]]:
+        texts = [text[match.end() :] for text, match in zip(texts, matches, strict=True) if match]
+    labels = LETTERS[: len(texts)] if labels is None else labels
+    return [str(label) for label in labels], texts
+
+
+def _lettered(row: Row) -> list[str]:
+    """The columns A, B, C, … of a row that has at least two of them."""
+    letters = list(itertools.takewhile(lambda letter: row.get(letter) is not None, LETTERS))
+    return letters if len(letters) > 1 else []
+
+
+def _place_of(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int | None:
+    """The index of the choice that an answer names: its text, its label or letter, its index."""
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # a column of a data frame with a gap
+    text = str(answer).strip()
+    if isinstance(answer, str):
+        for names in (labels, texts):
+            if text in names:
+                return names.index(text)
+        if (letter := read_choice(text)) and letter in LETTERS[: len(texts)]:
+            return LETTERS.index(letter)
+    is_index = text.isascii() and text.isdigit() and int(text) < len(texts)
+    return int(text) if is_index else texts.index(text) if text in texts else None
 
 
 def _read_completion(text: str, rest: Row) -> dict[str, str]:

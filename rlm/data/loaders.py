@@ -4,11 +4,13 @@
 
     gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub; its own names do, too:
                                                   openai/gsm8k, nvidia/OpenMathInstruct-1, …
+    openai/gsm8k:main, openai/gsm8k:socratic      a config of it
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
     elementary, elementary:1-2, …                 its everyday arithmetic, one to three steps
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
-    FILE.jsonl, FILE.csv, FILE.parquet            a problem a row; data/README.md has the fields
+    FILE.jsonl, .json, .csv, .tsv, .parquet       a problem a row, also with .gz; data/README.md has
+                                                  the fields
     org/name, org/name:CONFIG                     any other data set on the hub
     DIRECTORY, DIRECTORY:CONFIG                   a copy of one, laid out as on the hub
     elementary+gsm8k:PATH                         several, joined by +; max_samples is of each
@@ -33,7 +35,7 @@ from rlm.data import word_problems
 from rlm.data.columns import parse_columns
 from rlm.data.own_data import PUBLISHED_TRAIN, hold_out, load_file, load_hub, split_config
 from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row, parse_rows
-from rlm.data.sources import HUB, READERS, find_published, read_hub, read_lines
+from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub
 
 SPLITS: dict[str, tuple[str, ...]] = {
     # validation is carved out of train here
@@ -46,6 +48,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "rollouts": ("train", "validation"),
 }
 NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
+CONFIGS = {"gsm8k": ("main", "socratic")}
 # OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
 # (or max_samples, if that is more), and train is a sample of these.
 OPENMATH_POOL = 5000
@@ -112,7 +115,8 @@ def load_problems(
         return _word_problems(name, levels, split, max_samples, seed, calculator_marks)
     if name == "rollouts" and not rest:
         raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
-    path = Path(rest) if colon else None
+    path = Path(rest) if colon and not is_config(name, rest) else None
+    options["config"] = rest if colon and path is None else None
     problems = _load_published(name, path, split, max_samples, **options)
     if split == "train":
         random.Random(seed).shuffle(problems)
@@ -123,6 +127,11 @@ def dataset_name(dataset: str) -> str:
     """The same under the name that it has here: of "OpenAI/gsm8k:DIR" that is "gsm8k:DIR"."""
     name, colon, rest = dataset.partition(":")
     return NAMES.get(name.lower(), name) + colon + rest
+
+
+def is_config(name: str, rest: str) -> bool:
+    """Whether what follows a known name and a colon is a config on the hub, not a path here."""
+    return rest in CONFIGS.get(name, ()) and not Path(rest).exists()
 
 
 def dataset_parts(dataset: str) -> list[str]:
@@ -139,8 +148,12 @@ def is_named(dataset: str) -> bool:
 
 def is_local_file(dataset: str) -> bool:
     """Whether that is a file of the user's own, all of which is its test split."""
+    if is_named(dataset):
+        return False
+    if Path(dataset).is_file():  # whatever its ending: what is on the disk is no name on the hub
+        return True
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
-    return is_one and not is_named(dataset) and dataset.lower().endswith((*READERS,))
+    return is_one and dataset.lower().removesuffix(".gz").endswith((*READERS,))
 
 
 def is_hub(dataset: str) -> bool:
@@ -159,7 +172,7 @@ def needs_hub(dataset: str) -> bool:
     """Whether that one data set comes from the hub: neither made here nor in a file or folder."""
     if is_named(dataset):
         name, _, path = dataset_name(dataset).partition(":")
-        return name in HUB and not path
+        return name in HUB and (not path or is_config(name, path))
     return is_hub(dataset) and not Path(split_config(dataset)[0]).is_dir()
 
 
@@ -203,7 +216,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
         UsageError: unreadable, no good line, or more than 5 % bad lines.
     """
     file = Path(path)
-    return parse_rows(read_lines(file), str(file), file.stem, parse_row)
+    return parse_rows(read_file(file), str(file), file.stem, parse_row, columns={})
 
 
 def _load_own(
@@ -230,6 +243,7 @@ def _load_published(
     max_samples: int | None,
     keep_code: bool,
     calculator_marks: bool,
+    config: str | None,
 ) -> list[Problem]:
     stored = "train" if name == "gsm8k" and split != "test" else split
     one_file = path is not None and not path.is_dir()
@@ -240,10 +254,10 @@ def _load_published(
     elif name == "rollouts":
         parse = parse_rollouts
     if path is None:
-        source, rows = name, read_hub(name, stored)
+        source, rows = name, read_hub(name, stored, config)
     else:
         file = path if one_file else find_published(path, name, stored)
-        source, rows = str(file), READERS.get(file.suffix, read_lines)(file)
+        source, rows = str(file), read_file(file)
     problems = parse_rows(rows, source, f"{name}-{stored}", parse, limit=limit)
     if name != "gsm8k" and (not one_file or split == "test"):
         return problems

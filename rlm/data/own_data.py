@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from rlm.cli import UsageError
-from rlm.data.columns import LeftOut, cut_rows, rename_columns, split_slice
-from rlm.data.problem import NotAnAnswer, Problem, Row, parse_row, parse_rows
-from rlm.data.sources import READERS, read_dataset, split_names
+from rlm.data.columns import LeftOut, cut_rows, split_slice
+from rlm.data.problem import NotAnAnswer, Problem, Row, parse_row, parse_rows, plain_question
+from rlm.data.sources import read_dataset, read_file, split_names
+
+logger = logging.getLogger(__name__)
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
 HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
@@ -28,14 +31,13 @@ def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | Non
         raise UsageError(f"{dataset} has no split {role!r}; it has {', '.join(FILE_SPLITS)}")
     if source != "train":
         raise UsageError(f"--split {rows}: a file has one split; write train[:500], say")
-    suffix = next(suffix for suffix in READERS if dataset.lower().endswith(suffix))
-    found = READERS[suffix](Path(dataset))
+    found = read_file(Path(dataset))
     bounds = cut if rows else bounds
     if bounds != (None, None):
         found = cut_rows(list(found), bounds)
-    parse = partial(_parse_own, columns=columns)
-    stem, quiet = Path(dataset).stem, role == "validation"
-    return hold_out(parse_rows(found, dataset, stem, parse, quiet=quiet), role, dataset)
+    told = {"quiet": role == "validation", "columns": columns}
+    problems = parse_rows(found, dataset, Path(dataset).stem, parse_row, **told)
+    return hold_out(problems, role, dataset)
 
 
 def load_hub(
@@ -66,19 +68,21 @@ def load_hub(
     arguments = {"path": path, "name": config, "split": stored}
     bounds = cut if rows and stored == source else bounds
     found = read_dataset(dataset, arguments, partial(choose_rows, bounds=bounds))
-    parse, quiet = partial(_parse_hub, columns=columns), role == "validation" and is_carved
-    prefix = f"{path.rpartition('/')[2]}-{stored}"
+    quiet, prefix = role == "validation" and is_carved, f"{path.rpartition('/')[2]}-{stored}"
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
         limit = POOL  # validation is held out of these, however many are trained on
-    problems = parse_rows(found, f"{dataset} {stored}", prefix, parse, limit=limit, quiet=quiet)
+    told = {"limit": limit, "quiet": quiet, "columns": columns}
+    problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
     if not is_carved:
+        if role == "train":
+            problems = _without_validation(problems, dataset, columns)
         return hold_out(problems, "test", dataset)
     held_out = hold_out(problems[:POOL], "validation", dataset)
     if role == "validation":
         return held_out
-    questions = {problem.question for problem in held_out}
-    return [problem for problem in problems if problem.question not in questions]
+    questions = {plain_question(problem.question) for problem in held_out}
+    return [p for p in problems if plain_question(p.question) not in questions]
 
 
 def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[int]:
@@ -86,6 +90,24 @@ def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[i
     an order that depends on nothing, because many sets are sorted by topic."""
     chosen = cut_rows(range(count), bounds)
     return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
+
+
+def _without_validation(
+    problems: list[Problem], dataset: str, columns: dict[str, str]
+) -> list[Problem]:
+    """The training problems whose question is not in the published validation split, too."""
+    path, config = split_config(dataset)
+    rows = read_dataset(dataset, {"path": path, "name": config, "split": "validation"})
+    validation = parse_rows(rows, dataset, "validation", _parse_hub, quiet=True, columns=columns)
+    questions = {plain_question(problem.question) for problem in validation}
+    kept = [problem for problem in problems if plain_question(problem.question) not in questions]
+    if len(kept) < len(problems):
+        logger.warning(
+            "%s: %d training problems are validation problems too: left out of training",
+            dataset,
+            len(problems) - len(kept),
+        )
+    return kept
 
 
 def split_config(dataset: str) -> tuple[str, str | None]:
@@ -96,14 +118,10 @@ def split_config(dataset: str) -> tuple[str, str | None]:
     return path, config
 
 
-def _parse_own(row: Row, default_id: str, columns: dict[str, str]) -> list[Problem]:
-    return parse_row(rename_columns(row, columns), default_id)
-
-
-def _parse_hub(row: Row, default_id: str, columns: dict[str, str]) -> list[Problem]:
+def _parse_hub(row: Row, default_id: str) -> list[Problem]:
     """As of a file, but answers that cannot be verified are no mistake of the user's."""
     try:
-        return _parse_own(row, default_id, columns)
+        return parse_row(row, default_id)
     except NotAnAnswer as error:
         raise LeftOut(str(error).partition(": ")[0]) from error
 
@@ -124,10 +142,10 @@ def hold_out(
     )
     if split in ("test", PUBLISHED_TRAIN):
         return ordered
-    questions = list(dict.fromkeys(problem.question for problem in ordered))
+    questions = list(dict.fromkeys(plain_question(problem.question) for problem in ordered))
     if len(questions) < 2:
         raise UsageError(f"{source}: one question is too few for a train and a validation split")
     held_out = set(questions[: min(HELD_OUT, max(1, len(questions) // 10))])
     if split == "validation":
-        return [problem for problem in ordered if problem.question in held_out]
-    return [problem for problem in problems if problem.question not in held_out]
+        return [p for p in ordered if plain_question(p.question) in held_out]
+    return [p for p in problems if plain_question(p.question) not in held_out]

@@ -7,23 +7,28 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlm.cli import UsageError
 from rlm.data.columns import (
+    ANSWER_FIELDS,
     FINAL_LINE,
     HOW_TO_NAME,
+    QUESTION_FIELDS,
     LeftOut,
     MissingColumn,
     Row,
+    describe_layout,
+    has_system_message,
     read_chat,
+    read_choices,
+    rename_columns,
     without_tags,
 )
 from rlm.grading import ANSWER_TYPES, READERS, gold_from_gsm8k, parse_number, split_completion
 
 logger = logging.getLogger(__name__)
 
-QUESTION_FIELDS = ("question", "prompt", "problem")
-ANSWER_FIELDS = ("answer", "response")
 # No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
 TAKEN_FIELDS |= {"reasoning_format", "is_truncated"}
@@ -32,8 +37,10 @@ NEEDED = (
     f"needed are rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
     "Problems"
 )
-CHAT_FIELDS = {"messages", "completion"}  # `rlm.data.columns.read_chat` finds the answer in them
+# `rlm.data.columns.read_chat` finds the answer in these.
+CHAT_FIELDS = {"messages", "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
+ANOTHER_ANSWER = "with another answer"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Problem:
     question: str
     answer: str
     solution: str = ""  # worked, in words; "" where the data set has none
-    columns: Mapping[str, str | int | float] = field(default_factory=dict, hash=False)  # to rewards
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # to rewards
     answer_type: str = "number"
 
 
@@ -61,6 +68,7 @@ def parse_rows(
     parse: Callable[[Row, str], Sequence[Problem]],
     limit: int | None = None,
     quiet: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> list[Problem]:
     """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
 
@@ -68,7 +76,9 @@ def parse_rows(
         parse: (row, id if it has none) → its problems; raises ValueError for a bad row, LeftOut for
             one that is not wanted.
         limit: stop at so many problems.
-        quiet: do not report what is left out: it was said of the same rows.
+        quiet: report nothing: it was said of the same rows.
+        columns: of a user's own data, field → column (`rename_columns`). The report then names the
+            columns that are used, repeated questions, and system messages that are not used.
 
     Raises:
         UsageError: no good row, or a larger share of bad ones than MAX_BAD_SHARE.
@@ -76,13 +86,18 @@ def parse_rows(
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
     row: bytes | Row = {}
+    layout, with_system = "", 0
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
-            for problem in parse(row, f"{prefix}-{number}"):
+            renamed = rename_columns(row, columns) if columns else row
+            for problem in parse(renamed, f"{prefix}-{number}"):
                 if problem.id in problems:
                     raise ValueError(f"the id is there twice: {problem.id!r}")
                 problems[problem.id] = problem
+            if columns is not None:
+                layout = layout or describe_layout(row, columns)
+                with_system += has_system_message(renamed)
         except LeftOut as kind:
             unwanted[str(kind)] += 1
         except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
@@ -97,10 +112,33 @@ def parse_rows(
     if not problems:
         empty = "it is empty; write a row for each problem, with a question and an answer"
         raise UsageError(f"{source} holds no problems: {'; '.join(reasons) or empty}")
-    if reasons and not quiet:
-        used = f"{len(problems)} of {total} rows used, {left_out} left out"
-        logger.warning("%s: %s: %s", source, used, "; ".join(reasons))
-    return list(problems.values())
+    found = list(problems.values())
+    if not quiet and (reasons or columns is not None):
+        used = f"{len(problems)} of {total} rows used"
+        said = [f"{used}, {left_out} left out: {'; '.join(reasons)}" if reasons else used]
+        said += _repeats(found) if columns is not None else []
+        if with_system:
+            said.append(f"{with_system} with a system message of their own, which is not used")
+        said += [layout] if layout else []
+        is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)
+        level = logging.WARNING if is_odd else logging.INFO
+        logger.log(level, "%s: %s", source, "; ".join(said))
+    return found
+
+
+def _repeats(problems: Sequence[Problem]) -> list[str]:
+    """Count the rows that repeat a question, and those of them whose answer is another one."""
+    answers: dict[str, str] = {}
+    first = [answers.setdefault(plain_question(p.question), p.answer) for p in problems]
+    repeated = len(problems) - len(answers)
+    other = sum(answer != p.answer for answer, p in zip(first, problems, strict=True))
+    text = f"{repeated} repeat a question" + (f", {other} {ANOTHER_ANSWER}" if other else "")
+    return [text] if repeated else []
+
+
+def plain_question(question: str) -> str:
+    """A question as it is compared with others: case and white space do not count."""
+    return " ".join(question.casefold().split())
 
 
 def _refusal(source: str, number: int, error: Exception, how_many: str, row: bytes | Row) -> str:
@@ -109,7 +147,10 @@ def _refusal(source: str, number: int, error: Exception, how_many: str, row: byt
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(map(str, row))}: {HOW_TO_NAME}"
     if isinstance(error, NotAnAnswer):
-        text += '; for words or letters add "answer_type": "text" or "choice"'
+        text += (
+            '; for words or letters add "answer_type": "text" or "choice", for worked text that '
+            "ends with the answer name its column: --columns completion=COLUMN"
+        )
     return text
 
 
@@ -152,8 +193,8 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         if not isinstance(row, Problem | Mapping):
             raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    is_chat = bool(CHAT_FIELDS & columns.keys())
-    if not is_chat and not all(
+    has_answer_inside = bool(CHAT_FIELDS & columns.keys())
+    if not has_answer_inside and not all(
         set(fields) & columns.keys() for fields in (QUESTION_FIELDS, ANSWER_FIELDS)
     ):
         raise UsageError(f"{name} has the columns {', '.join(map(str, columns))}: {NEEDED}")
@@ -161,7 +202,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
     def parse(row: Problem | Row, default_id: str) -> Sequence[Problem]:
         return [row] if isinstance(row, Problem) else parse_row(row, default_id)
 
-    return parse_rows(enumerate(rows, 1), name, name, parse)
+    return parse_rows(enumerate(rows, 1), name, name, parse, columns={})
 
 
 def _decode(line: bytes) -> Row:
@@ -194,7 +235,7 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
 
 def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list[Problem]:
     """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
-    row = read_chat(row)
+    row = read_choices(read_chat(row))
     answer, solution = _text(row, *ANSWER_FIELDS), ""
     kind = _text(row, "answer_type", default="number")
     if kind not in ANSWER_TYPES:
@@ -207,8 +248,7 @@ def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list
     elif parse_number(answer) is None:
         raise NotAnAnswer(f"the answer is not a number: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
-    scalars = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
-    columns = {name: scalars[name] for name in scalars if name not in TAKEN_FIELDS}
+    columns = {k: v for k, v in row.items() if v is not None and k not in TAKEN_FIELDS}
     name, solution = _text(row, "id", default=default_id), without_tags(solution)
     return [Problem(name, question, answer, solution, columns, answer_type=kind)]
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
+import io
+import json
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlm.cli import UsageError
 from rlm.data.problem import Row
 
+logger = logging.getLogger(__name__)
+
 HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, besides the split
-    "gsm8k": {"path": "openai/gsm8k", "name": "main"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main"},  # its other config is socratic
     "openmathinstruct": {
         "path": "nvidia/OpenMathInstruct-1",
         "data_files": {s: f"correct_solutions/{s}.jsonl" for s in ("train", "validation")},
@@ -23,8 +30,6 @@ HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, beside
     "aime2025": {"path": "math-ai/aime25"},
 }
 HUB_TIMEOUT = 5.0  # seconds
-JSONL_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
-PARQUET = ".parquet"
 MAX_CELL = 2**24  # characters in a field of a CSV file; Python's own limit is 131,072
 
 
@@ -41,57 +46,132 @@ def find_published(directory: Path, name: str, split: str) -> Path:
     raise UsageError(f"the directory {directory} holds no {' or '.join(names)}")
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1, without a byte order mark."""
+def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
+    """The rows of a file, numbered from 1, read by what its name ends with.
+
+    Raises (when the rows are read):
+        UsageError: the file cannot be read, or its ending is none of READERS.
+    """
+    suffix = path.name.lower().removesuffix(".gz")
+    reader = next((read for ending, read in READERS.items() if suffix.endswith(ending)), None)
+    if reader is None:
+        raise UsageError(
+            f"cannot read the data file {path}: the endings that are read are "
+            f"{', '.join(READERS)}, each also with .gz; save a spreadsheet as CSV"
+        )
     try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if text.strip():
-                    yield number, text
-    except OSError as error:
-        raise UsageError(f"cannot read the data file {path}: {error.strerror}") from error
+        yield from reader(path)
+    except (OSError, EOFError) as error:  # EOFError, BadGzipFile: a compressed file is cut off
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read the data file {path}: {reason}") from error
+    except (ValueError, csv.Error, pyarrow_error()) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"cannot read the data file {path}: {reason}") from error
+
+
+def pyarrow_error() -> type[Exception]:
+    """The base of pyarrow's errors, where pyarrow has been loaded."""
+    pyarrow = sys.modules.get("pyarrow")
+    return pyarrow.ArrowException if pyarrow else ValueError
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
+    """The rows of a JSON file: objects a line each, an array of objects, or an object with one.
+
+    Blank lines and a byte order mark are passed over. Lines come as they are, so that a bad one
+    costs its own row.
+    """
+    with _open(path) as stream:
+        start = stream.read(64)
+        encoding = "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
+        is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        stream.seek(0)
+        if encoding or is_array or ".json" in path.suffixes:
+            data = stream.read()
+            data = data.decode(encoding).encode() if encoding else data
+            data = data.removeprefix(codecs.BOM_UTF8)
+            rows = _read_whole(data)
+            if rows is None and is_array and ".json" in path.suffixes:
+                raise ValueError("no JSON array of objects")
+            if rows is not None:
+                yield from enumerate(rows, 1)
+                return
+            stream = io.BytesIO(data)
+        for number, line in enumerate(stream, 1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                yield number, text
+
+
+def _read_whole(data: bytes) -> list[Row] | None:
+    """The rows of one JSON array, or of the one array in a JSON object; None for lines."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    lists = [value for value in found.values() if _is_rows(value)] if _is_object(found) else [found]
+    if len(lists) != 1 or not _is_rows(lists[0]):
+        return None
+    return lists[0]
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_object, value))
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a parquet file, numbered from 1."""
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"cannot read the data file {path}: {reason}") from error
-    yield from enumerate(table.to_pylist(), 1)
+    with _open(path) as stream:
+        yield from enumerate(pyarrow.parquet.read_table(stream).to_pylist(), 1)
 
 
-def read_csv(path: Path, separator: str = ",") -> Iterator[tuple[int, Row]]:
-    """The rows of a CSV file whose first line names the columns, numbered from 1, all as text."""
+def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of a CSV file whose first line names the columns, numbered from 1, all as text.
+
+    Its separator (comma, semicolon, tab or bar) is the one that the first line has most of. It is
+    UTF-8, UTF-16 with a byte order mark, or, where neither fits, Windows' cp1252.
+    """
     csv.field_size_limit(MAX_CELL)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            for number, row in enumerate(csv.DictReader(stream, delimiter=separator), 1):
-                row.pop(None, None)  # cells beyond the last column
-                yield number, row
-    except OSError as error:
-        raise UsageError(f"cannot read the data file {path}: {error.strerror}") from error
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the data file {path}: {error}") from error
+    with _open(path) as stream:
+        data = stream.read()
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = data.decode("utf-16")
+    else:
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = data.decode("cp1252")
+            logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
+    head = text.split("\n", 1)[0]
+    separator = max(",;\t|", key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
+    for number, row in enumerate(csv.DictReader(io.StringIO(text, ""), delimiter=separator), 1):
+        row.pop(None, None)  # cells beyond the last column
+        yield number, row
 
 
-# How a file of the user's own is read, by what its name ends with.
+# How a file is read, by what its name ends with (.gz apart).
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
-    **dict.fromkeys(JSONL_SUFFIXES, read_lines),
+    **dict.fromkeys((".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"), read_json),
     ".csv": read_csv,
-    ".tsv": lambda path: read_csv(path, "\t"),
-    PARQUET: read_parquet,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
 }
 
 
-def read_hub(name: str, split: str) -> Iterator[tuple[int, Row]]:
+def read_hub(name: str, split: str, config: str | None) -> Iterator[tuple[int, Row]]:
     """The rows of a published data set on the hub, or in the hub's cache on this machine."""
-    yield from read_dataset(name, {"split": split} | HUB[name])
+    chosen = {"name": config} if config else {}
+    yield from read_dataset(name, {"split": split} | HUB[name] | chosen)
 
 
 def read_dataset(
@@ -109,7 +189,10 @@ def read_dataset(
     import datasets
 
     with _reaching_hub(name, arguments["path"]):
-        rows = datasets.load_dataset(**arguments)
+        if _is_saved(arguments["path"]):
+            rows = _saved_splits(arguments["path"])[arguments["split"]]
+        else:
+            rows = datasets.load_dataset(**arguments)
         if choose is None:
             yield from enumerate(rows, 1)
         else:
@@ -121,7 +204,21 @@ def split_names(name: str, path: str, config: str | None) -> list[str]:
     import datasets
 
     with _reaching_hub(name, path):
+        if _is_saved(path):
+            return [*_saved_splits(path)]
         return datasets.get_dataset_split_names(path, config)
+
+
+def _is_saved(path: str) -> bool:
+    """Whether that is a directory that `datasets.save_to_disk` has written."""
+    return any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _saved_splits(path: str) -> dict[str, Any]:
+    import datasets
+
+    found = datasets.load_from_disk(path)
+    return found if isinstance(found, dict) else {"train": found}
 
 
 @contextmanager

@@ -238,7 +238,7 @@ def grade(
 def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:
     """(solution without the #### line, and without the calculator's <<…>>; gold) of an answer."""
     solution, hashes, rest = answer_field.rpartition("####")
-    gold = rest.strip()
+    gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA has one more line
     if not hashes or parse_number(gold) is None:
         raise ValueError(f"no number after #### in {answer_field[-80:]!r}")
     if calculator_marks:

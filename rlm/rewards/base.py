@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rlm.cli import UsageError, terminal
 
 Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 # Given to a plain function only if it names them: TRL's **kwargs hold columns and no more.
-EXTRAS = ("reasoning_format", "is_truncated", "answer_type")
+EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "solution", "completion_ids")
+REWARD_ERRORS = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
+# A text where messages were expected, as in completion[0]["content"], fails with one of these.
+NOT_MESSAGES = (TypeError, LookupError, AttributeError)
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
     "f(prompts, completions, answer, **columns) -> list of floats, or subclass "
@@ -69,11 +74,54 @@ class BinaryReward(RewardFunction):
 
 
 class FunctionReward(RewardFunction):
-    """Calls a function, plain or `async`, by the names of its parameters."""
+    """Calls a function, plain or `async`, by the names of its parameters.
+
+    TRL gives texts or, where a data set's prompts are conversations, lists of messages. So a
+    function that fails on texts, and does not fail on messages, is given messages from then on.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "weight", None))
         self.function = function
+        self.takes_messages: bool | None = None  # not known before the first call
+
+    def _call(self, given: Mapping[str, Any]) -> Any:
+        given = named_columns(self.function, given)
+        if inspect.iscoroutinefunction(self.function):
+            return self._call_async(given)
+        if self.takes_messages:
+            return self.function(**as_messages(given))
+        try:
+            found = self.function(**given)
+        except NOT_MESSAGES as error:
+            try:
+                return self._accept(self.function(**as_messages(given)), error)
+            except REWARD_ERRORS:
+                raise error from None
+        self.takes_messages = False
+        return found
+
+    async def _call_async(self, given: Mapping[str, Any]) -> Any:
+        if self.takes_messages:
+            return await self.function(**as_messages(given))
+        try:
+            found = await self.function(**given)
+        except NOT_MESSAGES as error:
+            try:
+                return self._accept(await self.function(**as_messages(given)), error)
+            except REWARD_ERRORS:
+                raise error from None
+        self.takes_messages = False
+        return found
+
+    def _accept(self, found: Any, error: Exception) -> Any:
+        """Return what a function made of messages; raise if it had taken texts before."""
+        if self.takes_messages is False:
+            raise error
+        self.takes_messages = True
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        terminal.line(f"the reward {name} reads messages, so it is given messages, not texts")
+        return found
 
     def pop_metrics(self) -> dict[str, float]:
         own = self.function
@@ -86,10 +134,7 @@ class PlainReward(FunctionReward):
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
         columns = {name: [value] for name, value in columns.items()}
         rewards = self.batch_call([completion], [reference_answer], **columns)
-        if inspect.isawaitable(rewards):
-            return _only(rewards)
-        (reward,) = rewards
-        return reward
+        return _only_later(rewards) if inspect.isawaitable(rewards) else _only(rewards)
 
     def batch_call(
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
@@ -98,7 +143,7 @@ class PlainReward(FunctionReward):
         prompts = columns.pop("question", [""] * len(completions))
         given = {"prompts": prompts, "completions": completions, "answer": reference_answers}
         given |= {k: v for k, v in columns.items() if k in parameters or k not in EXTRAS}
-        return self.function(**named_columns(self.function, given))
+        return self._call(given)
 
 
 class PerCompletionReward(FunctionReward):
@@ -113,12 +158,50 @@ class PerCompletionReward(FunctionReward):
         others = {"answer": reference_answer, "prompt": columns.get("question", "")}
         given = {"completion": completion, "reference_answer": reference_answer, **columns}
         given |= {name: value for name, value in others.items() if name in parameters}
-        return self.function(**named_columns(self.function, given))
+        return self._call(given)
 
 
-async def _only(rewards: Awaitable[Any]) -> Any:
-    (reward,) = await rewards
+def _only(rewards: Any) -> Any:
+    (reward,) = as_list(rewards)
     return reward
+
+
+async def _only_later(rewards: Awaitable[Any]) -> Any:
+    return _only(await rewards)
+
+
+def as_list(rewards: Any) -> list[Any]:
+    """Return what a reward of many completions gave, as a list.
+
+    Raises:
+        UsageError: it is no sequence of values, but one value, a dict or None.
+    """
+    if isinstance(rewards, Mapping | str) or not isinstance(rewards, Iterable):
+        raise UsageError(
+            f"the reward returned {rewards!r:.60} for its completions: return a list with a "
+            "number (or None) for each"
+        )
+    return list(rewards)
+
+
+def as_messages(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reward's arguments with prompts and completions as TRL's conversations.
+
+    >>> as_messages({"completion": "5", "answer": "5"})
+    {'completion': [{'role': 'assistant', 'content': '5'}], 'answer': '5'}
+    """
+    roles = {"prompt": "user", "prompts": "user", "completion": "assistant"}
+    roles |= {"completions": "assistant"}
+    return {
+        name: (
+            value
+            if name not in roles
+            else [{"role": roles[name], "content": value}]
+            if isinstance(value, str)
+            else [[{"role": roles[name], "content": text}] for text in value]
+        )
+        for name, value in given.items()
+    }
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,11 +21,13 @@ from rlm.cli import UsageError, terminal
 from rlm.data import Problem
 from rlm.rewards import functions
 from rlm.rewards.base import (
+    REWARD_ERRORS,
     FunctionReward,
     PerCompletionReward,
     Reward,
     RewardFunction,
     Rollout,
+    as_list,
     named_columns,
 )
 from rlm.rewards.loading import as_reward
@@ -33,8 +35,8 @@ from rlm.rewards.loading import as_reward
 TIME_LIMIT = 60.0  # seconds that one call may take
 MAX_TIMEOUTS = 3  # of a step; the calls that are left then go without a verdict
 MAX_FAILED_STEPS = 3  # in a row, with every call failed, end the run; at the start one does
-REWARD_ERRORS = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
 GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
+TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's trainer
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -56,8 +58,8 @@ class Scorer:
         time_limit: seconds of one call of a user's own reward.
 
     Raises (when called):
-        UsageError: every call failed, or the reward returned another number of values than there
-            are completions.
+        UsageError: every call failed, the reward returned another number of values than there are
+            completions, or its first call gave no verdict on any of them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Scorer:
         self.reward = as_reward(reward)
         self.reasoning_format, self.time_limit = reasoning_format, time_limit
         self.warned: set[str] = set()
+        self.gave_verdict = False
         self.failed_steps = MAX_FAILED_STEPS - 1  # until one call succeeds, one such step is enough
 
     def __call__(
@@ -76,13 +79,20 @@ class Scorer:
         problems: Sequence[Problem],
         groups: Sequence[Sequence[str]],
         truncated: Sequence[Sequence[bool]] | None = None,
+        token_ids: Sequence[Sequence[list[int]]] | None = None,
     ) -> Scores:
-        """Score the groups of texts; `truncated` says of each whether it has no end token."""
+        """Score the groups of texts.
+
+        Args:
+            truncated: of each completion, whether it has no end token.
+            token_ids: of each completion; a reward gets them as `completion_ids`.
+        """
         truncated = truncated or [[False] * len(group) for group in groups]
+        token_ids = token_ids or [[[] for _ in group] for group in groups]
         rollouts = [
-            (text, problem.answer, self._columns(problem, cut))
-            for problem, texts, cuts in zip(problems, groups, truncated, strict=True)
-            for text, cut in zip(texts, cuts, strict=True)
+            (text, problem.answer, self._columns(problem, cut, ids))
+            for problem, *group in zip(problems, groups, truncated, token_ids, strict=True)
+            for text, cut, ids in zip(*group, strict=True)
         ]
         if not rollouts:
             return Scores([[] for _ in groups])
@@ -94,11 +104,21 @@ class Scorer:
         rewards = list(map(_to_reward, found))
         failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
+        self._check_verdicts(rewards)
         metrics = {n: total / len(rollouts) for n, total in self.reward.pop_metrics().items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
         values = iter(None if isinstance(value, REWARD_ERRORS) else value for value in rewards)
         return Scores([[next(values) for _ in group] for group in groups], metrics)
+
+    def _check_verdicts(self, rewards: Sequence[Reward | BaseException]) -> None:
+        """Refuse a reward whose first call returns None or NaN for every completion."""
+        if not self.gave_verdict and all(reward is None for reward in rewards):
+            raise UsageError(
+                f"the reward gave no verdict on any of {len(rewards)} completions: does it return "
+                "a number? (None leaves a completion out of its group)"
+            )
+        self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 
     def check_columns(self, problems: Sequence[Problem]) -> None:
         """Check that the data has what a reward function asks for by name, before work begins.
@@ -106,20 +126,27 @@ class Scorer:
         Raises:
             UsageError: a parameter without a default has no column.
         """
-        there = set(self._columns(problems[0], False)).union(*(p.columns for p in problems))
+        there = set(self._columns(problems[0], False, [])).union(*(p.columns for p in problems))
+        if not any(problem.solution for problem in problems):
+            there.remove("solution")
         for reward in _functions(self.reward):
             parameters = inspect.signature(reward.function).parameters.values()
             named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
             if unknown := [name for name in named if name not in there | GIVEN]:
+                why = "the data does not have"
+                if TRAINERS_OWN.issuperset(unknown):
+                    why = "only TRL's trainer gives: give it a default, or take **kwargs"
                 raise UsageError(
                     f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which "
-                    f"the data does not have; there are answer, {', '.join(sorted(there))}"
+                    f"{why}; there are answer, {', '.join(sorted(there))}"
                 )
 
-    def _columns(self, problem: Problem, truncated: bool) -> dict[str, Any]:
+    def _columns(self, problem: Problem, truncated: bool, token_ids: list[int]) -> dict[str, Any]:
         return {
             **problem.columns,
             "question": problem.question,
+            "solution": problem.solution,
+            "completion_ids": token_ids,
             "answer_type": problem.answer_type,
             "reasoning_format": self.reasoning_format,
             "is_truncated": truncated,
@@ -140,6 +167,8 @@ class Scorer:
             # Twice: the calls that are awaited together have a time limit of their own, inside.
             limit = self.time_limit if at_once else 2 * self.time_limit
             (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
+            if isinstance(found, UsageError):
+                raise found
             if isinstance(found, list):
                 if len(found) != len(rollouts):
                     raise UsageError(
@@ -158,7 +187,7 @@ class Scorer:
         # Outside an event loop: a reward that is not async may run one of its own.
         columns = named_columns(self.reward.batch_call, columns)
         found = self.reward.batch_call(list(texts), list(answers), **columns)
-        found = list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
+        found = as_list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
         return asyncio.run(self._wait_for_all(found)) if _is_async(self.reward) else found
 
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:

@@ -35,6 +35,28 @@ REFUSED = {  # for OpenAPI
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MAX_ERRORS = 20  # a body of 64 KB can hold 40,000
+# What pydantic found → what is said; {…} is what it compared with.
+_SAID = {
+    "missing": "is missing",
+    "extra_forbidden": "there is no such field",
+    "string_type": "must be a text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "string_too_long": "has more than {max_length} characters",
+    "string_too_short": "is empty",
+    "too_long": "has more than {max_length} entries",
+    "too_short": "is empty",
+}
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -100,10 +122,16 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     The place may be a field name that the client made up: it is kept if it looks like a name.
     """
     first = islice(errors, _MAX_ERRORS)
-    kept = [{"loc": list(map(_place, error["loc"])), "msg": error["msg"]} for error in first]
-    param = ".".join(str(part) for part in kept[0]["loc"] if part != "body")
+    kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in first]
+    param = ".".join(str(part) for part in kept[0]["loc"] if part not in ("body", "?"))
     detail = f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"]
     return HTTPProblem(422, "validation", detail, param=param or None, errors=kept)
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    if said := _SAID.get(error.get("type", "")):
+        return said.format_map(error["ctx"]) if "{" in said else said
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _place(part: int | str) -> int | str:

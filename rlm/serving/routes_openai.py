@@ -1,17 +1,21 @@
 """Routes of `/v1`: the part of OpenAI's protocol that a reasoning model needs.
 
-A field that we do not have is refused, or accepted only with the value that changes nothing: a
-client that asks for more learns that it does not get it.
+A field that we do not have is refused, or accepted only with the values that change nothing: a
+client that asks for more learns that it does not get it. Histories are taken as clients and
+frameworks send them back: with names, empty lists of tool calls, and several messages in a row.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -23,12 +27,44 @@ from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
-Zero = Annotated[float, Field(ge=0, le=0)]
+NOT_OFFERED = {  # parts of a message → what they are
+    "image_url": "images",
+    "input_image": "images",
+    "input_audio": "audio",
+    "file": "files",
+}
+
+
+class Only:
+    """Accepts null and these values, which change nothing here; refuses what asks for more."""
+
+    def __init__(self, *values: Any, what: str = "this") -> None:
+        self.values, self.what = values, what
+
+    def check(self, value: Any) -> None:
+        is_neutral = any(
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+            for allowed in (*self.values, None)
+        )
+        if not is_neutral:
+            allowed = " or ".join(json.dumps(allowed) for allowed in (*self.values, None))
+            raise ValueError(f"{self.what} is not offered here: send {allowed}")
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
 
 
 class TextPart(Strict):
     type: Literal["text"]
     text: str = Field(max_length=PROMPT_CHARS)
+    cache_control: dict[str, Any] | None = None  # Anthropic's, as proxies send it: changes nothing
 
 
 class Message(Strict):
@@ -36,21 +72,46 @@ class Message(Strict):
     content: (
         Annotated[str, Field(max_length=PROMPT_CHARS)]
         | Annotated[list[TextPart], Field(max_length=64)]
-    )
+        | None
+    ) = None
+    name: Annotated[str, Field(max_length=256)] | None = None  # changes nothing
     # What an earlier answer carried; the model is not shown its old reasoning.
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
+    annotations: Annotated[Any, Only([], what="an annotation")] = None
+    audio: Annotated[Any, Only(what="audio")] = None
+    function_call: Annotated[Any, Only(what="a call of a function")] = None
+    tool_calls: Annotated[Any, Only([], what="a call of a tool")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_offered(cls, message: Any) -> Any:
+        """Name what is not offered, where pydantic would list all that a content may be."""
+        if not isinstance(message, dict):
+            return message
+        if message.get("role") in ("tool", "function"):
+            raise ValueError("a message of a tool is not offered here")
+        content = message.get("content")
+        kinds = [p.get("type") for p in content if isinstance(p, dict)] if _is_list(content) else []
+        for kind in kinds:
+            if isinstance(kind, str) and kind in NOT_OFFERED:
+                raise ValueError(f"content: {NOT_OFFERED[kind]} are not offered here, only text")
+        if content is None and message.get("role") != "assistant":
+            raise ValueError("content is missing")
+        if content is not None and not isinstance(content, str | list):
+            raise ValueError("content must be a text, or a list of parts of the type text")
+        return message
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 class StreamOptions(Strict):
@@ -73,28 +134,46 @@ class ChatRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-1, lt=2**63)  # -1: none, as at vLLM
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
-    user: Annotated[str, Field(max_length=256)] | None = None  # says who asks: changes nothing
-    # Only what changes nothing:
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logprobs: Literal[False] | None = None
+    # These say who asks and why, and change nothing.
+    user: Annotated[str, Field(max_length=256)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    # Accepted with what changes nothing. OpenAI's:
+    frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
+    presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
+    logit_bias: Annotated[Any, Only({}, what="a bias")] = None
+    logprobs: Annotated[Any, Only(False, what="a log-probability")] = None
+    top_logprobs: Annotated[Any, Only(0, what="a log-probability")] = None
     response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[Any, Only([], what="a tool")] = None
+    tool_choice: Annotated[Any, Only("none", "auto", what="a tool")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, Only([], what="a function")] = None
+    function_call: Annotated[Any, Only("none", "auto", what="a function")] = None
+    modalities: Annotated[Any, Only(["text"], what="another modality")] = None
+    prediction: Annotated[Any, Only(what="a prediction")] = None
+    reasoning_effort: Annotated[Any, Only(what="it (send thinking_budget)")] = None
+    service_tier: Annotated[Any, Only("auto", "default", what="a tier")] = None
+    store: Annotated[Any, Only(False, what="storing")] = None
+    # vLLM's:
+    best_of: Annotated[Any, Only(1, what="it")] = None
+    top_k: Annotated[Any, Only(-1, 0, what="it")] = None
+    min_p: Annotated[Any, Only(0, what="it")] = None
+    repetition_penalty: Annotated[Any, Only(1, what="a penalty")] = None
 
     @model_validator(mode="after")
     def _turns(self) -> ChatRequest:
         roles = [m.role for m in self.messages if m.role not in ("system", "developer")]
-        leading = len(self.messages) - len(roles)
-        if any(m.role in ("system", "developer") for m in self.messages[leading:]):
-            raise ValueError("system messages stand at the beginning")
-        if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
-            raise ValueError("user and assistant take turns, and the user has the last word")
+        if not roles or roles[-1] != "user":
+            raise ValueError("the last message must be the user's")
+        if roles[0] != "user":
+            raise ValueError("the first message after the system's must be the user's")
         if not self.messages[-1].text.strip():
             raise ValueError("the last message is empty")
         if self.max_tokens and self.max_completion_tokens:
@@ -102,6 +181,15 @@ class ChatRequest(Strict):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
         return self
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        """(role, text) of user and assistant by turns: messages of one role in a row are joined."""
+        spoken = [m for m in self.messages if m.role in ("user", "assistant")]
+        return [
+            (role, "\n\n".join(m.text for m in messages if m.text))
+            for role, messages in itertools.groupby(spoken, key=lambda message: message.role)
+        ]
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -127,23 +215,32 @@ def openai_routes(service: Service) -> APIRouter:
     async def models() -> dict[str, Any]:
         default = service.models.default  # first: many clients take the first
         names = sorted(service.models.adapters, key=lambda name: name != default)
-        fixed = {"object": "model", "created": 0, "owned_by": "rlm"}
-        return {"object": "list", "data": [{"id": name, **fixed} for name in names]}
+        return {"object": "list", "data": [_model(name) for name in names]}
+
+    @router.get("/models/{name:path}", summary="One adapter, as OpenAI describes a model")
+    async def model(name: str) -> dict[str, Any]:
+        if name not in service.models.adapters:
+            raise HTTPProblem(404, "not_found", "no model of this name; /v1/models lists them")
+        return _model(name)
 
     return router
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rlm"}
 
 
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
     """Translate a request, whose last message is the prompt, into that of /phase1/reasoning."""
     return ReasoningRequest.model_construct(  # it is validated, and its text may be longer
-        prompt=request.messages[-1].text,
+        prompt=request.turns[-1][1],
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         thinking_budget=request.thinking_budget,
         temperature=request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         # As at OpenAI: without a seed each call draws anew, or k calls would be one answer k times.
-        seed=secrets.randbits(62) if request.seed is None else request.seed,
+        seed=secrets.randbits(62) if request.seed in (None, -1) else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
     )
@@ -152,7 +249,7 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
 def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
     """The earlier turns, and what the system messages say."""
     system = [m.text for m in request.messages if m.role in ("system", "developer")]
-    turns = [m.text for m in request.messages if m.role in ("user", "assistant")]
+    turns = [text for _, text in request.turns]
     return list(zip(turns[:-1:2], turns[1:-1:2], strict=True)), "\n".join(system)
 
 

@@ -21,14 +21,16 @@ from rlm.serving.errors import HTTPProblem
 
 MAX_DEPTH = 32
 _UNFIT = re.compile("[\x00\ud800-\udfff]")  # paired surrogates are one character by now
-_MEDIA_TYPE = re.compile(r'application/json(?: *; *charset="?utf-8"?)?', re.IGNORECASE)
+_MEDIA_TYPE = re.compile(r'application/json *(?:; *(?:charset="?utf-8"? *)?)*', re.IGNORECASE)
 
 
 def require_json(headers: Headers) -> None:
     """Raises a 415 unless there is one Content-Type, and it says JSON."""
     types = headers.getlist("content-type")
     if len(types) != 1 or not _MEDIA_TYPE.fullmatch(types[0]):
-        raise HTTPProblem(415, "unsupported_media_type", "send Content-Type: application/json")
+        raise HTTPProblem(
+            415, "unsupported_media_type", "send a JSON object, and Content-Type: application/json"
+        )
 
 
 def parse(body: bytes) -> Any:

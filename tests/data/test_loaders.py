@@ -69,7 +69,7 @@ def test_a_row_becomes_a_problem(write):
     # Names that a reward's call uses already are no columns.
     row |= dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
     [problem] = load_jsonl(write(row))
-    columns = {"level": 2, "topic": "sets", "weight": 0.5}
+    columns = {"level": 2, "topic": "sets", "weight": 0.5, "tags": ["a"]}
     assert problem == Problem("7", "How many?", "1,000", "Count.", columns)
     assert len({problem, *load_jsonl(write(row))}) == 1  # it can be hashed
     problems = load_jsonl(write(GOOD, b"", {**GOOD, "id": ""}))
@@ -120,7 +120,8 @@ BAD_LINES = {
     "no field question or prompt or problem": {"answer": "1"},
     "no field answer or response": {"question": "?", "answer": None},
     "question is empty": {"question": "  ", "answer": "1"},
-    "question is neither text nor a number": {"question": ["?"], "answer": "1"},
+    "question is neither text nor a number": {"question": True, "answer": "1"},
+    "messages are no list of role and content": {"question": ["?"], "answer": "1"},
     "answer is neither text nor a number": {"question": "?", "answer": True},
     "the answer is not a number (line 31: 'seven or 8')": {"question": "?", "answer": "seven or 8"},
     "the answer is not a number (line 31: 'nan')": b'{"question": "?", "answer": NaN}',
@@ -156,7 +157,8 @@ def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
     assert record.message == (
         f"{path}: 200 of 209 rows used, 9 left out: 7 not JSON (Expecting value) "
         "(line 1; line 2; line 3; line 4; line 5; and 2 more); "
-        "2 the answer is not a number (line 8: 'seven'; line 9: '8 or 9')"
+        "2 the answer is not a number (line 8: 'seven'; line 9: '8 or 9'); "
+        "question from question, answer from answer"
     )
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (

@@ -1,6 +1,7 @@
 """Files and hub data sets of a user: other columns, slices, chat rows, a directory, a fake hub."""
 
 import csv
+import gzip
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from pyarrow import Table, parquet
 from rlm.cli import UsageError
 from rlm.data import own_data
 from rlm.data.columns import cut_rows, parse_columns, read_chat, rename_columns, split_slice
-from rlm.data.loaders import is_hub, load_jsonl, load_problems
+from rlm.data.loaders import is_config, is_hub, load_jsonl, load_problems
 from rlm.data.problem import as_problems
 
 ROOT = Path(__file__).parents[2]
@@ -97,11 +98,195 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(tmp_path):
 
 def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
     path = tmp_path / "mine.csv"
-    path.write_bytes(b"question,answer\nWhat?,\xff\n")
-    assert refusal(str(path)).startswith(f"cannot read the data file {path}: 'utf-8' codec")
+    path.write_bytes(b"question,answer\nWhat?,\xff\xfe\x81\n")  # neither UTF-8 nor cp1252
+    assert refusal(str(path)).startswith(f"cannot read the data file {path}: 'charmap' codec")
     assert "No such file" in refusal(str(tmp_path / "none.csv"))
     path.write_text("question,answer\nWhat?,3,left over\nAnd?,4\nOr?\n")
     assert "no field answer or response" in refusal(str(path), "test")  # the last row is short
+
+
+# Layouts of published data sets, with invented rows: the question that is asked and the gold.
+
+STEM = "Which one is a solid?"
+ASKED = f"{STEM}\n\nA. water\nB. rock"
+LAYOUTS = {  # row, --columns → question, answer, kind
+    "MMLU": ({"question": STEM, "choices": ["water", "rock"], "answer": 1}, None, ASKED, "B"),
+    "ARC": (
+        {"question": STEM, "choices": {"text": ["water", "rock"], "label": ["1", "2"]}, "key": "2"},
+        "answer=key", ASKED, "B",
+    ),
+    "AQuA": (
+        {"question": STEM, "options": ["A)water", "B)rock"], "correct": "B"},
+        "answer=correct", ASKED, "B",
+    ),
+    "an object of choices": (
+        {"question": STEM, "options": {"A": "water", "B": "rock"}, "answer": "A"}, None, ASKED, "A",
+    ),
+    "the text of a choice": (
+        {"prompt": STEM, "choices": ["water", "rock"], "answer": "rock"}, None, ASKED, "B",
+    ),
+    "numbers to choose from": (
+        {"question": "1 + 1?", "choices": ["1", "2", "0"], "answer": "2"},
+        None, "1 + 1?\n\nA. 1\nB. 2\nC. 0", "B",
+    ),
+    "HellaSwag": (
+        {"ctx": "He throws the", "endings": ["ball.", "sky."], "label": "0"},
+        "question=ctx,choices=endings,answer=label", "He throws the\n\nA. ball.\nB. sky.", "A",
+    ),
+    "a column for each letter": (
+        {"question": STEM, "A": "water", "B": "rock", "answer": "B"}, None, ASKED, "B",
+    ),
+    "a list in a cell": (
+        {"question": STEM, "choices": "['water', 'rock']", "answer": "1"}, None, ASKED, "B",
+    ),
+    "shown already": ({"question": ASKED, "choices": ["water", "rock"], "answer": 1},
+                      None, ASKED, "B"),
+    "verl": (
+        {"prompt": [{"role": "user", "content": "2 + 3?"}],
+         "reward_model": {"ground_truth": "5", "style": "rule"}, "ability": "math"},
+        None, "2 + 3?", "5",
+    ),
+    "verl, named": (
+        {"data_source": "x", "prompt": [{"role": "user", "content": "2 + 3?"}],
+         "reward_model": {"ground_truth": 5}},
+        "question=prompt,answer=reward_model.ground_truth", "2 + 3?", "5",
+    ),
+    "MetaMathQA": (
+        {"query": "2 + 3?", "response": "It is 2+3=5.\n#### 5\nThe answer is: 5"},
+        "question=query,answer=response", "2 + 3?", "5",
+    ),
+    "orca-math": (
+        {"question": "2 + 3?", "answer": "Two and three. Adding gives 5."},
+        "completion=answer", "2 + 3?", "5",
+    ),
+    "MATH": (
+        {"problem": "Half of one?", "solution": r"It is $\boxed{\frac12}$.", "level": "Level 1"},
+        None, "Half of one?", r"\frac12",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_published_layout(tmp_path, layout):
+    row, columns, question, answer = LAYOUTS[layout]
+    [problem] = load_problems(write_jsonl(tmp_path / "m.jsonl", [row]), "test", columns=columns)
+    assert (problem.question, problem.answer) == (question, answer)
+    kind = "choice" if answer in "AB" else "number"
+    assert problem.answer_type == kind
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"choices": ["water", "rock"], "answer": 2}, "the answer is none of the choices: '2'"),
+        ({"choices": ["water", "rock"], "answer": "C"}, "the answer is none of the choices: 'C'"),
+        ({"choices": "water or rock", "answer": 1}, "the choices are one text; write a list"),
+        ({"choices": [["water"], ["rock"]], "answer": 1}, "no list of two or more texts"),
+        ({"choices": ["x"] * 27, "answer": 1}, "more than 26 choices"),
+    ],
+)
+def test_choices_that_cannot_be_shown_are_refused(row, why):
+    with pytest.raises(UsageError, match=why):
+        as_problems([{"question": STEM, **row}])
+
+
+def test_lists_reach_a_reward_as_columns():
+    [problem] = as_problems([{"question": "Make 25.", "answer": "25", "nums": [44, 19], "x": None}])
+    assert problem.columns == {"nums": [44, 19]}
+
+
+def test_the_columns_that_are_used_and_odd_rows_are_reported(tmp_path, caplog):
+    rows = [{"prompt": f"{i}?", "target": str(i), "level": 1} for i in range(20)]
+    chat = {"prompt": [{"role": "system", "content": "Be brief."}, USER], "target": "5"}
+    again = [{"prompt": "1?", "target": "1"}, {"prompt": " 2? ", "target": "3"}]
+    path = write_jsonl(tmp_path / "m.jsonl", [*rows, chat, *again])
+    problems = load_problems(path, columns="answer=target")
+    assert caplog.records[0].message == (
+        f"{path}: 23 of 23 rows used; 2 repeat a question, 1 with another answer; 1 with a system "
+        "message of their own, which is not used; question from prompt, answer from target"
+    )
+    held_out = load_problems(path, "validation", columns="answer=target")
+    assert not {p.question.strip() for p in problems} & {p.question.strip() for p in held_out}
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl.gz", "json.gz", "csv.gz", "parquet.gz"])
+def test_other_endings(tmp_path, suffix):
+    plain = tmp_path / f"mine.{suffix.removesuffix('.gz')}"
+    if suffix.startswith("parquet"):
+        parquet.write_table(Table.from_pylist(rows_of(30)), plain)
+    elif suffix.startswith("csv"):
+        plain.write_text("ask,target\n" + "".join(f"Question {i}?,{i}\n" for i in range(30)))
+    elif suffix.startswith("jsonl"):
+        write_jsonl(plain, rows_of(30))
+    else:
+        plain.write_text(json.dumps(rows_of(30), indent=1))
+    path = plain
+    if suffix.endswith(".gz"):
+        path = tmp_path / f"mine.{suffix}"
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    assert sorted(answers(load_problems(str(path), "test", columns=COLUMNS))) == [*range(30)]
+    path.write_bytes(path.read_bytes()[:40])  # cut off
+    assert refusal(str(path), columns=COLUMNS).startswith((f"cannot read the data file {path}: ",
+                                                           f"{path}: line 1: "))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'[{"ask": "1?", "target": 1}]',
+        b'{"version": 2, "data": [{"ask": "1?", "target": 1}]}',
+        b'{"ask": "1?",\n "target": 1}'.replace(b"\n", b""),
+        '{"ask": "1?", "target": 1}\n'.encode("utf-16"),
+    ],
+)
+def test_forms_of_json(tmp_path, text):
+    for name in ("mine.json", "mine.jsonl"):
+        (tmp_path / name).write_bytes(text)
+        is_object_with_a_list = text.startswith(b'{"version"')
+        if name == "mine.jsonl" and is_object_with_a_list:
+            continue
+        assert answers(load_problems(str(tmp_path / name), "test", columns=COLUMNS)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("ask;target\nWie groß, 1;1\n", "cp1252"),
+        ("ask|target\nWie groß, 1|1\n", "utf-8"),
+        ("ask\ttarget\nWie groß, 1\t1\n", "utf-16"),
+        ('ask,target\n"Wie groß, 1",1\n', "utf-8-sig"),
+    ],
+)
+def test_separators_and_encodings_of_csv(tmp_path, text, encoding):
+    (tmp_path / "mine.csv").write_bytes(text.encode(encoding))
+    [problem] = load_problems(str(tmp_path / "mine.csv"), "test", columns=COLUMNS)
+    assert (problem.question, problem.answer) == ("Wie groß, 1", "1")
+
+
+def test_what_is_on_the_disk_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "data" / "train.txt", rows_of(3))
+    (tmp_path / "data" / "train.xlsx").write_bytes(b"PK")
+    for path in ("data/train.txt", "data/train.xlsx"):
+        assert not is_hub(path)
+        assert "the endings that are read are .jsonl" in refusal(path, columns=COLUMNS)
+    write_jsonl(tmp_path / "main", [{"question": "?", "answer": "#### 1"}])
+    assert [is_config("gsm8k", rest) for rest in ("main", "socratic", "data")] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_directory_that_datasets_has_saved(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    Dataset.from_list(rows_of(20)).save_to_disk(tmp_path / "one")
+    both = {"train": Dataset.from_list(rows_of(20)), "test": Dataset.from_list(rows_of(3, 50))}
+    DatasetDict(both).save_to_disk(tmp_path / "both")
+    for name in ("one", "both"):
+        assert len(load_problems(str(tmp_path / name), columns=COLUMNS)) == 18
+    assert len(load_problems(str(tmp_path / "both"), "test", columns=COLUMNS)) == 3
 
 
 # Slices.
@@ -207,7 +392,8 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     assert len(load_jsonl(path)) == 30
     assert caplog.records[0].message == (
         f"{path}: 30 of 34 rows used, 4 left out: 2 with several turns, or none; "
-        "1 with a completion that ends with no number; 1 with a message that is not text"
+        "1 with a completion that ends with no number; 1 with a message that is not text; "
+        "question from messages, answer from the end of messages, solution from messages"
     )
 
 
@@ -249,7 +435,8 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert sorted(answers(test)) == [*range(100, 110)]
     [record] = caplog.records
     assert record.message == (
-        f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number"
+        f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number; "
+        "question from ask, answer from target"
     )
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")
     assert {*answers(few)} < {*range(20)}

@@ -102,6 +102,82 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
     Scorer(lambda prompts, completions, **columns: []).check_columns(PROBLEMS)
 
 
+def told(capsys):
+    return capsys.readouterr().out
+
+
+def test_a_reward_that_reads_messages_is_given_messages(capsys):
+    """Open-R1's rewards read completion[0]["content"], as TRL gives it for conversations."""
+
+    def in_batches(completions, answer, **columns):
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(a in text) for text, a in zip(contents, answer, strict=True)]
+
+    def alone(completion, answer, prompt):
+        return float(answer in completion[-1].get("content") and prompt[0]["role"] == "user")
+
+    async def waited_for(prompts, completions, answer):
+        texts = [completion[0]["content"] for completion in completions]
+        asked = [prompt[-1]["content"] for prompt in prompts]
+        return [float(a in t) for t, a, q in zip(texts, answer, asked, strict=True) if q]
+
+    def of_texts(completions, answer):
+        return [float(a in text) for text, a in zip(completions, answer, strict=True)]
+
+    expected = Scorer(of_texts)(PROBLEMS, GROUPS).rewards
+    assert told(capsys) == ""
+    for reward in (in_batches, alone, waited_for):
+        scorer = Scorer(reward)
+        assert scorer(PROBLEMS, GROUPS).rewards == expected
+        assert told(capsys).count(f"the reward {reward.__name__} reads messages") == 1
+        assert scorer(PROBLEMS, GROUPS).rewards == expected
+        assert told(capsys) == ""
+
+
+def test_columns_that_published_rewards_ask_for(capsys):
+    def reward(completions, solution, nums, completion_ids, **columns):
+        assert (solution, nums) == (["One and one."] * 2, [[1, 1]] * 2)
+        return [float(sum(ids)) for ids in completion_ids]
+
+    problem = Problem("1", "1 + 1?", "2", "One and one.", columns={"nums": [1, 1]})
+    scorer = Scorer(reward)
+    scorer.check_columns([problem])
+    assert scorer([problem], [["a", "b"]], None, [[[3, 4], [5]]]).rewards == [[7.0, 5.0]]
+    with pytest.raises(UsageError, match="asks for solution, which the data does not have"):
+        scorer.check_columns([Problem("1", "1 + 1?", "2", columns={"nums": [1]})])
+    own = Scorer(lambda completions, trainer_state: [])
+    with pytest.raises(UsageError, match="asks for trainer_state, which only TRL's trainer gives"):
+        own.check_columns([problem])
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [
+        (lambda completion, reference_answer: None, "no verdict on any of 4 completions: does it"),
+        (lambda completions: [None] * 4, "no verdict on any of 4 completions"),
+        (lambda completions: None, "returned None for its completions: return a list"),
+        (lambda completions: dict.fromkeys("abcd", 1.0), "returned {'a': 1.0.* return a list"),
+        (lambda completions: 0.5, "returned 0.5 for its completions: return a list"),
+    ],
+)
+def test_a_reward_of_no_use_is_refused_at_its_first_call(reward, why):
+    with pytest.raises(UsageError, match=why):
+        Scorer(reward)(PROBLEMS, GROUPS)
+
+
+def test_the_file_of_a_reward_can_import_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "neighbour_of_a_reward.py").write_text("def score(text): return float(len(text))\n")
+    (tmp_path / "mine.py").write_text(
+        "import neighbour_of_a_reward\n"
+        "def reward(completion, reference_answer):\n"
+        "    return neighbour_of_a_reward.score(completion)\n"
+    )
+    scorer = Scorer(load_reward(f"{tmp_path}/mine.py:reward"))
+    assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
+    assert sys.path[-1] == str(tmp_path)  # a neighbour hides no library
+
+
 # --- rewards as people write them -----------------------------------------------------------------
 
 
@@ -631,6 +707,7 @@ def test_columns_and_extras_reach_a_reward():
     assert seen == {
         "completion": "x", "answer": "2", "question": "1 + 1?", "level": 1,
         "answer_type": "number", "reasoning_format": "simple", "is_truncated": True,
+        "solution": "", "completion_ids": [],
     }  # fmt: skip
 
 

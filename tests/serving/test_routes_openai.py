@@ -110,7 +110,11 @@ def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
     assert len(info.value.response.content) < 3000
 
 
+OF_VLLM = {"best_of": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": -1}
 NEUTRAL = {
+    "logit_bias": {}, "top_logprobs": None, "functions": [], "function_call": "none",
+    "parallel_tool_calls": True, "store": False, "metadata": {"run": "7"}, "service_tier": "auto",
+    "modalities": ["text"], "extra_body": OF_VLLM | {"reasoning_effort": None},
     "frequency_penalty": 0,
     "presence_penalty": 0.0,
     "logprobs": False,
@@ -119,7 +123,7 @@ NEUTRAL = {
     "user": "someone",
     "top_p": 1,
     "temperature": 0,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -147,9 +151,6 @@ def test_what_is_taken(client, asked, content):
         {"stop": ["x", "</answer>"]},  # could end nothing
         {"stop": "5<answer>"},
         {"stream_options": {"include_usage": True}},
-        {"extra_body": {"top_k": 5}},
-        {"extra_body": {"messages": [{"role": "assistant", "content": "x"}]}},
-        {"extra_body": {"messages": [{"role": "tool", "content": "x"}]}},
         {"extra_body": {"messages": []}},
     ],
 )
@@ -158,6 +159,62 @@ def test_what_we_do_not_have_is_refused(client, asked):
         ask(client, **asked)
     assert refused.value.code == "validation"
     assert refused.value.type == "invalid_request_error"
+
+
+def said_of(client, **body):
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        ask(client, extra_body=body)
+    return refused.value.body["message"]
+
+
+def last(content, **others):
+    return {"messages": [{"role": "user", "content": content, **others}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"top_k": 5}, "top_k: it is not offered here: send -1 or 0 or null"),
+        ({"presence_penalty": 0.5}, "presence_penalty: a penalty is not offered here: send 0"),
+        ({"logprobs": True}, "logprobs: a log-probability is not offered here: send false"),
+        ({"best_of": True}, "best_of: it is not offered here: send 1 or null"),
+        ({"tools": [{}]}, "tools: a tool is not offered here: send [] or null"),
+        ({"reasoning_effort": "low"}, "reasoning_effort: it (send thinking_budget) is not offered"),
+        ({"n": 0}, "n: must be at least 1"),
+        ({"n": "two"}, "n: must be a whole number"),
+        ({"colour": 1}, "colour: there is no such field"),
+        (last([{"type": "image_url", "image_url": {"url": "x"}}]), "images are not offered here"),
+        (last(None), "messages.0: content is missing"),
+        (last(7), "messages.0: content must be a text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "a message of a tool is not offered"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message must be the us"),
+    ],
+)
+def test_what_is_not_offered_is_named(client, body, said):
+    assert said in said_of(client, **body)
+
+
+def test_histories_as_frameworks_send_them_back(client, submitted, tokenizer):
+    history = [
+        {"role": "user", "content": "one", "name": "ann"},
+        {"role": "user", "content": [{"type": "text", "text": "more", "cache_control": {"a": 1}}]},
+        {"role": "assistant", "content": None, "tool_calls": [], "annotations": []},
+        {"role": "assistant", "content": "four"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "two and three"},
+    ]
+    reply = client.chat.completions.create(model="tuned", messages=history)
+    assert reply.choices[0].message.content == "5"
+    text = tokenizer.decode(submitted[-1].prompt)
+    turns = [("user", "one\n\nmore"), ("assistant", "four"), ("user", "two and three")]
+    shown = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    assert f"\nBe brief.<|im_end|>\n{shown}" in text
+
+
+def test_one_model_is_described(client):
+    assert client.models.retrieve("tuned").id == "tuned"
+    with pytest.raises(openai.NotFoundError, match="/v1/models lists them"):
+        client.models.retrieve("typo")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
