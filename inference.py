@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, apply_experiences, load_experiences
+from rlm.grading import ANSWER_TYPES
 from rlm.model import ADAPTER, QUANTIZATIONS
 from rlm.reasoner import (
     HOW_TO_TRAIN,
@@ -73,6 +74,12 @@ class InferenceConfig:
     tool: str = flag(
         "auto",
         "tool that writes into answers: calculator, FILE.py:NAME, none; auto: as in training",
+    )
+    answer_type: str | None = flag(
+        None,
+        "what the answer is to be",
+        choices=ANSWER_TYPES,
+        default_text="as in training; number for a base alone",
     )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion, in tokens", min=1)
@@ -158,6 +165,7 @@ def main(config: InferenceConfig) -> int:
     temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
     options = {"seed": config.seed, "n": config.n, "budget": config.budget}
+    options["answer_type"] = config.answer_type
     for question in _questions(config):
         if not question.strip():
             raise UsageError("the question is empty")
@@ -238,6 +246,7 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
 def _as_json(reply: Reply) -> dict[str, object]:
     votes, calls = reply.answer.vote_counts, reply.answer.tool_calls
     return asdict(reply.answer.shown) | {
+        "answer_type": reply.answer.answer_type,
         "vote": asdict(votes) if votes else None,
         **({"tool_calls": list(map(asdict, calls))} if calls else {}),
         "prompt_tokens": reply.usage.prompt_tokens,

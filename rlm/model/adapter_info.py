@@ -10,6 +10,7 @@ from typing import Any
 
 from rlm.cli import UsageError
 from rlm.data import FORMATS, Format, read_system_prompt
+from rlm.grading import ANSWER_TYPES, AnswerType
 from rlm.tools import Calculator
 
 TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
@@ -28,6 +29,7 @@ class AdapterInfo:
 
     quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
     system_prompt: a user's own; None: the format's. tool: as --tool names it.
+    answer_types: what its answers are; where its data mixed several, the most frequent first.
     run: all of run.json.
     """
 
@@ -40,6 +42,7 @@ class AdapterInfo:
     reasoning_format: str = "deepseek"
     system_prompt: str | None = None
     tool: str = "none"
+    answer_types: tuple[AnswerType, ...] = ("number",)
     run: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -62,6 +65,11 @@ class AdapterInfo:
             said[name] = run.get(name)
         if run.get("use_4bit"):  # what --quantize was called before
             said["quantize"] = said["quantize"] or "4bit"
+        if kinds := run.get("answer_types"):
+            if not isinstance(kinds, list) or not {*kinds} <= {*ANSWER_TYPES}:
+                known = ", ".join(ANSWER_TYPES)
+                raise UsageError(f"{file}: answer_types are {kinds!r:.60}; known are {known}")
+            said["answer_types"] = tuple(kinds)
         return cls(path, run=run, **{k: v for k, v in said.items() if v is not None})
 
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
@@ -93,8 +101,17 @@ class AdapterInfo:
 
     @property
     def format(self) -> Format:
-        """The tags and the system prompt of training."""
-        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+        """The tags, the system prompt and the (most frequent) kind of answer of training."""
+        format = FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+        return format.with_answer_type(self.answer_types[0])
+
+    def describe_prompts(self) -> str:
+        """The part of a model card that says which system prompts it was trained with."""
+        formats = map(self.format.with_answer_type, self.answer_types)
+        prompts = dict.fromkeys(format.system_prompt for format in formats)
+        what = "this system prompt" if len(prompts) == 1 else "these system prompts"
+        blocks = [f"```\n{prompt}\n```" for prompt in prompts]
+        return "\n\n".join([f"It was trained with {what} and no other:", *blocks]) + "\n"
 
     def resolve_system_prompt(self, asked: str | None = None) -> str | None:
         """The system prompt that is asked for (a text or a file), else that of training."""

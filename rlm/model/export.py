@@ -37,12 +37,7 @@ tags: [grpo, reasoning]
 ---
 `{base}` ({hash}) with the adapter `{adapter}` merged into it in fp32. The base's licence holds.
 
-It was trained with this system prompt and no other:
-
-```
-{system_prompt}
-```
-"""
+{system_prompts}"""
 
 
 def check_output(path: Path, option: str = "--output") -> None:
@@ -191,7 +186,7 @@ def save_merged(
             "base": info.base_model or merged.config.name_or_path,
             "hash": info.base_hash or "no hash recorded",
             "adapter": adapter,
-            "system_prompt": info.format.ask_for("number"),
+            "system_prompts": info.describe_prompts(),
         }
         (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
         mode = (scratch / "README.md").stat().st_mode

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import command_of
 from rlm.data import render_prompt
+from rlm.grading import AnswerType
 from rlm.model import ADAPTER, AdapterInfo
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
@@ -96,6 +97,7 @@ def ask(
     n: int = 1,
     budget: int | None = None,
     examples: Sequence[tuple[str, str]] = (),
+    answer_type: AnswerType | None = None,
     on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
     """Draw n answers to a question, which vote.
@@ -104,12 +106,14 @@ def ask(
         model: what `load_rlm_model` has loaded.
         budget: most tokens of reasoning; None: as many as leave room for an answer.
         examples: earlier turns, (question, completion).
+        answer_type: what the answer is to be; None: as in training.
         on_text: called with each new piece of the first answer, and whether a tool wrote it.
     """
     from rlm.sampling import Request, prompt_seed
 
     started, shown = time.monotonic(), 0
     format, sampler = model.rlm_format, model.rlm_sampler
+    format = format.with_answer_type(answer_type or format.answer_type)
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
     limits = {"n": n, "max_new_tokens": length, "budget": budget}

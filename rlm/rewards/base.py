@@ -10,7 +10,7 @@ from typing import Any
 Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 # Given to a plain function only if it names them: TRL's **kwargs hold columns and no more.
-EXTRAS = ("reasoning_format", "is_truncated", "answer_type")
+EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
     "f(prompts, completions, answer, **columns) -> list of floats, or subclass "
@@ -23,8 +23,9 @@ class RewardFunction:
 
     Its weight in a sum is a class attribute, or given to `super().__init__(weight=2.0)`.
     Columns are keywords: `question`, the data set's own fields, `reasoning_format` (the name of
-    the tags in use) and `is_truncated` (there is no end token). A `__call__` without `**columns`
-    is given those that it names.
+    the tags in use), `answer_type`, `is_truncated` (there is no end token) and `strict_verdict`
+    (a `Verdict`: what the strict grading says). A `__call__` without `**columns` is given those
+    that it names.
     """
 
     weight: float = 1.0

@@ -12,13 +12,15 @@ import inspect
 import math
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem
+from rlm.data import FORMATS, Problem
+from rlm.grading import Verdict
 from rlm.rewards import functions
 from rlm.rewards.base import (
     FunctionReward,
@@ -40,10 +42,13 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 @dataclass
 class Scores:
-    """rewards[p][g] of each rollout, and metrics for the log (`reward/…`, `reason/…`)."""
+    """rewards[p][g] of each rollout, metrics for the log (`reward/…`, `reason/…`), and the reasons
+    of the strict verdicts, whatever the reward is; none where a recipe has verdicts of its own.
+    """
 
     rewards: list[list[Reward]]
     metrics: dict[str, float] = field(default_factory=dict)
+    reasons: list[list[str]] = field(default_factory=list)  # of rlm.grading, [p][g]
 
 
 class Scorer:
@@ -79,13 +84,18 @@ class Scorer:
     ) -> Scores:
         """Score the groups of texts; `truncated` says of each whether it has no end token."""
         truncated = truncated or [[False] * len(group) for group in groups]
-        rollouts = [
-            (text, problem.answer, self._columns(problem, cut))
-            for problem, texts, cuts in zip(problems, groups, truncated, strict=True)
-            for text, cut in zip(texts, cuts, strict=True)
+        verdicts = [
+            [self._grade(text, problem) for text in texts]
+            for problem, texts in zip(problems, groups, strict=True)
         ]
+        rollouts = [
+            (text, problem.answer, self._columns(problem, cut, verdict))
+            for problem, *parts in zip(problems, groups, truncated, verdicts, strict=True)
+            for text, cut, verdict in zip(*parts, strict=True)
+        ]
+        reasons = [[verdict.reason for verdict in group] for group in verdicts]
         if not rollouts:
-            return Scores([[] for _ in groups])
+            return Scores([[] for _ in groups], reasons=reasons)
         self.reward.pop_metrics()  # of an evaluation in between: not this step's
         if is_built_in(self.reward):
             found = list(starmap(self._ask, rollouts))
@@ -94,19 +104,28 @@ class Scorer:
         rewards = list(map(_to_reward, found))
         failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
-        metrics = {n: total / len(rollouts) for n, total in self.reward.pop_metrics().items()}
+        counts = {"correct": 0, **Counter(sorted(chain(*reasons)))}
+        sums = {f"reason/{reason}": count for reason, count in counts.items()}
+        sums |= self.reward.pop_metrics()
+        metrics = {name: total / len(rollouts) for name, total in sums.items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
         values = iter(None if isinstance(value, REWARD_ERRORS) else value for value in rewards)
-        return Scores([[next(values) for _ in group] for group in groups], metrics)
+        return Scores([[next(values) for _ in group] for group in groups], metrics, reasons)
 
     def check_columns(self, problems: Sequence[Problem]) -> None:
         """Check that the data has what a reward function asks for by name, before work begins.
 
         Raises:
-            UsageError: a parameter without a default has no column.
+            UsageError: a parameter without a default has no column, or a reward compares answers
+                and an open answer is compared with nothing.
         """
-        there = set(self._columns(problems[0], False)).union(*(p.columns for p in problems))
+        if any(p.answer_type == "open" for p in problems) and _compares(self.reward):
+            raise UsageError(
+                "the data has open answers (answer_type), which no built-in reward can judge: give "
+                "one of your own, --reward FILE.py:NAME"
+            )
+        there = set(self._columns(problems[0])).union(*(p.columns for p in problems))
         for reward in _functions(self.reward):
             parameters = inspect.signature(reward.function).parameters.values()
             named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
@@ -116,13 +135,20 @@ class Scorer:
                     f"the data does not have; there are answer, {', '.join(sorted(there))}"
                 )
 
-    def _columns(self, problem: Problem, truncated: bool) -> dict[str, Any]:
+    def _grade(self, text: str, problem: Problem) -> Verdict:
+        format = FORMATS[self.reasoning_format].with_answer_type(problem.answer_type)
+        return format.grade(text, problem.answer, strict=True)
+
+    def _columns(
+        self, problem: Problem, truncated: bool = False, verdict: Verdict | None = None
+    ) -> dict[str, Any]:
         return {
             **problem.columns,
             "question": problem.question,
             "answer_type": problem.answer_type,
             "reasoning_format": self.reasoning_format,
             "is_truncated": truncated,
+            "strict_verdict": verdict,
         }
 
     def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
@@ -192,6 +218,12 @@ def _functions(reward: RewardFunction) -> list[FunctionReward]:
     own = [reward] if isinstance(reward, FunctionReward) else []
     own = [one for one in own if inspect.isroutine(one.function)]
     return own + [function for part in _parts(reward) for function in _functions(part)]
+
+
+def _compares(reward: RewardFunction) -> bool:
+    """Whether a reward, or a part of it, compares answers with the reference."""
+    own = isinstance(reward, functions.CorrectnessReward | functions.GSM8KReward)
+    return own or any(map(_compares, _parts(reward)))
 
 
 def is_built_in(reward: RewardFunction) -> bool:

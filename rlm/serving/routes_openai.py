@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rlm.grading import AnswerType
 from rlm.reasoner import read_answer
 from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
@@ -78,6 +79,7 @@ class ChatRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
+    answer_type: AnswerType | None = None  # ours, too
     user: Annotated[str, Field(max_length=256)] | None = None  # says who asks: changes nothing
     # Only what changes nothing:
     frequency_penalty: Zero | None = None
@@ -146,6 +148,7 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
         seed=secrets.randbits(62) if request.seed is None else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
+        answer_type=request.answer_type,
     )
 
 

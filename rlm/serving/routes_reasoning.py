@@ -78,7 +78,14 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     expected = request.expected_answer
-    verifier = verify(shown, expected, adapter.format) if expected else None
+    format, warnings = running.stream.format, length_warnings(running.stream)
+    is_open = format.answer_type == "open"
+    verifier = verify(shown, expected, format) if expected and not is_open else None
+    if expected and is_open:
+        warnings.append(
+            "expected_answer was compared with nothing: the answers here are open, and only the "
+            "reward of training could judge them"
+        )
     return ReasoningResponse(
         id=running.id,
         created=running.created,
@@ -87,6 +94,7 @@ def _report(
         reasoning=shown.reasoning,
         answer=shown.answer,
         final_answer=shown.final_answer,
+        answer_type=answer.answer_type,
         trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
         details=_details(answer, verifier, adapter),
         finish_reason=shown.finish_reason,
@@ -104,7 +112,7 @@ def _report(
         seed=request.seed,
         model=_model(service, running),
         experiences=list(running.experiences),
-        warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
+        warnings=(["tie"] if answer.vote.tie else []) + warnings,
     )
 
 
@@ -205,6 +213,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
         },
         "adapters": list(models.adapters),
         "default_adapter": models.default,
+        "answer_types": {name: one.answer_types for name, one in models.adapters.items()},
         "limits": {
             "prompt_chars": PROMPT_CHARS,
             "prompt_tokens": limits.prompt_tokens,

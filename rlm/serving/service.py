@@ -12,6 +12,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
+from rlm.grading import READERS
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
 from rlm.serving.engine import Engine, Limits, RunningRequest
@@ -75,7 +76,9 @@ class Service:
         self._admit(0)
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
-        prompt, used = await self._render(asked.prompt, adapter.format, examples, system)
+        format = adapter.format.with_answer_type(asked.answer_type or adapter.format.answer_type)
+        self._check_expected(asked, format)
+        prompt, used = await self._render(asked.prompt, format, examples, system)
         self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
@@ -86,7 +89,7 @@ class Service:
             seed=prompt_seed(asked.seed),
             stream=ReasoningStream(
                 self.tokenizer,
-                adapter.format,
+                format,
                 self.engine.stop_ids,
                 n=asked.n,
                 max_new_tokens=params.max_new_tokens,
@@ -169,6 +172,13 @@ class Service:
         if asked.n > 1 and temperature == 0:
             raise HTTPProblem(422, "validation", "n above 1 needs a temperature above 0", param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
+
+    def _check_expected(self, asked: ReasoningRequest, format: Format) -> None:
+        """Refuse a right answer that no answer of this kind could be equal to."""
+        kind, expected = format.answer_type, asked.expected_answer
+        if expected is not None and kind != "open" and READERS[kind](expected) is None:
+            detail = f"expected_answer: not a {kind}; for another kind send answer_type, too"
+            raise HTTPProblem(422, "validation", detail, param="expected_answer")
 
     async def _render(
         self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str

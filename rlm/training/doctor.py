@@ -132,7 +132,7 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
         opened = sum(f"<{other.reasoning_tag}>" in text for text in texts) / len(texts)
-        if other != format and opened > NOTABLE_SHARE and strict < NOTABLE_SHARE:
+        if other.tags != format.tags and opened > NOTABLE_SHARE and strict < NOTABLE_SHARE:
             yield Finding(
                 "parser mismatch",
                 f"{opened:.0%} of the completions think inside "
