@@ -106,7 +106,7 @@ def test_run_json_has_the_text(seen):
     for name in ("sft", "grpo"):
         info = AdapterInfo.load(seen[1] / name)
         assert info.system_prompt == OWN
-        assert info.format.ask_for("number") == OWN
+        assert info.format.system_prompt == OWN
         assert info.run["config"]["columns"] == "question=ask"  # GRPO found it in SFT's
 
 

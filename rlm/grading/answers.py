@@ -128,7 +128,7 @@ def _read_other(region: str, kind: AnswerType) -> Claim:
 
 
 def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
-    """As `_find`, for a choice or a text: tag, last box, "answer is", last line; open: all of it."""
+    """As `_find`, for other kinds: tag, last box, "answer is", last line; of an open answer all."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return _read_other(_MARKUP.sub(" ", inside), kind)
     if kind == "open":

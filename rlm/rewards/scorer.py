@@ -84,10 +84,10 @@ class Scorer:
     ) -> Scores:
         """Score the groups of texts; `truncated` says of each whether it has no end token."""
         truncated = truncated or [[False] * len(group) for group in groups]
-        verdicts = [
-            [self._grade(text, problem) for text in texts]
-            for problem, texts in zip(problems, groups, strict=True)
-        ]
+        verdicts = []  # made once: rewards, metrics and samples.jsonl go by these
+        for problem, texts in zip(problems, groups, strict=True):
+            format = FORMATS[self.reasoning_format].with_answer_type(problem.answer_type)
+            verdicts.append([format.grade(text, problem.answer, strict=True) for text in texts])
         rollouts = [
             (text, problem.answer, self._columns(problem, cut, verdict))
             for problem, *parts in zip(problems, groups, truncated, verdicts, strict=True)
@@ -134,10 +134,6 @@ class Scorer:
                     f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which "
                     f"the data does not have; there are answer, {', '.join(sorted(there))}"
                 )
-
-    def _grade(self, text: str, problem: Problem) -> Verdict:
-        format = FORMATS[self.reasoning_format].with_answer_type(problem.answer_type)
-        return format.grade(text, problem.answer, strict=True)
 
     def _columns(
         self, problem: Problem, truncated: bool = False, verdict: Verdict | None = None
