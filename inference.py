@@ -150,8 +150,6 @@ def generate_reasoning(
 
 
 def main(config: InferenceConfig) -> int:
-    from rlm.sampling import SamplingParams
-
     if config.merge or config.gguf:
         write_merged(config)
     if config.push_to_hub:
@@ -161,6 +159,8 @@ def main(config: InferenceConfig) -> int:
     library = load_experiences(config.experiences) if config.experiences else ()
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
+    from rlm.sampling import SamplingParams  # with torch, as late as can be
+
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
     temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)

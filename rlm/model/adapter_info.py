@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, command_of
 from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.grading import ANSWER_TYPES, AnswerType
 from rlm.tools import Calculator
@@ -21,6 +21,27 @@ ADAPTER = (
     if SHIPPED_ADAPTER.exists() and not TRAINED_ADAPTER.exists()
     else TRAINED_ADAPTER
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
+
+
+def check_adapter(path: Path, how_to_make: str) -> Path:
+    """Check that an adapter's files lie at the path, and return it.
+
+    Raises:
+        UsageError: they do not; the message says what to run.
+    """
+    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing and path.is_dir():
+        raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
+    if missing:
+        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
+        if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
+            there = [str(ADAPTER)]
+        others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
+        shown = others if there or not path.is_absolute() else ""
+        raise UsageError(f"adapter {path} does not exist{shown}; {how_to_make}")
+    return path
 
 
 @dataclass(frozen=True)

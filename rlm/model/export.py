@@ -13,14 +13,8 @@ from safetensors.torch import save
 
 from rlm.cli import UsageError, command_of, terminal
 from rlm.data import stop_token_ids
-from rlm.model.adapter_info import AdapterInfo
-from rlm.model.adapters import (
-    ADAPTER_FILES,
-    check_adapter,
-    check_base,
-    exported_tensors,
-    load_adapter,
-)
+from rlm.model.adapter_info import ADAPTER_FILES, AdapterInfo, check_adapter
+from rlm.model.adapters import check_base, exported_tensors, load_adapter
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
 from rlm.runs import check_space, check_writable, replace_json, sync, writing_beside

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlm.cli import command_of
 from rlm.data import render_prompt
 from rlm.grading import AnswerType
-from rlm.model import ADAPTER, AdapterInfo
+from rlm.model import ADAPTER, AdapterInfo, check_adapter
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
 from rlm.tools import Tool, as_tool, load_tool
@@ -47,10 +47,12 @@ def load_rlm_model(
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
     """
-    from rlm.model import (
+    adapter = Path(adapter)
+    if not base:
+        check_adapter(adapter, HOW_TO_TRAIN)
+    from rlm.model import (  # with torch, which a wrong path does not wait for
         EMBEDDED_MODEL,
         base_model_hash,
-        check_adapter,
         check_base,
         load_adapter,
         load_base,
@@ -61,11 +63,8 @@ def load_rlm_model(
     from rlm.sampling import Sampler, sampling_dtype
 
     prepare_process()
-    adapter = Path(adapter)
     if base and not adapter.exists():
         model = model or EMBEDDED_MODEL
-    elif not base:
-        check_adapter(adapter, HOW_TO_TRAIN)
     info = AdapterInfo.load(adapter)
     tool = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     model, quantize = info.resolve_base(model, quantize)

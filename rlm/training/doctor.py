@@ -44,7 +44,7 @@ def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     problems = fit_prompts(trainer, problems)
     plan_memory(trainer, problems, 0)
     metrics, findings = diagnose(trainer, problems)
-    shown = {name: f"{value:.1%}" for name, value in metrics.items()}
+    shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
     terminal.facts(
         f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
         {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
