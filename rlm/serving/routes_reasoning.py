@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rlm.grading import READERS, AnswerType
 from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
     Answer,
@@ -79,13 +80,11 @@ def _report(
     seconds = time.monotonic() - running.started
     expected = request.expected_answer
     format, warnings = running.stream.format, length_warnings(running.stream)
-    is_open = format.answer_type == "open"
-    verifier = verify(shown, expected, format) if expected and not is_open else None
-    if expected and is_open:
-        warnings.append(
-            "expected_answer was compared with nothing: the answers here are open, and only the "
-            "reward of training could judge them"
-        )
+    verifier = None
+    if expected and (why := _incomparable(expected, format.answer_type)):
+        warnings.append(f"expected_answer was compared with nothing: {why}")
+    elif expected:
+        verifier = verify(shown, expected, format)
     return ReasoningResponse(
         id=running.id,
         created=running.created,
@@ -114,6 +113,13 @@ def _report(
         experiences=list(running.experiences),
         warnings=(["tie"] if answer.vote.tie else []) + warnings,
     )
+
+
+def _incomparable(expected: str, kind: AnswerType) -> str:
+    """Why a right answer cannot be compared with answers of this kind; "" if it can."""
+    if kind == "open":
+        return "the answers here are open, and only the reward of training could judge them"
+    return "" if READERS[kind](expected) is not None else f"it is not a {kind} (answer_type)"
 
 
 def _details(

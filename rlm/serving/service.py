@@ -12,7 +12,6 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
-from rlm.grading import READERS
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
 from rlm.serving.engine import Engine, Limits, RunningRequest
@@ -77,7 +76,6 @@ class Service:
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
         format = adapter.format.with_answer_type(asked.answer_type or adapter.format.answer_type)
-        self._check_expected(asked, format)
         prompt, used = await self._render(asked.prompt, format, examples, system)
         self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
@@ -172,13 +170,6 @@ class Service:
         if asked.n > 1 and temperature == 0:
             raise HTTPProblem(422, "validation", "n above 1 needs a temperature above 0", param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
-
-    def _check_expected(self, asked: ReasoningRequest, format: Format) -> None:
-        """Refuse a right answer that no answer of this kind could be equal to."""
-        kind, expected = format.answer_type, asked.expected_answer
-        if expected is not None and kind != "open" and READERS[kind](expected) is None:
-            detail = f"expected_answer: not a {kind}; for another kind send answer_type, too"
-            raise HTTPProblem(422, "validation", detail, param="expected_answer")
 
     async def _render(
         self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str

@@ -99,7 +99,9 @@ def test_an_answer_is_read_and_never_computed(server, said):
     server.sampler.script["computed"] = f"<think>\nx\n</think>\n<answer>{said}</answer>"
     body = server.post({"prompt": "computed", "n": 2, "expected_answer": "9**9**9**9"}).json()
     assert (body["answer"], body["final_answer"], body["vote"]["valid"]) == (said, None, 0)
-    assert not body["verifier"]["correct"]
+    assert body["verifier"] is None  # no verdict is better than one of nothing
+    (warning,) = body["warnings"]
+    assert "it is not a number" in warning
 
 
 def test_the_stream_adds_up_to_the_whole(server):
