@@ -21,8 +21,10 @@ if __name__ == "evaluate":  # a library means Hugging Face's package; ours is rl
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 from rlm.cli import Interrupted, UsageError, run_main, terminal, to_dict
@@ -37,6 +39,7 @@ from rlm.evaluation import (
     pairs_to_compare,
     write_report,
 )
+from rlm.rewards import Scorer, load_reward
 from rlm.tools import Calculator, Tool, load_tool
 
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
@@ -88,12 +91,14 @@ def evaluate_row(
     kinds: Sequence[str] = ("greedy", "sampled"),
     record: RowRecord | None = None,
     tool: Tool | None = None,
+    scorer: Scorer | None = None,
 ) -> dict[str, Evaluation]:
     """Evaluate one model: "greedy" results, and "sampled" ones if --samples asks for them.
 
     Args:
         tool: what --tool names.
         record: where they are kept; what is there already is not drawn again.
+        scorer: of --reward.
     """
     from rlm.sampling import Sampler, sampling_dtype
 
@@ -125,6 +130,10 @@ def evaluate_row(
                 )
             if record:
                 record.add(kind, decoding, found)
+        if scorer:
+            texts = [[graded.text for graded in group] for group in found.groups]
+            cut = [[graded.truncated for graded in group] for group in found.groups]
+            found = replace(found, rewards=scorer(found.problems, texts, cut).rewards)
         results[kind] = found
     terminal.line(f"{name}: done in {terminal.duration(time.monotonic() - started)}")
     return results
@@ -156,10 +165,41 @@ def made_of(
     }
 
 
+def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer | None:
+    """The scorer of --reward; None without it.
+
+    Raises:
+        UsageError: there is no such reward, or the data lacks a column that it asks for; or there
+            is none and nothing else can judge these problems.
+    """
+    if config.reward:
+        scorer = Scorer(load_reward(config.reward), config.reasoning_format)
+        scorer.check_columns(problems)
+        return scorer
+    if all(problem.answer_type == "open" for problem in problems):
+        raise UsageError(
+            f"the answers of {config.dataset} are open (answer_type): give the reward that judges "
+            "them, --reward FILE.py:NAME"
+        )
+    return None
+
+
+def same_weights(adapters: Mapping[str, Path]) -> list[list[str]]:
+    """The pairs of rows whose adapters hold the same tensors."""
+    from rlm.model import ADAPTER_FILES
+    from rlm.runs import file_hash
+
+    hashes = {name: file_hash(path / ADAPTER_FILES[1]) for name, path in adapters.items()}
+    return [[a, b] for a, b in combinations(hashes, 2) if hashes[a] == hashes[b]]
+
+
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         return audit_run(config.run_dir, config.output, config.max_samples)
-    from rlm.model import (
+    choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
+    problems = load_problems(config.dataset, config.split, **choice)
+    tool, scorer = load_tool(config.tool), make_scorer(config, problems)
+    from rlm.model import (  # with torch, which no mistake above waits for
         EMBEDDED_MODEL,
         base_model_hash,
         check_base,
@@ -172,12 +212,12 @@ def main(config: EvaluateConfig) -> int:
     )
 
     prepare_process()
-    tool = load_tool(config.tool)
     device, weights = pick_device(), base_model_hash(config.model)
     for path in config.adapters.values():
         check_base(path, config.model, weights)
-    choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
-    problems = load_problems(config.dataset, config.split, **choice)
+    same = same_weights(config.adapters)
+    for pair in same:
+        terminal.line(f"{' and '.join(pair)} hold the same weights: their rows will be the same")
     tokenizer, journal = load_tokenizer(config.model), open_journal(config.output, config.resume)
     base = load_base(config.model, device, quantize=config.quantize)
     asked = len(problems)
@@ -194,7 +234,7 @@ def main(config: EvaluateConfig) -> int:
             origin = made_of(config, weights, adapter, str(device), problems, shown)
             row = (name, model, tokenizer, problems, shown, config)
             record = RowRecord(journal, name, origin)
-            results[name] = evaluate_row(*row, record=record, tool=tool)
+            results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
             base = model.unload() if adapter else base  # nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:
@@ -205,6 +245,7 @@ def main(config: EvaluateConfig) -> int:
     note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
     made_with |= {"left_out": asked - len(problems)}  # too long for the model
+    made_with |= {"same_weights": same}
     pairs = pairs_to_compare(list(results), config.adapters)
     write_report(results, pairs, data, {"config": to_dict(config), **made_with}, config.output)
     return 0

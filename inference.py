@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, apply_experiences, load_experiences
+from rlm.grading import ANSWER_TYPES
 from rlm.model import ADAPTER, QUANTIZATIONS
 from rlm.reasoner import (
     HOW_TO_TRAIN,
@@ -72,6 +73,12 @@ class InferenceConfig:
     tool: str = flag(
         "auto",
         "tool that writes into answers: calculator, FILE.py:NAME, none; auto: as in training",
+    )
+    answer_type: str | None = flag(
+        None,
+        "what the answer is to be",
+        choices=ANSWER_TYPES,
+        default_text="as in training; number for a base alone",
     )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion, in tokens", min=1)
@@ -142,8 +149,6 @@ def generate_reasoning(
 
 
 def main(config: InferenceConfig) -> int:
-    from rlm.sampling import SamplingParams
-
     if config.merge or config.gguf:
         write_merged(config)
     if config.push_to_hub:
@@ -155,10 +160,13 @@ def main(config: InferenceConfig) -> int:
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
     if not config.json and (note := model.rlm_sampler.batch_note):
         terminal.line(note)
+    from rlm.sampling import SamplingParams  # with torch, as late as can be
+
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
     temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
     options = {"seed": config.seed, "n": config.n, "budget": config.budget}
+    options["answer_type"] = config.answer_type
     for question in _questions(config):
         if not question.strip():
             raise UsageError("the question is empty")
@@ -245,6 +253,7 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
 def _as_json(reply: Reply) -> dict[str, object]:
     votes, calls = reply.answer.vote_counts, reply.answer.tool_calls
     return asdict(reply.answer.shown) | {
+        "answer_type": reply.answer.answer_type,
         "vote": asdict(votes) if votes else None,
         **({"tool_calls": list(map(asdict, calls))} if calls else {}),
         "prompt_tokens": reply.usage.prompt_tokens,

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, load_experiences
-from rlm.model import ADAPTER, QUANTIZATIONS
+from rlm.model import ADAPTER, QUANTIZATIONS, check_adapter
+from rlm.reasoner import HOW_TO_TRAIN
 
 if TYPE_CHECKING:
     from rlm.serving import AllowedHosts, Keys, Service
@@ -104,7 +105,8 @@ class ServerConfig:
 
 
 def main(config: ServerConfig) -> int:
-    from rlm.model import prepare_process
+    if not config.base:
+        check_adapter(config.adapter, HOW_TO_TRAIN)  # needs nothing of what is imported now
     from rlm.serving import Keys, is_loopback, listen, load_keys, new_key
     from rlm.serving import logging as logs
 
@@ -128,6 +130,8 @@ def main(config: ServerConfig) -> int:
             "open: whoever knows this server's public name may use it, without a key, "
             f"{limits if config.public else without}"
         )
+    from rlm.model import prepare_process
+
     listening = listen(config.host, config.port)
     prepare_process()
     logs.configure(sys.stderr)

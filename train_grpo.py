@@ -38,7 +38,14 @@ from torch import Tensor
 
 from rlm.cli import terminal
 from rlm.data import FORMATS, Problem, render_problem
-from rlm.model import Device, base_model_hash, load_tokenizer, prepare_process, release_memory
+from rlm.model import (
+    AdapterInfo,
+    Device,
+    base_model_hash,
+    load_tokenizer,
+    prepare_process,
+    release_memory,
+)
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.sampling import SamplingParams
 from rlm.tools import Tool
@@ -125,6 +132,8 @@ class GRPOTrainer:
         self.config, tool = resolve_start(config or GRPOConfig(), *start)
         config = self.config
         self.format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
+        start = AdapterInfo.load(config.sft_adapter) if config.sft_adapter else AdapterInfo(Path())
+        self.answer_types = start.answer_types  # until the data says it
         self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(device)
         self.model = self.policy  # its name elsewhere
@@ -223,7 +232,7 @@ class GRPOTrainer:
                 scores = self.scorer(mine, texts, truncated, token_ids)
             reward_metrics.append((len(mine), scores.metrics))
             # From here on every process knows the whole step; alone, nothing happens.
-            scored = zip(mine, prompts, sampled, texts, scores.rewards, strict=True)
+            scored = zip(mine, prompts, sampled, texts, scores.rewards, scores.reasons, strict=True)
             groups += [Group(*parts) for parts in distributed.gather(list(scored))]
         self.sampler.release()  # its memory is for learning now
         return groups, mean_metrics(distributed.gather([reward_metrics]))

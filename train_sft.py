@@ -27,7 +27,7 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is l
     check_command_line(SFTConfig, description=__doc__)
 
 from rlm.cli import UsageError, command_of, terminal, to_dict
-from rlm.data import FORMATS, Problem, load_problems
+from rlm.data import FORMATS, Problem, answer_types, load_problems
 from rlm.model import (
     AdapterInfo,
     Device,
@@ -126,7 +126,7 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
-        history = run_summary(config, base_hash, trainer, progress)
+        history = run_summary(config, base_hash, trainer, progress, problems)
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
@@ -153,7 +153,11 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
 
 
 def run_summary(
-    config: SFTConfig, base_hash: str, trainer: SFTTrainer, progress: CheckpointCallback
+    config: SFTConfig,
+    base_hash: str,
+    trainer: SFTTrainer,
+    progress: CheckpointCallback,
+    problems: Sequence[Problem],
 ) -> dict[str, object]:
     """The adapter's run.json: where it comes from."""
     return {
@@ -163,6 +167,7 @@ def run_summary(
         "start_adapter": str(config.adapter) if config.adapter else None,
         "quantize": config.quantize,
         "dataset": config.dataset,
+        "answer_types": list(answer_types(problems)),
         "examples": len(trainer.train_dataset),
         "config": to_dict(config),
         "step": trainer.state.global_step,

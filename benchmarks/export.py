@@ -29,7 +29,6 @@ from benchmarks.plain_generate import greedy
 from rlm.cli import flag, run_main, terminal
 from rlm.data import Problem, load_problems, render_problem, stop_token_ids
 from rlm.evaluation import percent, show_table, summarize_scores
-from rlm.grading import grade
 from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, load_tokenizer
 
 KINDS = ("f16", "q8_0")
@@ -108,7 +107,10 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     prompts = [render_problem(tokenizer, problem, info.format) for problem in problems]
     conversations = [
         [
-            {"role": "system", "content": info.format.ask_for(problem.answer_type)},
+            {
+                "role": "system",
+                "content": info.format.with_answer_type(problem.answer_type).system_prompt,
+            },
             {"role": "user", "content": problem.question},
         ]
         for problem in problems
@@ -131,8 +133,8 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
 
     def is_right(problem: Problem, ids: list[int]) -> bool:
         text = tokenizer.decode(ids)
-        kind, tags = problem.answer_type, info.format.tags
-        return grade(text, problem.answer, strict=True, kind=kind, **tags).correct
+        format = info.format.with_answer_type(problem.answer_type)
+        return format.grade(text, problem.answer, strict=True).correct
 
     figures = {}
     for name, found in answers.items():

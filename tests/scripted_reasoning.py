@@ -147,6 +147,7 @@ def result(
         "reasoning": reasoning,
         "answer": answer,
         "final_answer": final,
+        "answer_type": "number",
         "trace": [{"step": 1, "content": reasoning}, {"step": 2, "content": answer}],
         "details": {"stage": "grpo", "format": "strict" if final else "none", "reason": "ok"},
         "finish_reason": "stop",

@@ -92,6 +92,7 @@ def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
         "reasoning": "2 + 3 = 5",
         "answer": "5",
         "final_answer": "5",
+        "answer_type": "number",
         "finish_reason": "stop",
         "format": "strict",
         "thinking": {"status": "closed", "tokens": len("\n2 + 3 = 5\n"), "budget": None},

@@ -49,7 +49,7 @@ def test_lm_eval_is_given_this_task_and_the_system_prompt_of_training():
         assert words[words.index("--tasks") + 1] == TASK["task"]
         assert words[words.index("--include_path") + 1] == "examples/lm_eval"
     system = theirs[1][theirs[1].index("--system_instruction") + 1]
-    assert system == FORMATS["deepseek"].ask_for("number")
+    assert system == FORMATS["deepseek"].system_prompt
 
 
 def test_the_python_block_writes_what_the_task_reads(tmp_path, monkeypatch):

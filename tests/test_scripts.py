@@ -214,6 +214,40 @@ def test_sft_teaches_the_marks_where_the_tool_is_on(model_dir, capsys):
     assert run(train_sft, *options[:-1], "abacus") == 2
 
 
+def test_adapters_with_the_same_weights_are_named(trained, tmp_path, capsys):
+    shutil.copytree(trained / "sft", tmp_path / "copy")
+    rows = {"SFT": trained / "sft", "GRPO": trained / "grpo", "other": tmp_path / "copy"}
+    assert evaluate.same_weights(rows) == [["SFT", "other"]]
+    assert run(
+        evaluate, "--sft-adapter", trained / "sft", "--adapter", tmp_path / "copy", *DATA,
+        "--max-samples", 1, "--max-new-tokens", 2, "--few-shot", 0, "--output", tmp_path / "out",
+    ) == 0  # fmt: skip
+    assert "SFT and GRPO hold the same weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "reward", "said"),
+    [
+        ("open", "steps", "open answers (answer_type), which no built-in reward can judge"),
+        ("open", None, "give the reward that judges them, --reward FILE.py:NAME"),
+        ("text", "mine.py:columns", "asks for colour, which the data does not have"),
+    ],
+)
+def test_evaluate_refuses_a_reward_before_a_model_is_loaded(
+    kind, reward, said, trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def columns(completion, colour):\n    return 0.0\n")
+    Path("data.jsonl").write_text(
+        json.dumps({"question": "Who?", "answer": "I", "answer_type": kind})
+    )
+    adapter = ("--sft-adapter", trained / "sft", "--adapter", trained / "grpo")
+    judged = ("--reward", reward) if reward else ()
+    monkeypatch.setattr("rlm.model.base_model_hash", lambda _: pytest.fail("too late"))
+    assert run(evaluate, *adapter, "--dataset", "data.jsonl", *judged) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_evaluate_writes_its_files(trained, capsys):
     code = run(
         evaluate, "--sft-adapter", trained / "sft", "--adapter", trained / "grpo",

@@ -284,7 +284,7 @@ def _read_completion(text: str, rest: Row) -> dict[str, str]:
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
     if not any(rest.get(name) is not None for name in ("answer", "response")):
-        verdict = grade(text, "0", strict=False)  # only which number is there matters
+        verdict = grade(text, None, strict=False)
         if not verdict.is_answer:
             raise LeftOut("with a completion that ends with no number")
         is_plain = parse_number(verdict.answer) is not None  # "3 * 4 = 12" is not

@@ -25,13 +25,20 @@ from rlm.data.columns import (
     rename_columns,
     without_tags,
 )
-from rlm.grading import ANSWER_TYPES, READERS, gold_from_gsm8k, parse_number, split_completion
+from rlm.grading import (
+    ANSWER_TYPES,
+    READERS,
+    AnswerType,
+    gold_from_gsm8k,
+    parse_number,
+    split_completion,
+)
 
 logger = logging.getLogger(__name__)
 
 # No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
-TAKEN_FIELDS |= {"reasoning_format", "is_truncated"}
+TAKEN_FIELDS |= {"reasoning_format", "is_truncated", "strict_verdict"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
 NEEDED = (
     f"needed are rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
@@ -45,8 +52,8 @@ ANOTHER_ANSWER = "with another answer"
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its gold answer: a number as text that `parse_number` reads, or what
-    `answer_type` says (`rlm.grading.text`).
+    """A question and its gold answer, which the reader of its `answer_type` reads
+    (`rlm.grading.READERS`). An open answer has none that counts.
     """
 
     id: str  # unique in its data set; seeds what is sampled for the problem
@@ -54,11 +61,16 @@ class Problem:
     answer: str
     solution: str = ""  # worked, in words; "" where the data set has none
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # to rewards
-    answer_type: str = "number"
+    answer_type: AnswerType = "number"
 
 
 class NotAnAnswer(ValueError):
     """A reference answer is not of its row's `answer_type`."""
+
+
+def answer_types(problems: Iterable[Problem]) -> tuple[AnswerType, ...]:
+    """The kinds of answer in a data set, the most frequent first."""
+    return tuple(kind for kind, _ in Counter(p.answer_type for p in problems).most_common())
 
 
 def parse_rows(
@@ -151,6 +163,8 @@ def _refusal(source: str, number: int, error: Exception, how_many: str, row: byt
             '; for words or letters add "answer_type": "text" or "choice", for worked text that '
             "ends with the answer name its column: --columns completion=COLUMN"
         )
+    if isinstance(error, MissingColumn) and ANSWER_FIELDS[0] in str(error):
+        text += '; without reference answers add "answer_type": "open", and give a --reward'
     return text
 
 
@@ -193,10 +207,10 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         if not isinstance(row, Problem | Mapping):
             raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
+    # Rows that say what their answers are may have none: `parse_row` looks at each.
+    needed = (QUESTION_FIELDS, {*ANSWER_FIELDS, "answer_type"})
     has_answer_inside = bool(CHAT_FIELDS & columns.keys())
-    if not has_answer_inside and not all(
-        set(fields) & columns.keys() for fields in (QUESTION_FIELDS, ANSWER_FIELDS)
-    ):
+    if not has_answer_inside and not all(columns.keys() & {*fields} for fields in needed):
         raise UsageError(f"{name} has the columns {', '.join(map(str, columns))}: {NEEDED}")
 
     def parse(row: Problem | Row, default_id: str) -> Sequence[Problem]:
@@ -236,17 +250,15 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
 def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list[Problem]:
     """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
     row = read_choices(read_chat(row))
-    answer, solution = _text(row, *ANSWER_FIELDS), ""
-    kind = _text(row, "answer_type", default="number")
+    kind, solution = _text(row, "answer_type", default="number"), ""
     if kind not in ANSWER_TYPES:
         raise ValueError(f"answer_type is none of {', '.join(ANSWER_TYPES)}: {kind!r}")
-    if kind != "number":
-        if READERS[kind](answer) is None:
-            raise NotAnAnswer(f"the answer is no {kind}: {answer[:40]!r}")
-    elif "####" in answer:
+    has_none = kind == "open" and all(row.get(name) in (None, "") for name in ANSWER_FIELDS)
+    answer = "" if has_none else _text(row, *ANSWER_FIELDS)
+    if kind == "number" and "####" in answer:
         solution, answer = gold_from_gsm8k(answer, calculator_marks)
-    elif parse_number(answer) is None:
-        raise NotAnAnswer(f"the answer is not a number: {answer[:40]!r}")
+    elif kind != "open" and READERS[kind](answer) is None:
+        raise NotAnAnswer(f"the answer is not a {kind}: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
     columns = {k: v for k, v in row.items() if v is not None and k not in TAKEN_FIELDS}
     name, solution = _text(row, "id", default=default_id), without_tags(solution)

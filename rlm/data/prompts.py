@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm.cli import UsageError, find_choice, say_once, terminal
-from rlm.grading import without_boxes
+from rlm.grading import AnswerType, Verdict, grade, without_boxes
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -39,6 +39,13 @@ STRFTIME_NOW = (
 )
 MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text
 IGNORE_INDEX = -100  # the label of a token that is not learned: that of PyTorch's cross-entropy
+# What the system prompt asks for, by the kind of answer.
+ASKED_FOR: dict[AnswerType, str] = {
+    "number": "final number",
+    "choice": "letter of your choice",
+    "text": "final answer",
+    "open": "final answer",
+}
 # Stands where a message goes while the chat template is rendered; no template contains it.
 _PLACE = "\ue000{}\ue001"
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # what Python makes of a command line's broken UTF-8
@@ -49,7 +56,7 @@ _ENCODING = threading.Lock()
 
 @dataclass(frozen=True)
 class Format:
-    """Two tag names: a completion is reasoning in one, then the final number in the other.
+    """What a completion is asked to be: reasoning in one tag, then an answer of a kind in another.
 
     own_prompt: a user's system prompt in place of the one that asks for the tags.
     """
@@ -57,14 +64,23 @@ class Format:
     reasoning_tag: str
     answer_tag: str
     own_prompt: str | None = None
+    answer_type: AnswerType = "number"
 
     def with_prompt(self, text: str | None) -> Format:
         """The same tags with a user's system prompt; "" is a chat without one, None the usual."""
         return replace(self, own_prompt=text)
 
+    def with_answer_type(self, kind: AnswerType) -> Format:
+        """The same for answers of a kind: another prompt, another grading, other votes."""
+        return replace(self, answer_type=kind)
+
+    def grade(self, completion: str, gold: str | None, *, strict: bool) -> Verdict:
+        """`rlm.grading.grade` by these tags and this kind of answer."""
+        return grade(completion, gold, strict=strict, kind=self.answer_type, **self.tags)
+
     @property
     def tags(self) -> dict[str, str]:
-        """As `rlm.grading.answers.grade` takes them."""
+        """As `rlm.grading.grade` takes them."""
         return {"reasoning_tag": self.reasoning_tag, "answer_tag": self.answer_tag}
 
     @property
@@ -74,16 +90,12 @@ class Format:
 
     @property
     def system_prompt(self) -> str:
-        return self.ask_for("number")
-
-    def ask_for(self, answer_type: str) -> str:
-        """The system prompt for one of `rlm.grading.text.ANSWER_TYPES`."""
+        """A user's own; else the one that asks for the tags and the kind of answer."""
         if self.own_prompt is not None:
             return self.own_prompt
-        what = {"number": "final number", "choice": "letter of your choice", "text": "final answer"}
         return (
             f"Reason inside <{self.reasoning_tag}></{self.reasoning_tag}>, then give the "
-            f"{what[answer_type]} inside <{self.answer_tag}></{self.answer_tag}>."
+            f"{ASKED_FOR[self.answer_type]} inside <{self.answer_tag}></{self.answer_tag}>."
         )
 
     def completion(self, reasoning: str, answer: str) -> str:
@@ -175,7 +187,6 @@ def render_prompt(
     format: Format,
     *,
     examples: Sequence[tuple[str, str]] = (),
-    answer_type: str = "number",
     system_prompt: str | None = None,
 ) -> list[int]:
     """Token ids of the chat up to where the assistant begins to write.
@@ -187,7 +198,6 @@ def render_prompt(
 
     Args:
         examples: (question, completion) pairs shown as earlier turns (few-shot).
-        answer_type: what the format's own system prompt asks for.
         system_prompt: replaces the format's own, as plain text like the question; "" leaves it
             out.
 
@@ -196,7 +206,7 @@ def render_prompt(
             is no text.
     """
     if system_prompt is None:
-        system_prompt = format.ask_for(answer_type)
+        system_prompt = format.system_prompt
     turns = zip(cycle(("user", "assistant")), [*chain(*examples), question])
     messages = [
         {"role": role, "content": text.strip()}
@@ -294,8 +304,8 @@ def render_problem(
     tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format, **options: Any
 ) -> list[int]:
     """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
-    kind = problem.answer_type
-    return render_prompt(tokenizer, problem.question, format, answer_type=kind, **options)
+    format = format.with_answer_type(problem.answer_type)
+    return render_prompt(tokenizer, problem.question, format, **options)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -22,7 +22,6 @@ from pathlib import Path
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Format
 from rlm.evaluation.statistics import wilson_interval
-from rlm.grading import grade
 from rlm.runs import read_log, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
@@ -125,10 +124,8 @@ def audit_samples(
         for pair in zip(group["completions"], group["rewards"], strict=True)
     )
     for group, text, reward in islice(rollouts, limit):
-        gold, kind = group["answer"], group.get("answer_type", "number")
-        strict, lenient = (
-            grade(text, gold, strict=flag, kind=kind, **format.tags) for flag in (True, False)
-        )
+        gold, asked = group["answer"], format.with_answer_type(group.get("answer_type", "number"))
+        strict, lenient = (asked.grade(text, gold, strict=flag) for flag in (True, False))
         verdicts: dict[str, bool | None] = {"strict": strict.correct, "lenient": lenient.correct}
         if second:
             verdicts["math-verify"] = second(gold, text.rpartition(f"</{format.reasoning_tag}>")[2])

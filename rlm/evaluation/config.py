@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 256
 class EvaluateConfig:
     CHANGED_FIRST = (
         *("model", "dataset", "split", "max_samples", "sft_adapter", "adapter"),
-        *("samples", "max_new_tokens", "output", "resume"),
+        *("samples", "reward", "max_new_tokens", "output", "resume"),
     )
 
     model: str | None = flag(
@@ -56,6 +56,11 @@ class EvaluateConfig:
         0, "also sample this many completions of each problem: mean@k, maj@k and pass@k", min=0
     )
     temperature: float = flag(1.0, "temperature of these samples", above=0)
+    reward: str | None = flag(
+        None,
+        "also the mean of this reward: FILE.py:NAME or steps, as for training",
+        default_text="none; steps if the last adapter was trained with it",
+    )
     max_new_tokens: int = flag(
         MAX_NEW_TOKENS,
         "longest completion, in tokens",
@@ -137,6 +142,7 @@ class EvaluateConfig:
         values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
         values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
         values["tool"] = last.resolve_tool(given.get("tool", "auto"))
+        values["reward"] = given.get("reward") or reward_of(infos)
         trained_with = [info.run.get("config", {}).get("max_new_tokens") or 0 for info in infos]
         values.setdefault("max_new_tokens", max(MAX_NEW_TOKENS, *trained_with, 0))
         return values
@@ -152,6 +158,20 @@ class EvaluateConfig:
         options = {} if self.base_only else ADAPTERS
         paths = {name: getattr(self, option) for name, (option, _) in options.items()}
         return {name: path for name, path in paths.items() if path}
+
+
+def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
+    """The built-in reward that the last adapter was trained with.
+
+    One of the user's own is named in a line and not run: no code is run because a file beside an
+    adapter names it.
+    """
+    trained_with = [info.run.get("config", {}).get("reward") for info in adapters[-1:]]
+    reward = next(filter(None, trained_with), None)
+    if reward in (None, "steps"):
+        return reward
+    terminal.line(f"trained with a reward of its own: --reward {reward} shows its mean, too")
+    return None
 
 
 def without_hub(dataset: str) -> str:

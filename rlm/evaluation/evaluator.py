@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlm.data import Format, render_problem
 from rlm.evaluation.statistics import pass_at_k, summarize_scores
-from rlm.grading import Verdict, grade, has_wrong_equation, majority_score
+from rlm.grading import Verdict, has_wrong_equation, majority_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,11 +41,15 @@ class Graded:
 class Evaluation:
     """Problems and their groups of k graded completions. Every rate is over completions.
 
-    What has an interval is a dictionary of mean, low and high (`summarize_scores`).
+    What has an interval is a dictionary of mean, low and high (`summarize_scores`). Accuracy is of
+    the problems that have a reference answer.
+
+    rewards: of each completion, by a reward of the user's own; None where it gave no verdict.
     """
 
     problems: Sequence[Problem]
     groups: Sequence[Sequence[Graded]]
+    rewards: Sequence[Sequence[float | None]] | None = None
 
     @property
     def k(self) -> int:
@@ -55,27 +59,41 @@ class Evaluation:
     def completions(self) -> list[Graded]:
         return [graded for group in self.groups for graded in group]
 
+    @property
+    def comparable(self) -> list[tuple[Problem, Sequence[Graded]]]:
+        """The problems that have a reference answer to compare with, and their groups."""
+        pairs = zip(self.problems, self.groups, strict=True)
+        return [(problem, group) for problem, group in pairs if problem.answer_type != "open"]
+
     def per_problem(self, strict: bool) -> list[float]:
         """mean@k of each problem; 0 or 1 for k = 1."""
-        return [fmean(g.verdict(strict).correct for g in group) for group in self.groups]
+        return [fmean(g.verdict(strict).correct for g in group) for _, group in self.comparable]
+
+    def reward_per_problem(self) -> list[float | None]:
+        """Mean reward of each problem's completions; None where none has one."""
+        given = [[r for r in group if r is not None] for group in self.rewards or ()]
+        return [fmean(rewards) if rewards else None for rewards in given]
+
+    def mean_reward(self) -> dict[str, float]:
+        return summarize_scores([r for r in self.reward_per_problem() if r is not None])
 
     def accuracy(self, strict: bool) -> dict[str, float]:
         """mean@k; for k = 1 with `correct` and `total`."""
         return self._summary(self.per_problem(strict))
 
     def pass_at(self, k: int, strict: bool) -> dict[str, float]:
-        right = [sum(g.verdict(strict).correct for g in group) for group in self.groups]
+        right = [sum(g.verdict(strict).correct for g in group) for _, group in self.comparable]
         return summarize_scores([pass_at_k(self.k, c, k) for c in right])
 
     def majority_accuracy(self, strict: bool) -> dict[str, float]:
         """maj@k. Equal numbers are one answer."""
-        votes = [[g.verdict(strict) for g in group] for group in self.groups]
+        votes = [[g.verdict(strict) for g in group] for _, group in self.comparable]
         return summarize_scores(list(map(majority_score, votes)))
 
     def by_column(self, column: str, strict: bool) -> dict[str, dict[str, float]]:
         """Accuracy on the problems with each value of a column; {} if no problem has it."""
         scores: dict[str, list[float]] = {}
-        for problem, score in zip(self.problems, self.per_problem(strict), strict=True):
+        for (problem, _), score in zip(self.comparable, self.per_problem(strict), strict=True):
             if column in problem.columns:
                 scores.setdefault(str(problem.columns[column]), []).append(score)
         return {value: self._summary(scores[value]) for value in sorted(scores)}
@@ -162,8 +180,6 @@ def grade_completion(
     text: str, tokens: int, truncated: bool, problem: Problem, format: Format
 ) -> Graded:
     """Grade a completion of a problem strictly and leniently."""
-    strict, lenient = (
-        grade(text, problem.answer, strict=strict, kind=problem.answer_type, **format.tags)
-        for strict in (True, False)
-    )
-    return Graded(text, strict, lenient, tokens, truncated)
+    format = format.with_answer_type(problem.answer_type)
+    verdicts = [format.grade(text, problem.answer, strict=strict) for strict in (True, False)]
+    return Graded(text, *verdicts, tokens, truncated)

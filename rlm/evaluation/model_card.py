@@ -45,8 +45,7 @@ def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
         f"{what}. It reasons between `<{info.format.reasoning_tag}>` and "
         f"`</{info.format.reasoning_tag}>` and then gives its answer between "
         f"`<{info.format.answer_tag}>` and `</{info.format.answer_tag}>`.", "",
-        "It was trained with this system prompt and no other:", "",
-        "```", info.format.ask_for("number"), "```", "",
+        info.describe_prompts(),
         "## Training", "", *_training(run, parts), "",
         "## Measured", "", _measured(run), "",
         "## Licences", "",

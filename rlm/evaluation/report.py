@@ -89,10 +89,13 @@ def write_report(
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
         show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
-        for pair, by_grading in compared.items():
-            p = by_grading["strict"].get("mcnemar_p")
-            tested = "" if p is None else f", McNemar p = {p:.2g}"
-            terminal.line(f"  {pair}: {points(by_grading['strict'])} points strict{tested}")
+        for (a, b), found in zip(known, compared.values(), strict=True):
+            same = (
+                " (the two hold the same weights)"
+                if [a, b] in about.get("same_weights", ())
+                else ""
+            )
+            terminal.line(f"  {b} − {a}: {_difference(found)}{same}")
     if note:
         terminal.line(f"  {note}")
 
@@ -103,15 +106,18 @@ def write_report(
         bars = {
             name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
             for name, row in content["greedy"]["rows"].items()
+            if "strict" in row
         }
-        accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", note)
-    terminal.line(f"written: {output}/evaluation.json, accuracy.png, failures.jsonl")
+        if bars:
+            accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", note)
+    picture = "accuracy.png, " if bars else ""
+    terminal.line(f"written: {output}/evaluation.json, {picture}failures.jsonl")
 
 
 def summarize(result: Evaluation) -> dict[str, object]:
     """What evaluation.json says of a row; pass@k for k = 1, 2, 4, … and all samples."""
     summary: dict[str, object] = {}
-    for name, strict in GRADINGS.items():
+    for name, strict in GRADINGS.items() if result.comparable else ():
         summary[name] = grading = {
             "accuracy": result.accuracy(strict),
             "reasons": result.reasons(strict),
@@ -123,14 +129,21 @@ def summarize(result: Evaluation) -> dict[str, object]:
             ks = sorted({2**i for i in range(result.k.bit_length())} | {result.k})
             grading["majority"] = result.majority_accuracy(strict)
             grading["pass_at"] = {str(k): result.pass_at(k, strict) for k in ks}
+    if result.rewards is not None:
+        summary["reward"] = result.mean_reward()
     rates = ("format_rate", "truncated_rate", "length_mean")
     return summary | {name: getattr(result, name) for name in rates}
 
 
 def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
-    """b minus a, paired by problem, under both gradings."""
+    """b minus a, paired by problem, under both gradings, and by the reward where there is one."""
     compared = {}
-    for name, strict in GRADINGS.items():
+    if a.rewards is not None and b.rewards is not None:
+        pairs = zip(a.reward_per_problem(), b.reward_per_problem(), strict=True)
+        if judged := [pair for pair in pairs if None not in pair]:
+            found = asdict(paired_bootstrap(*zip(*judged, strict=True)))
+            compared["reward"] = {name: value / 100 for name, value in found.items()}
+    for name, strict in GRADINGS.items() if a.comparable else ():
         before, after = a.per_problem(strict), b.per_problem(strict)
         compared[name] = asdict(paired_bootstrap(before, after))
         if a.k == b.k == 1:
@@ -138,21 +151,40 @@ def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
     return compared
 
 
+def _difference(compared: Mapping[str, Mapping[str, float]]) -> str:
+    """What the terminal says of a comparison."""
+    parts = []
+    if strict := compared.get("strict"):
+        p = strict.get("mcnemar_p")
+        tested = "" if p is None else f", McNemar p = {p:.2g}"
+        parts.append(f"{points(strict)} points strict{tested}")
+    if reward := compared.get("reward"):
+        difference, low, high = (f"{reward[name]:+.3f}" for name in ("points", "low", "high"))
+        parts.append(f"reward {difference} ({low} to {high})")
+    return "; ".join(parts)
+
+
 def _cells(summary: Mapping) -> dict[str, str]:
-    cells = {name: percent(summary[name]["accuracy"]) for name in GRADINGS}
-    if "majority" in summary["strict"]:
-        k, passed = list(summary["strict"]["pass_at"].items())[-1]
-        cells[f"maj@{k}"] = f"{100 * summary['strict']['majority']['mean']:.1f}"
-        cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
-    flawed = summary["strict"]["right_with_wrong_equation"]["rate"]
-    cells["wrong equation"] = f"{100 * flawed:.0f}"  # of the right ones
+    cells = {}
+    if reward := summary.get("reward"):
+        mean, low, high = (f"{reward[name]:.2f}" for name in ("mean", "low", "high"))
+        cells["reward"] = f"{mean} ({low}–{high})"  # not per cent
+    if strict := summary.get("strict"):
+        cells |= {name: percent(summary[name]["accuracy"]) for name in GRADINGS}
+        if "majority" in strict:
+            k, passed = list(strict["pass_at"].items())[-1]
+            cells[f"maj@{k}"] = f"{100 * strict['majority']['mean']:.1f}"
+            cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
+        flawed = strict["right_with_wrong_equation"]["rate"]
+        cells["wrong equation"] = f"{100 * flawed:.0f}"  # of the right ones
     cells["format"] = f"{100 * summary['format_rate']:.0f}"
     cells["cut off"] = f"{100 * summary['truncated_rate']:.0f}"
     return cells | {"tokens": f"{summary['length_mean']:.0f}"}
 
 
 def failures(results: Mapping[str, Mapping[str, Evaluation]]) -> list[dict[str, object]]:
-    """Every greedy completion that is not right under strict grading, to read."""
+    """Every greedy completion that is not right under strict grading, to read; of an open answer
+    those that give none."""
     return [
         {
             "row": row,
@@ -165,5 +197,5 @@ def failures(results: Mapping[str, Mapping[str, Evaluation]]) -> list[dict[str, 
         }
         for row, kinds in results.items()
         for problem, (graded,) in zip(kinds["greedy"].problems, kinds["greedy"].groups, strict=True)
-        if not graded.strict.correct
+        if not (graded.strict.correct or graded.strict.reason == "ungraded")
     ]

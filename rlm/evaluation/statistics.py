@@ -50,12 +50,15 @@ def bootstrap_interval(
 
 
 def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[str, float]:
-    """mean, low and high of the problems' scores in 0…1.
+    """mean, low and high of the problems' scores.
 
     Args:
+        scores: without any, the three are NaN.
         trials: each is 0 or 1 and independent: Wilson's interval instead of the bootstrap's, and
             `correct` and `total` with it.
     """
+    if not len(scores):
+        return dict.fromkeys(("mean", "low", "high"), math.nan)
     mean, total = sum(scores) / len(scores), len(scores)
     if not trials:
         low, high = bootstrap_interval(scores)

@@ -8,7 +8,7 @@ EXPORTS = {
     "arithmetic": "evaluate_expression",
     "equations": "Equation find_equations has_wrong_equation",
     "numbers": "numbers_in parse_number",
-    "text": "ANSWER_TYPES READERS read_choice",
+    "text": "ANSWER_TYPES AnswerType READERS read_choice",
     "voting": "Vote majority_score majority_vote",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

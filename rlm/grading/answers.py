@@ -20,11 +20,12 @@ from rlm.grading.numbers import (
     parse_number,
     read_number,
 )
-from rlm.grading.text import READERS, read_text
+from rlm.grading.text import READERS, AnswerType, read_text
 
 REASONS: tuple[str, ...] = (
     "correct",  # one number, equal to the gold
     "wrong",  # one number, another one
+    "ungraded",  # one answer, and nothing to compare it with
     "gold_unreadable",  # the gold is not one number: never a reward, whatever the completion
     "no_reasoning",  # strict: no opening think tag
     "unclosed_reasoning",  # the thinking never ends: nothing after it can be an answer
@@ -45,7 +46,7 @@ _MAX_TEXT = 4000  # characters searched for an answer, counted from the end
 
 @dataclass(frozen=True)
 class Verdict:
-    """`value` is what was compared wherever the reason is correct or wrong."""
+    """`value` is what is compared wherever one answer was given (`is_answer`)."""
 
     correct: bool
     reason: str  # one of REASONS
@@ -54,12 +55,12 @@ class Verdict:
 
     @property
     def is_answer(self) -> bool:
-        """Whether one answer was given that could be compared, right or not."""
-        return self.reason in ("correct", "wrong")
+        """Whether one answer was given, right or not."""
+        return self.reason in ("correct", "wrong", "ungraded")
 
 
 def normalize_answer(answer: str) -> Hashable | None:
-    """What equal answers share: their number, or their text where they are none. For votes.
+    """What equal answers of an unknown kind share: their number, else their text. For votes.
 
     >>> normalize_answer("0.5") == normalize_answer("1/2")
     True
@@ -119,17 +120,19 @@ def _tagged(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
-def _read_other(region: str, kind: str) -> Claim:
-    """What a region says where the answer is a choice or a text."""
+def _read_other(region: str, kind: AnswerType) -> Claim:
+    """What a region says where the answer is no number."""
     value = READERS[kind](region)
     reason = "" if value is not None else "not_a_choice" if kind == "choice" else "no_answer"
     return Claim(value, region.strip(), reason)
 
 
-def _find_other(text: str, answer_tag: str, kind: str) -> Claim:
-    """As `_find`, for a choice or a text: tag, last box, "answer is", last line."""
+def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
+    """As `_find`, for other kinds: tag, last box, "answer is", last line; of an open answer all."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return _read_other(_MARKUP.sub(" ", inside), kind)
+    if kind == "open":
+        return _read_other(text, kind)
     text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
     if boxes := _boxes(text):
         return _read_other(re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", boxes[-1]), kind)
@@ -175,7 +178,7 @@ def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str
     return completion[start:end], completion[end + len(closing) :]
 
 
-def _strict(completion: str, reasoning_tag: str, answer_tag: str, kind: str) -> Claim:
+def _strict(completion: str, reasoning_tag: str, answer_tag: str, kind: AnswerType) -> Claim:
     rest, outside, blocks = completion, "", list[str]()
     for tag, name in (reasoning_tag, "reasoning"), (answer_tag, "answer"):
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -204,20 +207,23 @@ def _strict(completion: str, reasoning_tag: str, answer_tag: str, kind: str) -> 
 
 def grade(
     completion: str,
-    gold: str,
+    gold: str | None,
     *,
     strict: bool,
-    kind: str = "number",
+    kind: AnswerType = "number",
     reasoning_tag: str = "think",
     answer_tag: str = "answer",
 ) -> Verdict:
     """Is the final answer of a completion the gold one?
 
     Args:
-        kind: of `rlm.grading.text.ANSWER_TYPES`: a number, a letter, or a short text.
+        gold: None where there is none, so that the verdict only says which answer was given; of an
+            open answer it does not count.
+        kind: what an answer is.
     """
-    target = parse_number(gold) if kind == "number" else READERS[kind](gold)
-    if target is None:
+    compares = gold is not None and kind != "open"
+    target = READERS[kind](gold) if compares else None
+    if compares and target is None:
         return Verdict(False, "gold_unreadable", None)
     if strict:
         claim = _strict(completion, reasoning_tag, answer_tag, kind)
@@ -230,9 +236,10 @@ def grade(
             claim = _find(text, answer_tag)
         else:
             claim = _find_other(text, answer_tag, kind)
-    correct = claim.value == target
-    reason = claim.reason or ("correct" if correct else "wrong")
-    return Verdict(correct, reason, claim.text[:MAX_NUMBER].strip() or None, claim.value)
+    correct = compares and claim.value == target
+    reason = claim.reason or ("correct" if correct else "wrong" if compares else "ungraded")
+    longest = MAX_NUMBER if kind == "number" else _MAX_TEXT
+    return Verdict(correct, reason, claim.text[:longest].strip() or None, claim.value)
 
 
 def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:

@@ -1,11 +1,17 @@
-"""Answers that are no numbers: a choice (one letter) or a short text. Plain string functions."""
+"""The kinds of answer, and how a choice (one letter) or a text is read: plain string functions."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable, Hashable
+from typing import Literal, get_args
 
-ANSWER_TYPES = ("number", "choice", "text")
+from rlm.grading.numbers import parse_number
+
+# What an answer is. An open one is a text that is compared with nothing: a reward alone judges it.
+AnswerType = Literal["number", "choice", "text", "open"]
+ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
 MAX_CHOICE = 1000  # characters of an answer that chooses; the search below is quadratic
 
 _LETTER = re.compile(
@@ -50,4 +56,10 @@ def read_text(text: str) -> str | None:
     return plain or None
 
 
-READERS = {"choice": read_choice, "text": read_text}
+# What equal answers of a kind share (a number, a letter, words); None of what is no such answer.
+READERS: dict[AnswerType, Callable[[str], Hashable | None]] = {
+    "number": parse_number,
+    "choice": read_choice,
+    "text": read_text,
+    "open": read_text,
+}

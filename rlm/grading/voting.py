@@ -60,7 +60,8 @@ def majority_vote(
     """Count which answer is given most often (None abstains). 0.5 and 1/2 are one answer.
 
     Args:
-        key: what equal answers share; by default their number, or their text.
+        key: what equal answers share, such as a reader of `READERS`; by default their number, or
+            their text.
 
     >>> vote = majority_vote(["8", "7", "8.0", None])
     >>> vote.winner, vote.counts, vote.agreement, vote.members

@@ -4,10 +4,10 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "adapter_info": "ADAPTER AdapterInfo",
+    "adapter_info": "ADAPTER ADAPTER_FILES AdapterInfo HOW_TO_TRAIN_SFT check_adapter",
     "adapters": (
-        "ADAPTER_FILES HOW_TO_TRAIN_SFT active_lora_tensors adapter_hash adapter_mismatch "
-        "adapter_tensors check_adapter check_base load_adapter lora_layers merged_weight "
+        "active_lora_tensors adapter_hash adapter_mismatch "
+        "adapter_tensors check_base load_adapter lora_layers merged_weight "
         "new_adapter set_gradient_checkpointing using_adapter using_reference"
     ),
     "attention": "ATTN_IMPLEMENTATION softmax_scale",

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, command_of
 from rlm.data import FORMATS, Format, read_system_prompt
+from rlm.grading import ANSWER_TYPES, AnswerType
 from rlm.tools import Calculator
 
 ConfigType = TypeVar("ConfigType")  # GRPOConfig or SFTConfig, which a later layer has
@@ -21,6 +22,37 @@ ADAPTER = (
     if SHIPPED_ADAPTER.exists() and not TRAINED_ADAPTER.exists()
     else TRAINED_ADAPTER
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
+
+
+def check_adapter(path: Path, how_to_make: str) -> Path:
+    """Check that an adapter's files lie at the path, and return it.
+
+    Raises:
+        UsageError: they do not; the message says what to run.
+    """
+    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing and path.is_dir():
+        below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
+        if below:
+            how_to_make = f"name the folder in it: {', '.join(below)}"
+        elif (path / "adapter_model.bin").is_file():
+            how_to_make = (
+                "it has adapter_model.bin, which could run code when read; convert it where you "
+                "trust it: PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(NEW)"
+            )
+        raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
+    if path.is_file():
+        raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")
+    if missing:
+        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
+        if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
+            there = [str(ADAPTER)]
+        others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
+        shown = others if there or not path.is_absolute() else ""
+        raise UsageError(f"adapter {path} does not exist{shown}; {how_to_make}")
+    return path
 
 
 @dataclass(frozen=True)
@@ -30,6 +62,7 @@ class AdapterInfo:
     base_model: as run.json names it, else as PEFT's adapter_config.json does.
     quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
     system_prompt: a user's own; None: the format's. tool: as --tool names it.
+    answer_types: what its answers are; where its data mixed several, the most frequent first.
     run: all of run.json.
     """
 
@@ -42,6 +75,7 @@ class AdapterInfo:
     reasoning_format: str = "deepseek"
     system_prompt: str | None = None
     tool: str = "none"
+    answer_types: tuple[AnswerType, ...] = ("number",)
     run: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -64,6 +98,11 @@ class AdapterInfo:
             said[name] = run.get(name)
         if run.get("use_4bit"):  # what --quantize was called before
             said["quantize"] = said["quantize"] or "4bit"
+        if kinds := run.get("answer_types"):
+            if not isinstance(kinds, list) or not {*kinds} <= {*ANSWER_TYPES}:
+                known = ", ".join(ANSWER_TYPES)
+                raise UsageError(f"{file}: answer_types are {kinds!r:.60}; known are {known}")
+            said["answer_types"] = tuple(kinds)
         return cls(path, run=run, **{k: v for k, v in said.items() if v is not None})
 
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
@@ -99,8 +138,17 @@ class AdapterInfo:
 
     @property
     def format(self) -> Format:
-        """The tags and the system prompt of training."""
-        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+        """The tags, the system prompt and the (most frequent) kind of answer of training."""
+        format = FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+        return format.with_answer_type(self.answer_types[0])
+
+    def describe_prompts(self) -> str:
+        """The part of a model card that says which system prompts it was trained with."""
+        formats = map(self.format.with_answer_type, self.answer_types)
+        prompts = dict.fromkeys(format.system_prompt for format in formats)
+        what = "this system prompt" if len(prompts) == 1 else "these system prompts"
+        blocks = [f"```\n{prompt}\n```" for prompt in prompts]
+        return "\n\n".join([f"It was trained with {what} and no other:", *blocks]) + "\n"
 
     def resolve_system_prompt(self, asked: str | None = None) -> str | None:
         """The system prompt that is asked for (a text or a file), else that of training."""

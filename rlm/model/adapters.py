@@ -33,12 +33,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlm.cli import UsageError, command_of, tell
-from rlm.model.adapter_info import ADAPTER, AdapterInfo
+from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
 
-HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # a tensor's name ends so
 # Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything): with them it
 # is two matrices beside each of some linear layers, and the base is left as it is.
@@ -63,35 +61,6 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
             task_type="CAUSAL_LM",
         ),
     )
-
-
-def check_adapter(path: Path, how_to_make: str) -> Path:
-    """Check that an adapter's files lie at the path, and return it.
-
-    Raises:
-        UsageError: they do not; the message says what to run.
-    """
-    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
-    if missing and path.is_dir():
-        below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
-        if below:
-            how_to_make = f"name the folder in it: {', '.join(below)}"
-        elif (path / "adapter_model.bin").is_file():
-            how_to_make = (
-                "it has adapter_model.bin, which could run code when read; convert it where you "
-                "trust it: PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(NEW)"
-            )
-        raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
-    if path.is_file():
-        raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")
-    if missing:
-        there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
-        if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
-            there = [str(ADAPTER)]
-        others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
-        shown = others if there or not path.is_absolute() else ""
-        raise UsageError(f"adapter {path} does not exist{shown}; {how_to_make}")
-    return path
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:

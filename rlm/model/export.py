@@ -13,14 +13,8 @@ from safetensors.torch import save
 
 from rlm.cli import UsageError, command_of, terminal
 from rlm.data import stop_token_ids
-from rlm.model.adapter_info import AdapterInfo
-from rlm.model.adapters import (
-    ADAPTER_FILES,
-    check_adapter,
-    check_base,
-    exported_tensors,
-    load_adapter,
-)
+from rlm.model.adapter_info import ADAPTER_FILES, AdapterInfo, check_adapter
+from rlm.model.adapters import check_base, exported_tensors, load_adapter
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
 from rlm.runs import check_space, check_writable, replace_json, sync, writing_beside
@@ -37,12 +31,7 @@ tags: [grpo, reasoning]
 ---
 `{base}` ({hash}) with the adapter `{adapter}` merged into it in fp32. The base's licence holds.
 
-It was trained with this system prompt and no other:
-
-```
-{system_prompt}
-```
-"""
+{system_prompts}"""
 
 
 def check_output(path: Path, option: str = "--output") -> None:
@@ -191,7 +180,7 @@ def save_merged(
             "base": info.base_model or merged.config.name_or_path,
             "hash": info.base_hash or "no hash recorded",
             "adapter": adapter,
-            "system_prompt": info.format.ask_for("number"),
+            "system_prompts": info.describe_prompts(),
         }
         (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
         mode = (scratch / "README.md").stat().st_mode

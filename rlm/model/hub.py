@@ -16,8 +16,8 @@ SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Of run.json: what loading needs, and what was measured. The rest names places on this machine.
 PUBLISHED = (
-    "stage", "base_model", "base_hash", "quantize", "dataset", "step", "examples", "commit",
-    "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on", "seconds",
+    "stage", "base_model", "base_hash", "quantize", "dataset", "answer_types", "step", "examples",
+    "commit", "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on", "seconds",
 )  # fmt: skip
 PUBLISHED_CONFIG = (
     "reasoning_format", "system_prompt", "tool", "algorithm", "steps", "batch_size", "group_size",

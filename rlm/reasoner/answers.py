@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlm.data import Format
-from rlm.grading import Vote, grade, majority_vote
+from rlm.grading import READERS, AnswerType, Vote, majority_vote
 from rlm.reasoner.stream import ReasoningStream, ToolCall
 
 # Ends of sentences, for reasoning that is one long line. A point inside a number ends nothing.
@@ -43,8 +43,8 @@ class Sample:
 @dataclass(frozen=True)
 class Verification:
     expected: str
-    correct: bool  # graded as in training: format and number
-    correct_lenient: bool  # the number alone
+    correct: bool  # graded as in training: format and answer
+    correct_lenient: bool  # the answer alone
     reason: str
 
 
@@ -80,18 +80,19 @@ class Usage:
 class Answer:
     """All samples of one question: which is shown, and how sure it is.
 
+    answer_type: what was asked for, so that equal answers of this kind are one vote.
     calls: what a tool wrote in the `response` of each.
     """
 
     samples: list[Sample]
+    answer_type: AnswerType = "number"
     calls: list[list[ToolCall]] = field(default_factory=list)
 
     @cached_property
     def vote(self) -> Vote:
         """Only answers in the strict format vote."""
-        return majority_vote(
-            [s.final_answer if s.format == "strict" else None for s in self.samples]
-        )
+        answers = [s.final_answer if s.format == "strict" else None for s in self.samples]
+        return majority_vote(answers, READERS[self.answer_type])
 
     @property
     def shown(self) -> Sample:
@@ -133,17 +134,16 @@ def read_answer(stream: ReasoningStream) -> Answer:
     samples = [read_sample(stream, i) for i in range(len(stream.completions))]
     pairs = zip(samples, stream.completions, strict=True)
     calls = [[c for c in state.tool_calls if c.end <= len(s.response)] for s, state in pairs]
-    return Answer(samples, calls)
+    return Answer(samples, stream.format.answer_type, calls)
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
     """Read a finished completion of a request (there is no gold here, only a format)."""
-    state, tags = stream.completions[index], stream.format.tags
+    state, format = stream.completions[index], stream.format
     text = stream.tokenizer.decode(state.ids, skip_special_tokens=True)
     if state.parser.phase == "done":  # the stop text and what was drawn with it are not returned
         text = state.parser.until_stop(text)
-    # Only whether a number is there matters: a gold that it is compared with has to be given.
-    strict, lenient = (grade(text, "0", strict=strict, **tags) for strict in (True, False))
+    strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None
     drawn = state.logprobs
     return Sample(
@@ -186,6 +186,7 @@ def trace(sample: Sample) -> list[str]:
 
 def verify(sample: Sample, expected: str, format: Format) -> Verification:
     """Grade a sample against the right answer, as in training and leniently."""
-    strict = grade(sample.response, expected, strict=True, **format.tags)
-    lenient = grade(sample.response, expected, strict=False, **format.tags)
+    strict, lenient = (
+        format.grade(sample.response, expected, strict=strict) for strict in (True, False)
+    )
     return Verification(expected, strict.correct, lenient.correct, strict.reason)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import command_of
 from rlm.data import render_prompt
-from rlm.model import ADAPTER, AdapterInfo
+from rlm.grading import AnswerType
+from rlm.model import ADAPTER, AdapterInfo, check_adapter
 from rlm.reasoner.answers import Answer, Usage, read_answer
 from rlm.reasoner.stream import ReasoningStream
 from rlm.tools import Tool, as_tool, load_tool
@@ -46,10 +47,12 @@ def load_rlm_model(
     Raises:
         UsageError: no adapter, or one of another base; the message says what to run.
     """
-    from rlm.model import (
+    adapter = Path(adapter)
+    if not base:
+        check_adapter(adapter, HOW_TO_TRAIN)
+    from rlm.model import (  # with torch, which a wrong path does not wait for
         EMBEDDED_MODEL,
         base_model_hash,
-        check_adapter,
         check_base,
         load_adapter,
         load_base,
@@ -60,11 +63,8 @@ def load_rlm_model(
     from rlm.sampling import Sampler, sampling_dtype
 
     prepare_process()
-    adapter = Path(adapter)
     if base and not adapter.exists():
         model = model or EMBEDDED_MODEL
-    elif not base:
-        check_adapter(adapter, HOW_TO_TRAIN)
     info = AdapterInfo.load(adapter)
     tool = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     model, quantize = info.resolve_base(model, quantize)
@@ -96,6 +96,7 @@ def ask(
     n: int = 1,
     budget: int | None = None,
     examples: Sequence[tuple[str, str]] = (),
+    answer_type: AnswerType | None = None,
     on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
     """Draw n answers to a question, which vote.
@@ -104,12 +105,14 @@ def ask(
         model: what `load_rlm_model` has loaded.
         budget: most tokens of reasoning; None: as many as leave room for an answer.
         examples: earlier turns, (question, completion).
+        answer_type: what the answer is to be; None: as in training.
         on_text: called with each new piece of the first answer, and whether a tool wrote it.
     """
     from rlm.sampling import Request, prompt_seed
 
     started, shown = time.monotonic(), 0
     format, sampler = model.rlm_format, model.rlm_sampler
+    format = format.with_answer_type(answer_type or format.answer_type)
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
     limits = {"n": n, "max_new_tokens": length, "budget": budget}

@@ -12,7 +12,8 @@ from rlm.cli import UsageError, terminal
 Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 # Given to a plain function only if it names them: TRL's **kwargs hold columns and no more.
-EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "solution", "completion_ids")
+EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
+EXTRAS += ("solution", "completion_ids")
 REWARD_ERRORS = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
 # A text where messages were expected, as in completion[0]["content"], fails with one of these.
 NOT_MESSAGES = (TypeError, LookupError, AttributeError)
@@ -28,8 +29,9 @@ class RewardFunction:
 
     Its weight in a sum is a class attribute, or given to `super().__init__(weight=2.0)`.
     Columns are keywords: `question`, the data set's own fields, `reasoning_format` (the name of
-    the tags in use) and `is_truncated` (there is no end token). A `__call__` without `**columns`
-    is given those that it names.
+    the tags in use), `answer_type`, `is_truncated` (there is no end token) and `strict_verdict`
+    (a `Verdict`: what the strict grading says). A `__call__` without `**columns` is given those
+    that it names.
     """
 
     weight: float = 1.0

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from rlm.data import FORMATS, Format
-from rlm.grading import Verdict, grade, has_wrong_equation, parse_number, split_completion
+from rlm.grading import Verdict, has_wrong_equation, parse_number, split_completion
 from rlm.rewards.base import Reward, RewardFunction, adapt_reward, named_columns
 
 _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
@@ -32,22 +32,18 @@ class CorrectnessReward(RewardFunction):
     """1 if the strict verdict is "correct", else 0: the reward of the solver."""
 
     weight: float = 1.0
-    reasons: Counter[str] = field(default_factory=Counter, init=False)
     right_with_wrong_equation: int = field(default=0, init=False)
     allows_wrong_equations: ClassVar[bool] = True
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        verdict = grade(completion, reference_answer, strict=True, **_grading(columns))
+        verdict = _strict_verdict(completion, reference_answer, columns)
         is_flawed = verdict.correct and has_wrong_equation(completion)
-        self.reasons[verdict.reason] += 1
         self.right_with_wrong_equation += is_flawed
         return float(verdict.correct and (self.allows_wrong_equations or not is_flawed))
 
     def pop_metrics(self) -> dict[str, float]:
-        """How often each reason was given, and how often a right answer had a wrong equation."""
-        found = {f"reason/{code}": float(n) for code, n in sorted(self.reasons.items())}
-        found["reward/right_with_wrong_equation_rate"] = float(self.right_with_wrong_equation)
-        self.reasons.clear()
+        """How often a right answer had a wrong equation."""
+        found = {"reward/right_with_wrong_equation_rate": float(self.right_with_wrong_equation)}
         self.right_with_wrong_equation = 0
         return found
 
@@ -87,7 +83,7 @@ class GSM8KReward(RewardFunction):
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         verdict = _explicit_answer(completion, reference_answer, columns)
-        strict = grade(completion, reference_answer, strict=True, **_grading(columns))
+        strict = _strict_verdict(completion, reference_answer, columns)
         reward = self.format_bonus if strict.is_answer else 0.0
         if verdict.correct:
             reward += self.correct
@@ -202,12 +198,14 @@ class CombinedReward(RewardFunction):
 
 
 def _format(columns: Mapping[str, Any]) -> Format:
-    return FORMATS[columns.get("reasoning_format", "deepseek")]
+    format = FORMATS[columns.get("reasoning_format", "deepseek")]
+    return format.with_answer_type(columns.get("answer_type", "number"))
 
 
-def _grading(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """How `grade` reads the answer, by the columns."""
-    return {"kind": columns.get("answer_type", "number"), **_format(columns).tags}
+def _strict_verdict(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
+    """The verdict that the scorer has given already; a new one where none came with the call."""
+    given = columns.get("strict_verdict")
+    return given or _format(columns).grade(completion, answer, strict=True)
 
 
 def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
@@ -216,7 +214,7 @@ def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -
     rest = split_completion(completion, tags.reasoning_tag)[1]
     if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
         return Verdict(False, "no_answer", None)
-    return grade(completion, answer, strict=False, **_grading(columns))
+    return tags.grade(completion, answer, strict=False)
 
 
 def _one_block(text: str, tag: str) -> re.Match[str] | None:

@@ -12,13 +12,15 @@ import inspect
 import math
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem
+from rlm.data import FORMATS, Problem
+from rlm.grading import Verdict
 from rlm.rewards import functions
 from rlm.rewards.base import (
     REWARD_ERRORS,
@@ -42,10 +44,13 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 @dataclass
 class Scores:
-    """rewards[p][g] of each rollout, and metrics for the log (`reward/…`, `reason/…`)."""
+    """rewards[p][g] of each rollout, metrics for the log (`reward/…`, `reason/…`), and the reasons
+    of the strict verdicts, whatever the reward is; none where a recipe has verdicts of its own.
+    """
 
     rewards: list[list[Reward]]
     metrics: dict[str, float] = field(default_factory=dict)
+    reasons: list[list[str]] = field(default_factory=list)  # of rlm.grading, [p][g]
 
 
 class Scorer:
@@ -89,13 +94,19 @@ class Scorer:
         """
         truncated = truncated or [[False] * len(group) for group in groups]
         token_ids = token_ids or [[[] for _ in group] for group in groups]
+        verdicts = []  # made once: rewards, metrics and samples.jsonl go by these
+        for problem, texts in zip(problems, groups, strict=True):
+            format = FORMATS[self.reasoning_format].with_answer_type(problem.answer_type)
+            verdicts.append([format.grade(text, problem.answer, strict=True) for text in texts])
+        parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
         rollouts = [
-            (text, problem.answer, self._columns(problem, cut, ids))
-            for problem, *group in zip(problems, groups, truncated, token_ids, strict=True)
-            for text, cut, ids in zip(*group, strict=True)
+            (text, problem.answer, self._columns(problem, cut, ids, verdict))
+            for problem, *group in parts
+            for text, cut, ids, verdict in zip(*group, strict=True)
         ]
+        reasons = [[verdict.reason for verdict in group] for group in verdicts]
         if not rollouts:
-            return Scores([[] for _ in groups])
+            return Scores([[] for _ in groups], reasons=reasons)
         self.reward.pop_metrics()  # of an evaluation in between: not this step's
         if is_built_in(self.reward):
             found = list(starmap(self._ask, rollouts))
@@ -105,11 +116,14 @@ class Scorer:
         failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
         self._check_verdicts(rewards)
-        metrics = {n: total / len(rollouts) for n, total in self.reward.pop_metrics().items()}
+        counts = {"correct": 0, **Counter(sorted(chain(*reasons)))}
+        sums = {f"reason/{reason}": count for reason, count in counts.items()}
+        sums |= self.reward.pop_metrics()
+        metrics = {name: total / len(rollouts) for name, total in sums.items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
         values = iter(None if isinstance(value, REWARD_ERRORS) else value for value in rewards)
-        return Scores([[next(values) for _ in group] for group in groups], metrics)
+        return Scores([[next(values) for _ in group] for group in groups], metrics, reasons)
 
     def _check_verdicts(self, rewards: Sequence[Reward | BaseException]) -> None:
         """Refuse a reward whose first call returns None or NaN for every completion."""
@@ -124,9 +138,15 @@ class Scorer:
         """Check that the data has what a reward function asks for by name, before work begins.
 
         Raises:
-            UsageError: a parameter without a default has no column.
+            UsageError: a parameter without a default has no column, or a reward compares answers
+                and an open answer is compared with nothing.
         """
-        there = set(self._columns(problems[0], False, [])).union(*(p.columns for p in problems))
+        if any(p.answer_type == "open" for p in problems) and _compares(self.reward):
+            raise UsageError(
+                "the data has open answers (answer_type), which no built-in reward can judge: give "
+                "one of your own, --reward FILE.py:NAME"
+            )
+        there = set(self._columns(problems[0])).union(*(p.columns for p in problems))
         if not any(problem.solution for problem in problems):
             there.remove("solution")
         for reward in _functions(self.reward):
@@ -141,7 +161,13 @@ class Scorer:
                     f"{why}; there are answer, {', '.join(sorted(there))}"
                 )
 
-    def _columns(self, problem: Problem, truncated: bool, token_ids: list[int]) -> dict[str, Any]:
+    def _columns(
+        self,
+        problem: Problem,
+        truncated: bool = False,
+        token_ids: Sequence[int] = (),
+        verdict: Verdict | None = None,
+    ) -> dict[str, Any]:
         return {
             **problem.columns,
             "question": problem.question,
@@ -150,6 +176,7 @@ class Scorer:
             "answer_type": problem.answer_type,
             "reasoning_format": self.reasoning_format,
             "is_truncated": truncated,
+            "strict_verdict": verdict,
         }
 
     def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
@@ -221,6 +248,12 @@ def _functions(reward: RewardFunction) -> list[FunctionReward]:
     own = [reward] if isinstance(reward, FunctionReward) else []
     own = [one for one in own if inspect.isroutine(one.function)]
     return own + [function for part in _parts(reward) for function in _functions(part)]
+
+
+def _compares(reward: RewardFunction) -> bool:
+    """Whether a reward, or a part of it, compares answers with the reference."""
+    own = isinstance(reward, functions.CorrectnessReward | functions.GSM8KReward)
+    return own or any(map(_compares, _parts(reward)))
 
 
 def is_built_in(reward: RewardFunction) -> bool:

@@ -21,13 +21,14 @@ def reward(completion: str, reference_answer: str, **columns: object) -> float |
         completion: what the model wrote, tags included.
         reference_answer: the answer of the data set.
         columns: `question`, `is_truncated` (it was cut off), `reasoning_format` (the name of the
-            tags), and every other column of your data set by its name.
+            tags), `answer_type`, `strict_verdict` (what the strict grading says, so that you need
+            not grade again), and every other column of your data set by its name.
 
     Returns:
         Any number: completions of one problem are compared with each other. None leaves this
         completion out of the comparison and out of the loss.
     """
-    verdict = grade(completion, reference_answer, strict=True)
+    verdict = columns.get("strict_verdict") or grade(completion, reference_answer, strict=True)
     if not verdict.correct:  # verdict.reason says why
         return 0.0
     is_short = len(completion) <= SHORT and not columns.get("is_truncated")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError, terminal
 from rlm.data import Format, render_prompt
+from rlm.grading import AnswerType
 from rlm.model import (
     ADAPTER_FILES,
     EMBEDDED_MODEL,
@@ -48,6 +49,7 @@ class ServedAdapter:
     stage: str  # base | sft | grpo | unknown
     format: Format
     tool: Tool | None = None
+    answer_types: tuple[AnswerType, ...] = ("number",)  # of its training; that of `format` first
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def find_models(
     def tool_of(info: AdapterInfo) -> Tool | None:
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
-    format = own.format
-    adapters = {BASE: ServedAdapter(BASE, None, None, "base", format, tool_of(own))}
+    asked = own.format, tool_of(own), own.answer_types  # the base is asked as its adapter is
+    adapters = {BASE: ServedAdapter(BASE, None, None, "base", *asked)}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
@@ -121,8 +123,8 @@ def find_models(
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
-        served = ServedAdapter(path.name, path, digest, info.stage, info.format, own_tool)
-        adapters[path.name] = served
+        asked = info.format, own_tool, info.answer_types
+        adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, *asked)
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 
 

@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rlm.grading import AnswerType
 from rlm.reasoner import read_answer
 from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
@@ -139,6 +140,7 @@ class ChatRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
+    answer_type: AnswerType | None = None  # ours, too
     # These say who asks and why, and change nothing.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
@@ -243,6 +245,7 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
         seed=secrets.randbits(62) if request.seed in (None, -1) else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
+        answer_type=request.answer_type,
     )
 
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rlm.grading import READERS, AnswerType
 from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
     Answer,
@@ -78,7 +79,12 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     expected = request.expected_answer
-    verifier = verify(shown, expected, adapter.format) if expected else None
+    format, warnings = running.stream.format, length_warnings(running.stream)
+    verifier = None
+    if expected and (why := _incomparable(expected, format.answer_type)):
+        warnings.append(f"expected_answer was compared with nothing: {why}")
+    elif expected:
+        verifier = verify(shown, expected, format)
     return ReasoningResponse(
         id=running.id,
         created=running.created,
@@ -87,6 +93,7 @@ def _report(
         reasoning=shown.reasoning,
         answer=shown.answer,
         final_answer=shown.final_answer,
+        answer_type=answer.answer_type,
         trace=[Step(step=i, content=text) for i, text in enumerate(trace(shown))],
         details=_details(answer, verifier, adapter),
         finish_reason=shown.finish_reason,
@@ -104,8 +111,15 @@ def _report(
         seed=request.seed,
         model=_model(service, running),
         experiences=list(running.experiences),
-        warnings=(["tie"] if answer.vote.tie else []) + length_warnings(running.stream),
+        warnings=(["tie"] if answer.vote.tie else []) + warnings,
     )
+
+
+def _incomparable(expected: str, kind: AnswerType) -> str:
+    """Why a right answer cannot be compared with answers of this kind; "" if it can."""
+    if kind == "open":
+        return "the answers here are open, and only the reward of training could judge them"
+    return "" if READERS[kind](expected) is not None else f"it is not a {kind} (answer_type)"
 
 
 def _details(
@@ -205,6 +219,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
         },
         "adapters": list(models.adapters),
         "default_adapter": models.default,
+        "answer_types": {name: one.answer_types for name, one in models.adapters.items()},
         "limits": {
             "prompt_chars": PROMPT_CHARS,
             "prompt_tokens": limits.prompt_tokens,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
+from rlm.grading import AnswerType
 from rlm.reasoner import Confidence, Sample, Thinking, Usage, Verification, VoteCounts
 
 PROMPT_CHARS = 8000
@@ -64,6 +65,9 @@ class ReasoningRequest(Strict):
     )
     stream: bool = Field(False, description="answer in server-sent events")
     return_samples: bool = Field(False, description="return every sample, not the winner alone")
+    answer_type: AnswerType | None = Field(
+        None, description="what the answer is to be (none: as the adapter was trained)"
+    )
     expected_answer: ExpectedText | ExpectedInt | ExpectedFloat | None = Field(
         None, description="the right answer, a text or a number, to be verified against"
     )
@@ -98,6 +102,7 @@ class ReasoningResponse(Strict):
     reasoning: str | None
     answer: str
     final_answer: str | None
+    answer_type: AnswerType = Field(description="what was asked for: votes and verdicts go by it")
     trace: list[Step] = Field(description="the reasoning in steps, then the answer")
     details: dict[str, Any] = Field(description="stage, format, token counts, verdict")
     finish_reason: Literal["stop", "length"]

@@ -75,7 +75,8 @@ class Service:
         self._admit(0)
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
-        prompt, used = await self._render(asked.prompt, adapter.format, examples, system)
+        format = adapter.format.with_answer_type(asked.answer_type or adapter.format.answer_type)
+        prompt, used = await self._render(asked.prompt, format, examples, system)
         self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
@@ -86,7 +87,7 @@ class Service:
             seed=prompt_seed(asked.seed),
             stream=ReasoningStream(
                 self.tokenizer,
-                adapter.format,
+                format,
                 self.engine.stop_ids,
                 n=asked.n,
                 max_new_tokens=params.max_new_tokens,

@@ -28,6 +28,7 @@ class Group:
     completions: Sequence[Completion]  # G
     texts: Sequence[str]
     rewards: Sequence[float | None]  # None: no verdict
+    reasons: Sequence[str] = ()  # of the strict verdicts (`rlm.rewards.Scores`)
 
 
 def reward_tensor(groups: Sequence[Group]) -> Tensor:

@@ -44,7 +44,7 @@ def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     problems = fit_prompts(trainer, problems)
     plan_memory(trainer, problems, 0)
     metrics, findings = diagnose(trainer, problems)
-    shown = {name: f"{value:.1%}" for name, value in metrics.items()}
+    shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
     terminal.facts(
         f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
         {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
@@ -132,7 +132,7 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
         opened = sum(f"<{other.reasoning_tag}>" in text for text in texts) / len(texts)
-        if other != format and opened > NOTABLE_SHARE and strict < NOTABLE_SHARE:
+        if other.tags != format.tags and opened > NOTABLE_SHARE and strict < NOTABLE_SHARE:
             yield Finding(
                 "parser mismatch",
                 f"{opened:.0%} of the completions think inside "

@@ -53,6 +53,7 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
         "start_adapter_hash": trainer.start_hash,
         "dataset": config.dataset,
+        "answer_types": list(trainer.answer_types),
         "step": state.best_step if state.best else len(rows),
         "accuracy": state.best_accuracy if state.best else None,
         "start_accuracy": rows[0].get("eval/start_accuracy"),
@@ -80,7 +81,7 @@ def generate_text(trainer: Any, question: str) -> str:
     if not isinstance(question, str):
         raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
     params = SamplingParams(trainer.config.max_new_tokens, temperature=0.0)
-    prompt = trainer.render(Problem("", question, ""))
+    prompt = trainer.render(Problem("", question, "", answer_type=trainer.answer_types[0]))
     [[completion]] = trainer.sampler.sample([prompt], 1, params, [trainer.config.seed])
     trainer.sampler.release()
     return trainer.tokenizer.decode(completion.token_ids, skip_special_tokens=True)

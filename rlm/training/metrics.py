@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
-from rlm.data import FORMATS
-from rlm.grading import grade
 from rlm.model import pick_device
 from rlm.runs import new_alerts
 from rlm.sampling import tool_spans
@@ -234,6 +232,7 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     parts = [
         f"step {metrics['step'] + 1}/{steps}",
         f"reward {metrics['reward/mean']:.3f}",
+        *_exact(metrics),
         f"signal {1 - metrics['reward/zero_signal_share']:.0%}",
         f"length {metrics['completion/length_mean']:.0f}",
         f"truncated {metrics['completion/truncated_rate']:.0%}",
@@ -253,6 +252,12 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     if "eval/accuracy" in metrics:
         parts.append(f"validation {metrics['eval/accuracy']:.1%}")
     return "  ".join(parts)
+
+
+def _exact(metrics: Mapping[str, float]) -> list[str]:
+    """The share of right answers, where the reward is something else."""
+    right = metrics.get("reason/correct", metrics["reward/mean"])
+    return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]
 
 
 def log_step(
@@ -282,7 +287,7 @@ def log_step(
                 "answer_type": group.problem.answer_type,
                 "completions": group.texts,
                 "truncated": [completion.truncated for completion in group.completions],
-                "verdicts": _verdicts(group, config),  # whatever the reward was
+                "verdicts": group.reasons,
                 **_tool_calls(group, trainer.tokenizer),
                 "rewards": group.rewards,
                 "advantages": row,
@@ -295,12 +300,6 @@ def log_step(
         reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
         verdict = f"reward {reward}, reference answer {first.problem.answer}"
         terminal.sample(first.problem.question, first.texts[0], verdict)
-
-
-def _verdicts(group: Group, config: GRPOConfig) -> list[str]:
-    how = {"kind": group.problem.answer_type, **FORMATS[config.reasoning_format].tags}
-    gold = group.problem.answer
-    return [grade(text, gold, strict=True, **how).reason for text in group.texts]
 
 
 def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:

@@ -38,7 +38,7 @@ def to_examples(
     Raises:
         UsageError: a problem has no solution.
     """
-    unsolved = sum(not problem.solution for problem in problems)
+    unsolved = sum(not (problem.solution and problem.answer) for problem in problems)
     if unsolved:
         raise UsageError(
             f"--dataset {dataset}: {unsolved} of {len(problems)} problems have no solution "

@@ -20,7 +20,7 @@ from rlm.data.loaders import (
     load_problems,
     own_files,
 )
-from rlm.data.problem import Problem
+from rlm.data.problem import Problem, answer_types, as_problems
 from rlm.grading.numbers import parse_number
 
 ROOT = Path(__file__).parents[2]
@@ -103,8 +103,17 @@ def test_golds_that_are_no_numbers(write):
     (problem,) = load_jsonl(write({"question": "Where?", "answer": "Paris", "answer_type": "text"}))
     assert (problem.answer, problem.answer_type) == ("Paris", "text")
     assert load_jsonl(write(GOOD))[0].answer_type == "number"
+    (problem,) = load_jsonl(write({"question": "A poem?", "answer_type": "open"}))
+    assert (problem.answer, problem.answer_type) == ("", "open")
+    (problem,) = load_jsonl(write({"question": "A poem?", "answer": "…", "answer_type": "open"}))
+    assert problem.answer == "…"  # for the reward to read
+    assert as_problems([{"question": "A poem?", "answer_type": "open"}])[0].answer == ""
+    kinds = [problem, problem, load_jsonl(write(GOOD))[0]]
+    assert answer_types(kinds) == answer_types(kinds[::-1]) == ("open", "number")
+    with pytest.raises(UsageError, match='"answer_type": "open"'):
+        load_jsonl(write({"question": "A poem?"}))
     for row, why in [
-        (choice | {"answer": "B or C"}, "no choice"),
+        (choice | {"answer": "B or C"}, "not a choice"),
         (choice | {"answer_type": "essay"}, "number, choice, text"),
         (choice | {"answer_type": "number"}, "not a number"),
     ]:

@@ -102,8 +102,10 @@ def test_what_is_read_and_written_is_what_adapters_were_trained_on():
             "<рассуждение>\nso\n</рассуждение>\n<ответ>2</ответ>",
         ),
     }
-    for kind, asked in (("choice", "letter of your choice"), ("text", "final answer")):
-        assert DEEPSEEK.ask_for(kind) == DEEPSEEK.system_prompt.replace("final number", asked)
+    kinds = {"choice": "letter of your choice", "text": "final answer", "open": "final answer"}
+    for kind, asked in kinds.items():
+        prompt = DEEPSEEK.with_answer_type(kind).system_prompt
+        assert prompt == DEEPSEEK.system_prompt.replace("final number", asked)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

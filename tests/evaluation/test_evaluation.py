@@ -123,6 +123,29 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
     )
 
 
+def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, capsys):
+    """Open answers have no accuracy. A completion without a verdict leaves the mean."""
+    asked = [replace(problem(), answer_type="open")] * 3
+    groups = [[graded("ungraded")]] * 3
+    before = Evaluation(asked, groups, [[0.0], [0.5], [None]])
+    after = Evaluation(asked, groups, [[0.5], [1.0], [1.0]])
+    assert after.mean_reward()["mean"] == pytest.approx(2.5 / 3)
+    assert Evaluation(
+        asked, [[*g, *g] for g in groups], [[0, 1], [None, 1], [None] * 2]
+    ).mean_reward() == ({"mean": 0.75, "low": 0.5, "high": 1.0})
+    rows = {"SFT": {"greedy": before}, "GRPO": {"greedy": after}}
+    about = {"same_weights": [["SFT", "GRPO"]]}
+    write_report(rows, [("SFT", "GRPO")], "toys", about, tmp_path)
+    said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]
+    assert said["compared"] == {"GRPO − SFT": {"reward": {"points": 0.5, "low": 0.5, "high": 0.5}}}
+    assert "strict" not in said["rows"]["GRPO"]
+    assert (tmp_path / "failures.jsonl").read_text() == ""
+    assert not (tmp_path / "accuracy.png").exists()
+    out = capsys.readouterr().out
+    assert "GRPO − SFT: reward +0.500 (+0.500 to +0.500) (the two hold the same weights)" in out
+    assert "0.25 (0.00–0.50)" in out
+
+
 def test_a_table_has_a_column_for_every_key_and_is_not_cut_in_a_file(capsys):
     rows = {"base": {"accuracy": 1, "wide": "x" * 150}, "SFT": {"tokens": 3, "wide": ""}}
     show_table("toys", rows, "model")

@@ -268,6 +268,7 @@ def test_every_reason_is_reachable() -> None:
     seen = {strict for _, strict, _ in FORMATS} | {*ANSWERS}
     seen.add(reason("<think>x</think><answer>18</answer>", "A", strict=True))
     seen.add(grade("<answer>Bad</answer>", "B", strict=False, kind="choice").reason)
+    seen.add(grade("<answer>18</answer>", None, strict=False).reason)
     assert seen == set(REASONS)
     assert len(REASONS) == len(set(REASONS))
 

@@ -301,7 +301,7 @@ def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monk
         str(nothing_there.value) == f"adapter weights/typo does not exist (in {tmp_path}); do this"
     )
     (tmp_path / "installed").mkdir()
-    monkeypatch.setattr("rlm.model.adapters.ADAPTER", tmp_path / "installed")
+    monkeypatch.setattr("rlm.model.adapter_info.ADAPTER", tmp_path / "installed")
     with pytest.raises(UsageError, match=r"does not exist \(there is .+/installed\); do this"):
         check_adapter(Path("weights/typo"), "do this")
     for name in ("mine", ".mine.new"):  # the latter is half-written

@@ -124,7 +124,7 @@ def test_with_yes_it_is_there_and_loads_from_what_was_uploaded(
         (tmp_path / name).write_bytes(content)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path)
     assert loaded.peft_config["default"].r == 4
-    assert AdapterInfo.load(tmp_path).format.ask_for("number").startswith("Reason in <reasoning>")
+    assert AdapterInfo.load(tmp_path).format.system_prompt.startswith("Reason in <reasoning>")
 
 
 def test_a_merged_model_is_uploaded_with_a_card_of_its_own(adapter, tmp_path, capsys):

@@ -61,7 +61,7 @@ def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp
     assert {p.dtype for p in merged.parameters()} == {torch.float32}
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(model_dir).chat_template
     assert merged.generation_config.eos_token_id == [257]
-    assert FORMATS["deepseek"].ask_for("number") in (tmp_path / "merged/README.md").read_text()
+    assert FORMATS["deepseek"].system_prompt in (tmp_path / "merged/README.md").read_text()
     assert not list((tmp_path / "merged").glob("adapter*"))
     assert [file.name for file in tmp_path.iterdir()] == ["merged"]
 

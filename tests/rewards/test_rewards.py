@@ -10,8 +10,10 @@ import traceback
 import pytest
 
 from rlm.cli.options import UsageError
+from rlm.data import prompts
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
+from rlm.grading import Verdict
 from rlm.grading.answers import grade
 from rlm.rewards import (
     BinaryReward,
@@ -252,7 +254,7 @@ CONTAINED, FIRST = [[1.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
 def test_a_reward_is_taken_as_people_write_it(reward, expected, capsys):
     assert Scorer(reward)(PROBLEMS, GROUPS).rewards == expected
     assert "failed" not in capsys.readouterr().out
-    assert Scorer(WholeStep())(PROBLEMS, GROUPS).metrics == {"reward/whole": 1.0}
+    assert Scorer(WholeStep())(PROBLEMS, GROUPS).metrics["reward/whole"] == 1.0
 
 
 def test_the_weight_of_a_reward_is_given_or_is_the_classs():
@@ -314,10 +316,10 @@ def test_built_in_rewards_start_no_thread(no_threads):
 
 
 def test_a_built_in_reward_that_fails_costs_its_own_rollout(no_threads, monkeypatch, capsys):
-    wrong = GROUPS[0][1]
-    fail = lambda text, *args, **kind: 1 / (text != wrong) and grade(text, *args, **kind)  # noqa: E731
-    monkeypatch.setattr(functions, "grade", fail)
-    assert Scorer(CorrectnessReward())(PROBLEMS, GROUPS).rewards == [[1.0, None], [0.0, 1.0]]
+    right = GROUPS[0][0]
+    fail = lambda text: 1 / (text != right) < 0  # noqa: E731
+    monkeypatch.setattr(functions, "has_wrong_equation", fail)
+    assert Scorer(CorrectnessReward())(PROBLEMS, GROUPS).rewards == [[None, 0.0], [0.0, 1.0]]
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
@@ -333,7 +335,7 @@ def test_a_reward_call_is_at_most_six_frames_from_train_to_the_grader(monkeypatc
     def score_a_step():
         return Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
 
-    monkeypatch.setattr(functions, "grade", spy)
+    monkeypatch.setattr(prompts, "grade", spy)
     assert score_a_step().rewards[0][0] == 1
     assert max(depths) + 2 <= 6
 
@@ -425,6 +427,8 @@ def test_a_combined_reward_is_the_weighted_mean():
     assert scores.rewards == [[pytest.approx(expected), 0.0]]
     assert scores.metrics == pytest.approx(
         {
+            "reason/correct": 0.5,  # whatever the reward is
+            "reason/no_reasoning": 0.5,
             "reward/FormatReward": 0.1,
             "reward/ReasoningQualityReward": 0.025,
             "reward/GSM8KReward": 0.5,
@@ -708,6 +712,7 @@ def test_columns_and_extras_reach_a_reward():
         "completion": "x", "answer": "2", "question": "1 + 1?", "level": 1,
         "answer_type": "number", "reasoning_format": "simple", "is_truncated": True,
         "solution": "", "completion_ids": [],
+        "strict_verdict": Verdict(False, "no_reasoning", None),
     }  # fmt: skip
 
 

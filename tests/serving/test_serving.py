@@ -72,6 +72,44 @@ def test_the_first_sample_is_not_shown_if_it_was_overruled(server):
         assert reply["verifier"]["correct"]
 
 
+OPEN = "the answers here are open, and only the reward of training could judge them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "counts", "expected", "right"),
+    [
+        ("number", ["0.5", "1/2", "0.25"], {"0.5": 2, "0.25": 1}, "2/4", True),
+        ("text", ["XL", "xl.", "XV"], {"XL": 2, "XV": 1}, "xl", True),
+        ("text", ["0.5", "1/2", "1/2"], {"1/2": 2, "0.5": 1}, "0.5", False),
+        ("choice", ["C", "(b)", "B) Rome", "A or B"], {"(b)": 2, "C": 1}, "B", True),
+        ("choice", ["C", "C"], {"C": 2}, "Rome", "it is not a choice (answer_type)"),
+        ("number", ["3", "3"], {"3": 2}, "three", "it is not a number (answer_type)"),
+        ("open", ["A poem.", "a  Poem", "Ode"], {"A poem.": 2, "Ode": 1}, "An ode", OPEN),
+    ],
+)
+def test_answers_are_read_compared_and_voted_for_by_their_kind(
+    server, kind, answers, counts, expected, right
+):
+    """right: the verdict, or the warning where there is none."""
+    texts = [FORMAT.completion("so", answer) for answer in answers]
+    server.sampler.script["of a kind"] = texts
+    body = {"prompt": "of a kind", "n": len(texts), "expected_answer": expected}
+    reply = server.post(body | {"answer_type": kind, "return_samples": True}).json()
+    winner = max(counts, key=counts.get)
+    assert (reply["answer_type"], reply["final_answer"]) == (kind, winner)
+    assert reply["vote"]["counts"] == counts
+    assert reply["confidence"]["value"] == counts[winner] / len(texts)
+    formats = [sample["format"] for sample in reply["samples"]]
+    assert (
+        formats == ["strict"] * 3 + ["not_a_choice"] if len(texts) == 4 else ["strict"] * len(texts)
+    )
+    if isinstance(right, bool):
+        assert (reply["verifier"]["correct"], reply["warnings"]) == (right, [])
+    else:
+        assert (reply["verifier"], reply["details"]["verifier"]) == (None, None)
+        assert reply["warnings"] == [f"expected_answer was compared with nothing: {right}"]
+
+
 @pytest.mark.parametrize(
     ("asked", "temperature", "top_p"),
     [
@@ -99,7 +137,9 @@ def test_an_answer_is_read_and_never_computed(server, said):
     server.sampler.script["computed"] = f"<think>\nx\n</think>\n<answer>{said}</answer>"
     body = server.post({"prompt": "computed", "n": 2, "expected_answer": "9**9**9**9"}).json()
     assert (body["answer"], body["final_answer"], body["vote"]["valid"]) == (said, None, 0)
-    assert not body["verifier"]["correct"]
+    assert body["verifier"] is None  # no verdict is better than one of nothing
+    (warning,) = body["warnings"]
+    assert "it is not a number" in warning
 
 
 def test_the_stream_adds_up_to_the_whole(server):

@@ -1,0 +1,254 @@
+"""Whatever is asked, each script asks the same token ids: with a system prompt of one's own, and
+for each kind of answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from golden import check
+from live_server import live
+
+import inference
+import server
+import train_grpo
+import train_sft
+from rlm.cli import UsageError, run_main
+from rlm.data import FORMATS, read_system_prompt, render_prompt
+from rlm.evaluation import model_card
+from rlm.grading import AnswerType
+from rlm.model import AdapterInfo
+from rlm.sampling import Sampler
+from rlm.scripts import evaluate
+
+OWN = "You are a careful clerk.<|im_end|>\nThink in <think>, answer in <answer>."
+QUESTION = "How many eggs are in 7 boxes of 6?"
+SCRIPTS = ("sft", "grpo", "evaluate", "inference", "/phase1/reasoning", "/v1/chat/completions")
+REWARD = """
+def short(completion, strict_verdict):
+    assert strict_verdict.reason not in ("correct", "gold_unreadable")
+    return 1 / (1 + len(completion))
+"""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """An adapter's way from the data to the reply.
+
+    asked: script → the ids of the prompts with QUESTION that it made.
+    """
+
+    folder: Path
+    asked: Mapping[str, Sequence[Sequence[int]]]
+    json: Mapping[str, object]  # what inference.py --json printed
+    reply: Mapping[str, object]  # of /phase1/reasoning
+
+
+def run(script, cls, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, cls, argv=[str(argument) for argument in arguments])
+    assert (exit.value.code or 0) == 0
+
+
+def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Chain:
+    """Train on the rows (column `ask`), evaluate and serve.
+
+    Args:
+        options: of train_sft.py.
+        request: fields for the server.
+    """
+    patch, data = pytest.MonkeyPatch(), folder / "problems.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, script = {}, "sft"
+    add, examples = Sampler.add_request, train_sft.to_examples
+
+    def add_request(self, request):
+        found.setdefault(script, []).append(tuple(request.prompt))
+        return add(self, request)
+
+    def to_examples(*arguments):
+        made = examples(*arguments)
+        found.setdefault("sft", []).extend(
+            tuple(i for i, label in zip(e["input_ids"], e["labels"], strict=True) if label == -100)
+            for e in made
+        )
+        return made
+
+    patch.setattr(Sampler, "add_request", add_request)
+    patch.setattr(train_sft, "to_examples", to_examples)
+    for module in ("rlm.evaluation.report.accuracy_bars", "rlm.training.finish.learning_curves"):
+        patch.setattr(module, lambda *_, **__: None)
+    common = ["--model", model, "--dataset", data, "--columns", "question=ask", *options]
+    sft, grpo, judged = folder / "sft", folder / "grpo", ["--reward", reward] if reward else []
+    run(train_sft, train_sft.SFTConfig, *common, "--output", sft, "--run-dir", folder / "run_sft",
+        "--batch-size", 8, "--micro-batch", 8)  # fmt: skip
+    for option in options:
+        Path(option).unlink(missing_ok=True)  # from here on the adapter knows it
+    script = "grpo"
+    run(train_grpo, train_grpo.GRPOConfig, "--sft-adapter", sft, "--output", grpo, "--steps", 1,
+        "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4, "--eval-samples", 1,
+        "--run-dir", folder / "run_grpo", *judged)  # fmt: skip
+    script = "evaluate"
+    run(evaluate, evaluate.EvaluateConfig, "--sft-adapter", sft, "--adapter", grpo,
+        "--few-shot", 0, "--max-new-tokens", 4, "--max-samples", 2,
+        "--output", folder / "evaluation", *judged)  # fmt: skip
+    asked, said = rows[0]["ask"], []
+    script = "inference"
+    patch.setattr(inference, "_write", lambda text, by_tool=False: said.append(text))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in request.items()]
+    run(inference, inference.InferenceConfig, asked, "--adapter", grpo, "--max-new-tokens", 4,
+        "--json", *options)  # fmt: skip
+    service = server._service(server.ServerConfig(adapter=grpo, max_new_tokens=64))
+    with live(service) as running:
+        script = "/phase1/reasoning"
+        answer = running.post({"prompt": asked, "max_new_tokens": 40, **request})
+        assert answer.status_code == 200, answer.text
+        script = "/v1/chat/completions"
+        chat = {"model": "grpo", "messages": [{"role": "user", "content": asked}], **request}
+        assert running.post(chat | {"max_tokens": 40}, script).status_code == 200
+    patch.undo()
+    assert {*found} == {*SCRIPTS}
+    return Chain(folder, found, json.loads("".join(said)), answer.json())
+
+
+def texts(count: int = 12) -> list[str]:
+    return [f"{QUESTION}{' ' * n}!" for n in range(1, count + 1)]
+
+
+@pytest.fixture(scope="module")
+def seen(model_dir, tmp_path_factory) -> Chain:
+    """All scripts with a system prompt of one's own, in a file."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "system.txt").write_text(f"\n{OWN}\n")
+    rows = [{"ask": text, "answer": "42", "solution": "7 * 6 = 42"} for text in texts()]
+    return go_all_the_way(folder, model_dir, rows, "--system-prompt", folder / "system.txt")
+
+
+def test_all_five_scripts_make_the_same_prompts(seen, tokenizer):
+    format = FORMATS["deepseek"].with_prompt(OWN)
+    rendered = {tuple(render_prompt(tokenizer, text, format)): text for text in texts()}
+    for script, asked in seen.asked.items():
+        assert {*asked} <= {*rendered}, script
+    assert len({*seen.asked["sft"]}) == 12  # train and validation
+    assert {rendered[seen.asked[script][0]] for script in SCRIPTS[3:]} == {texts()[0]}
+    check("system_prompt", {"prompt": [*seen.asked["/phase1/reasoning"][0]]})
+
+
+def kinds_of(folder: Path) -> list[tuple[AnswerType, ...]]:
+    return [AdapterInfo.load(folder / name).answer_types for name in ("sft", "grpo")]
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("text", "XLII"), ("open", "forty-two eggs")])
+def test_a_kind_of_answer_is_the_same_from_the_data_to_the_reply(
+    kind, answer, model_dir, tokenizer, tmp_path, capsys
+):
+    (tmp_path / "mine.py").write_text(REWARD)
+    row = {"answer": answer, "answer_type": kind, "solution": "7 * 6 = 42"}
+    rows = [row | {"ask": text} for text in texts()]
+    reward = f"{tmp_path}/mine.py:short"
+    # The tiny model says nothing sensible; what counts is how it is asked and read.
+    way = go_all_the_way(tmp_path, model_dir, rows, reward=reward)
+    format = FORMATS["deepseek"].with_answer_type(kind)
+    assert "give the final answer inside" in format.system_prompt
+    rendered = {tuple(render_prompt(tokenizer, text, format)) for text in texts()}
+    for script, asked in way.asked.items():
+        assert {*asked} <= rendered, script
+    assert kinds_of(tmp_path) == [(kind,), (kind,)]
+    assert way.reply["answer_type"] == way.json["answer_type"] == kind
+    # Another program that follows the card asks the same.
+    info = AdapterInfo.load(tmp_path / "grpo")
+    prompt = model_card(tmp_path / "grpo", info, merged=False).split("```\n")[1].strip()
+    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": texts()[0]}]
+    written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tuple(tokenizer.encode(written, add_special_tokens=False)) in rendered
+    # The run counts verdicts though the reward is another, and evaluation shows its mean.
+    (metrics,) = map(json.loads, (tmp_path / "run_grpo/metrics.jsonl").open())
+    (group, _) = map(json.loads, (tmp_path / "run_grpo/samples.jsonl").open())
+    counted = {name for name in metrics if name.startswith("reason/")}
+    assert counted >= {"reason/correct", *(f"reason/{r}" for r in group["verdicts"])}
+    report = json.loads((tmp_path / "evaluation/evaluation.json").read_text())["greedy"]
+    for figures in (*report["rows"].values(), *report["compared"].values()):
+        assert "reward" in figures
+        assert ("strict" in figures) == (kind == "text")  # no accuracy without a gold answer
+    out = capsys.readouterr().out
+    assert ("cannot be validated" in out) == (kind == "open")
+    assert "right 0%" in out or kind == "open"
+
+
+def test_of_mixed_data_the_request_says_which_kind(model_dir, tokenizer, tmp_path):
+    numbers, choices = texts()[:8], texts()[8:]
+    rows = [{"ask": text, "answer": "42", "solution": "It is 42."} for text in numbers]
+    choice = {"answer": "B", "solution": "It is B.", "answer_type": "choice"}
+    rows += [choice | {"ask": text} for text in choices]
+    way = go_all_the_way(tmp_path, model_dir, rows, answer_type="choice")
+    format = FORMATS["deepseek"]
+    asked = {"number": {tuple(render_prompt(tokenizer, text, format)) for text in numbers}}
+    format = format.with_answer_type("choice")
+    asked["choice"] = {tuple(render_prompt(tokenizer, text, format)) for text in choices}
+    assert {*way.asked["sft"]} == asked["number"] | asked["choice"]
+    for script in SCRIPTS[:3]:
+        assert {*way.asked[script]} <= asked["number"] | asked["choice"]
+    as_choice = tuple(render_prompt(tokenizer, numbers[0], format))
+    assert [way.asked[script] for script in SCRIPTS[3:]] == [[as_choice]] * 3
+    assert kinds_of(tmp_path) == [("number", "choice")] * 2
+    assert way.reply["answer_type"] == way.json["answer_type"] == "choice"
+    info = AdapterInfo.load(tmp_path / "grpo")
+    assert info.format == FORMATS["deepseek"]
+    assert info.describe_prompts().count("```") == 4
+    run_json = json.loads((tmp_path / "grpo/run.json").read_text()) | {"answer_types": ["essay"]}
+    (tmp_path / "grpo/run.json").write_text(json.dumps(run_json))
+    with pytest.raises(UsageError, match=r"answer_types are \['essay'\]; known are number, choice"):
+        AdapterInfo.load(tmp_path / "grpo")
+
+
+def test_the_prompt_stands_where_the_usual_one_does_and_forges_no_role(seen, tokenizer):
+    ids = [*seen.asked["/phase1/reasoning"][0]]
+    assert tokenizer.decode(ids).startswith(f"<|im_start|>system\n{OWN}<|im_end|>\n")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == 2  # of the system's turn and the user's: none of OWN's text
+
+
+def test_run_json_has_the_text(seen):
+    for name in ("sft", "grpo"):
+        info = AdapterInfo.load(seen.folder / name)
+        assert info.system_prompt == OWN
+        assert info.format.system_prompt == OWN
+        assert info.run["config"]["columns"] == "question=ask"  # GRPO found it in SFT's
+
+
+def test_a_text_or_a_file(tmp_path):
+    file = tmp_path / "prompt.md"
+    file.write_text("  Be brief.\n")
+    assert read_system_prompt(str(file)) == "Be brief."
+    assert read_system_prompt("Be brief.") == "Be brief."
+    assert read_system_prompt("") == ""
+    assert read_system_prompt(None) is None
+    assert read_system_prompt("a" * 5000) == "a" * 5000
+    with pytest.raises(UsageError, match="no such file"):
+        read_system_prompt(str(tmp_path / "none.txt"))
+    file.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_system_prompt(str(file))
+
+
+def test_an_empty_one_leaves_it_out(tokenizer):
+    format = FORMATS["simple"].with_prompt("")
+    assert tokenizer.decode(render_prompt(tokenizer, "2 + 3?", format)) == (
+        "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert FORMATS["simple"].with_prompt(None) == FORMATS["simple"]
+
+
+def test_adapters_with_different_prompts_are_not_evaluated_together(seen, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    run_json = json.loads((seen.folder / "grpo" / "run.json").read_text())
+    run_json["config"]["system_prompt"] = "Be brief."
+    (other / "run.json").write_text(json.dumps(run_json))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (other / name).symlink_to(seen.folder / "grpo" / name)
+    with pytest.raises(UsageError, match="different system prompts"):
+        evaluate.EvaluateConfig.resolve({"sft_adapter": seen.folder / "sft", "adapter": other})
