@@ -302,7 +302,7 @@ class GRPOTrainer:
 
 def main(config: GRPOConfig) -> int:
     problems, validation = load_data(config)
-    trainer = GRPOTrainer(config.model, config, load_reward(config.reward))
+    trainer = GRPOTrainer(config.model, config, load_reward(config.reward, problems))
     if config.plan:
         return run_plan(trainer, problems, validation)
     if config.doctor:

@@ -34,11 +34,14 @@ IS_INSTALLED = (Path(__file__).parents[1] / "scripts" / "train_grpo.py").exists(
 def check_command_line(cls: type, **parse_options: Any) -> None:
     """Answer --help, or refuse a mistake, and exit; else do nothing.
 
-    For a script whose imports take seconds, before them. `run_main` parses again.
+    For a script whose imports take seconds, before them. `run_main` parses again. A config's
+    `check_files`, where it has one, looks at the files that options name.
     """
     _open_standard_streams()
     try:
-        parse(cls, **parse_options)
+        config = parse(cls, **parse_options)
+        if hasattr(config, "check_files"):
+            config.check_files()
     except UsageError as error:
         sys.exit(_refuse(error))
 

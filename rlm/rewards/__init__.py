@@ -9,8 +9,8 @@ EXPORTS = {
         "CombinedReward ConstantReward CorrectnessReward FormatReward GSM8KReward "
         "ReasoningQualityReward StepsReward"
     ),
-    "loading": "as_reward load_reward write_reward_template",
-    "scorer": "Scorer Scores is_built_in",
+    "loading": "as_reward check_columns is_built_in load_reward write_reward_template",
+    "scorer": "Scorer Scores",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

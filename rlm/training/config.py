@@ -322,6 +322,20 @@ class GRPOConfig:
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}
 
+    def check_files(self) -> None:
+        """Refuse what is seen to be wrong with data and reward before torch is imported.
+
+        Raises:
+            UsageError: there is no such data set or reward, or the data lacks a column for it.
+        """
+        from rlm.data import check_dataset, peek_problems
+        from rlm.rewards import load_reward
+
+        if self.dataset:
+            check_dataset(self.dataset)
+        if self.reward:
+            load_reward(self.reward, peek_problems(self.dataset or "", self.columns))
+
     @property
     def aggregation(self) -> str:
         """Name how the loss sums tokens, as `batches.row_weights` takes it."""

@@ -19,6 +19,7 @@ from rlm.sampling import tool_spans
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
+from rlm.training.config_rules import USUAL_RATES, judge_learning_rate
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 from rlm.training.selection import validation_facts
@@ -54,9 +55,11 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "how long they take)",
             "signal": "share of groups whose rewards differ; the others teach nothing",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
-            "run": f"{config.run_dir} (all options: config.json)",
+            **({} if config.plan else {"run": f"{config.run_dir} (all options: config.json)"}),
         },
     )
+    if problem := judge_learning_rate(config.learning_rate):
+        terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import check_values, flag, takes_aliases
-from rlm.data import FORMATS, own_files
+from rlm.data import FORMATS, check_dataset, own_files
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS, switch
@@ -155,6 +155,11 @@ class SFTConfig:
         if "max_samples" not in values and own_files(values["dataset"]):
             values["max_samples"] = None
         return values
+
+    def check_files(self) -> None:
+        """Refuse a --dataset that names nothing, before torch is imported."""
+        if self.dataset:
+            check_dataset(self.dataset)
 
     def epochs_for(self, examples: int) -> int:
         """Return the passes over so many examples: as given, else one, or what a small file of the
