@@ -138,7 +138,8 @@ class SFTConfig:
             raise ValueError("--lora-dropout is for a new adapter; --adapter keeps its own")
         if self.lora_dropout == 1:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
-        if self.adapter and self.output.resolve() == self.adapter.resolve():
+        overwrites = self.adapter and self.output.resolve() == self.adapter.resolve()
+        if overwrites and not self.dry_run:  # which writes nothing
             raise ValueError(
                 "--output would overwrite --adapter; type another folder, such as --output "
                 "runs/mine/sft_lora"
