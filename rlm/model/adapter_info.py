@@ -25,8 +25,6 @@ ADAPTER = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
-
-
 OUR_FOLDERS = ("weights", "runs")  # what is missing there is no model of the hub
 
 

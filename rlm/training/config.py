@@ -323,18 +323,22 @@ class GRPOConfig:
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
-        """Refuse what is seen to be wrong with data and reward before torch is imported.
+        """Refuse what is seen to be wrong with data, reward and adapter before torch is imported.
 
         Raises:
-            UsageError: there is no such data set or reward, or the data lacks a column for it.
+            UsageError: there is no such data set, reward or adapter, or the data lacks a column for
+                the reward.
         """
         from rlm.data import check_dataset, peek_problems
+        from rlm.model import HOW_TO_TRAIN_SFT, check_adapter
         from rlm.rewards import load_reward
 
         if self.dataset:
             check_dataset(self.dataset)
         if self.reward:
             load_reward(self.reward, peek_problems(self.dataset or "", self.columns))
+        if self.sft_adapter not in (None, DEFAULT_SFT_ADAPTER):
+            check_adapter(self.sft_adapter, HOW_TO_TRAIN_SFT)
 
     @property
     def aggregation(self) -> str:

@@ -176,17 +176,17 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
 
 def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
     """Find numbers where the task wants words: an adapter of arithmetic, which is all it knows."""
+    kinds = {"text": "text", "choice": "a letter"}
     pairs = [
         (problem, graded)
         for problem, group in zip(drawn.problems, drawn.groups, strict=True)
         for graded in group
-        if problem.answer_type != "number" and parse_number(problem.answer) is None
+        if problem.answer_type in kinds and parse_number(problem.answer) is None
     ]
     numbers = [g for _, g in pairs if parse_number(g.lenient.answer or "") is not None]
     if len(numbers) <= NOTABLE_SHARE * len(drawn.completions):
         return
     computed = sum(bool(find_equations(graded.text)) for graded in numbers) > len(numbers) / 2
-    kinds = {"text": "text", "choice": "a letter"}
     wanted = " or ".join(sorted({kinds[problem.answer_type] for problem, _ in pairs}))
     share = len(numbers) / len(pairs)
     yield Finding(
