@@ -103,8 +103,9 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
         unknown = [one for one in named if one not in there | GIVEN]
         if not unknown:
             continue
-        close = difflib.get_close_matches(unknown[0], sorted(there | GIVEN), 1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        known = {"solution", *TRAINERS_OWN}  # no misspellings
+        close = difflib.get_close_matches(unknown[0], sorted((there | GIVEN) - known), 1)
+        meant = f" (did you mean {close[0]}?)" if close and unknown[0] not in known else ""
         why = "the data does not have"
         if TRAINERS_OWN.issuperset(unknown):
             why = "only TRL's trainer gives: give it a default, or take **kwargs"
