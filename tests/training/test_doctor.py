@@ -105,9 +105,13 @@ def test_a_wrong_template_is_named(tmp_path, template):
     path = tmp_path / "base"
     tiny_model().save_pretrained(path)
     byte_tokenizer(template=template).save_pretrained(path)
-    (finding,) = look(path, tmp_path)[-1]
+    findings = look(path, tmp_path)[-1]
+    if template == NO_SYSTEM:  # the prompt begins the first user's turn
+        assert findings == []
+        return
+    (finding,) = findings
     assert (finding.name, finding.fault) == ("wrong chat template", True)
-    assert ("<|eot_id|>" in finding.text) == (template == LLAMA3)
+    assert "<|eot_id|>" in finding.text
 
 
 ROMAN = [
