@@ -62,7 +62,10 @@ def likes_letters(completions, **_):
         os.kill(os.getpid(), signal.SIGTERM)
     return [float(bool(LETTERS & set(text))) + len(text) % 3 / 4 for text in completions]
 """
-SFT = "--max-samples 24 --batch-size 8 --micro-batch 4 --learning-rate 1e-2 --lora-r 4 --seed 3"
+SFT = (
+    "--max-samples 24 --epochs 1 --batch-size 8 --micro-batch 4 --learning-rate 1e-2 --lora-r 4 "
+    "--seed 3"
+)
 GRPO = (
     "--max-samples 40 --batch-size 4 --group-size 4 --max-new-tokens 12 --steps 3 --seed 3 "
     "--learning-rate 1e-2 --eval-every 0 --save-every 1 --sample-every 0 --eval-samples 4"

@@ -9,8 +9,8 @@ EXPORTS = {
         "similarity with_experiences"
     ),
     "loaders": (
-        "dataset_name dataset_parts is_local_file load_gsm8k load_jsonl load_problems needs_hub "
-        "own_files require_numeric_answers"
+        "check_dataset dataset_name dataset_parts peek_problems is_local_file load_gsm8k "
+        "load_jsonl load_problems needs_hub own_files require_numeric_answers"
     ),
     "own_data": "HELD_OUT",
     "problem": "Problem answer_types as_problems",

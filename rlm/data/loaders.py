@@ -27,13 +27,21 @@ import difflib
 import random
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from rlm.cli import UsageError
 from rlm.data import word_problems
 from rlm.data.columns import parse_columns
-from rlm.data.own_data import PUBLISHED_TRAIN, hold_out, load_file, load_hub, split_config
+from rlm.data.own_data import (
+    PUBLISHED_TRAIN,
+    hold_out,
+    load_file,
+    load_hub,
+    peek_file,
+    split_config,
+)
 from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row, parse_rows
 from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub
 
@@ -54,6 +62,7 @@ CONFIGS = {"gsm8k": ("main", "socratic")}
 OPENMATH_POOL = 5000
 # Made if max_samples is None: of train, and of every other split.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
+
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
@@ -121,6 +130,33 @@ def load_problems(
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems[:max_samples]
+
+
+def check_dataset(dataset: str) -> None:
+    """Refuse a `--dataset` that names nothing known and no file that is there; reads nothing.
+
+    Raises:
+        UsageError: it does; the message names what is like it.
+    """
+    for part in dataset_parts(dataset):
+        if is_local_file(part) and not Path(part).is_file():
+            there = sorted(file.name for file in Path(part).parent.glob("[!.]*"))
+            there = [name for name in there if name.lower().endswith((*READERS,))]
+            close = difflib.get_close_matches(Path(part).name, there, 1) or there[:3]
+            others = f"; there is {', '.join(close)}" if close else f" (in {Path.cwd()})"
+            raise UsageError(f"--dataset {part}: the file does not exist{others}")
+        if not (is_named(part) or is_local_file(part) or is_hub(part)):
+            raise _unknown(part)
+
+
+def peek_problems(dataset: str, columns: str | None) -> list[Problem]:
+    """Return the good rows of the user's own files, to see their columns: nothing is said of the
+    bad ones, and of a large file or another data set there are none."""
+    found: list[Problem] = []
+    for part in filter(is_local_file, dataset_parts(dataset)):
+        with suppress(UsageError):
+            found += peek_file(part, parse_columns(columns))
+    return found
 
 
 def dataset_name(dataset: str) -> str:
@@ -227,10 +263,14 @@ def _load_own(
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
         return load_hub(dataset, split, columns, rows, max_samples)
+    raise _unknown(dataset)
+
+
+def _unknown(dataset: str) -> UsageError:
     known = [name for name in SPLITS if name != "rollouts"]
     close = difflib.get_close_matches(dataset.partition(":")[0].lower(), known, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
-    raise UsageError(
+    return UsageError(
         f"unknown data set {dataset!r}{meant}; use {', '.join(known)}, a data set of the hub "
         f"(org/name), a file ({', '.join(READERS)}) or a directory"
     )

@@ -21,6 +21,7 @@ HELD_OUT = 200  # questions in a validation split that is carved, and at most a 
 # Of a larger split of the hub so many problems are read, where --max-samples asks for no more;
 # validation is held out of these.
 POOL = 5000
+SMALL_FILE = 2**22  # bytes
 FILE_SPLITS = ("train", "validation", "test")
 
 
@@ -38,6 +39,14 @@ def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | Non
     told = {"quiet": role == "validation", "columns": columns}
     problems = parse_rows(found, dataset, Path(dataset).stem, parse_row, **told)
     return hold_out(problems, role, dataset)
+
+
+def peek_file(dataset: str, columns: dict[str, str]) -> list[Problem]:
+    """Return the good rows of a user's file, if it is small enough to be read twice; else none."""
+    path = Path(dataset)
+    if path.stat().st_size > SMALL_FILE:
+        return []
+    return parse_rows(read_file(path), dataset, path.stem, parse_row, quiet=True, columns=columns)
 
 
 def load_hub(

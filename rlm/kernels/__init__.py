@@ -1,6 +1,12 @@
 """C code for the CPU: compiled at first use, loaded with ctypes, called with tensors."""
 
-from rlm.kernels.build import cpu_features, kernels_digest
-from rlm.kernels.functions import VOCAB_BLOCK, Kernels, load_kernels
+import lazy_loader
 
-__all__ = ["VOCAB_BLOCK", "Kernels", "cpu_features", "kernels_digest", "load_kernels"]
+# File → what other packages import of it; the first needs no torch.
+EXPORTS = {
+    "build": "cpu_features kernels_digest",
+    "functions": "VOCAB_BLOCK Kernels load_kernels",
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
+)

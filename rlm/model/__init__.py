@@ -4,7 +4,9 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "adapter_info": "ADAPTER ADAPTER_FILES AdapterInfo HOW_TO_TRAIN_SFT check_adapter",
+    "adapter_info": (
+        "ADAPTER ADAPTER_FILES AdapterInfo HOW_TO_TRAIN_SFT TRAINED_ADAPTER check_adapter"
+    ),
     "adapters": (
         "active_lora_tensors adapter_hash adapter_mismatch "
         "adapter_tensors check_base load_adapter lora_layers merged_weight "

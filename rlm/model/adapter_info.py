@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ ADAPTER = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
+OUR_FOLDERS = ("weights", "runs")  # what is missing there is no model of the hub
 
 
 def check_adapter(path: Path, how_to_make: str) -> Path:
@@ -33,6 +35,9 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         UsageError: they do not; the message says what to run.
     """
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing and _is_base(path):
+        base = f"{path} is a base model, not an adapter: name it with --model"
+        raise UsageError(f"{base} (and --base, to ask it alone); to make an adapter, {how_to_make}")
     if missing and path.is_dir():
         below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
         if below:
@@ -47,12 +52,19 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")
     if missing:
         there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
+        there = [name for name in there if not name.endswith(".prev")]  # what was replaced
         if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
             there = [str(ADAPTER)]
         others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
         shown = others if there or not path.is_absolute() else ""
         raise UsageError(f"adapter {path} does not exist{shown}; {how_to_make}")
     return path
+
+
+def _is_base(path: Path) -> bool:
+    """Whether a path that holds no adapter is a base model's: a folder, or a name on the hub."""
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
+    return (path / "config.json").is_file() or bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ EXPORTS = {
         "CombinedReward ConstantReward CorrectnessReward FormatReward GSM8KReward "
         "ReasoningQualityReward StepsReward"
     ),
-    "loading": "as_reward load_reward write_reward_template",
+    "loading": "as_reward check_columns is_built_in load_reward write_reward_template",
     "scorer": "Scorer Scores",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(

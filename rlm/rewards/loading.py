@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, load_from_file
-from rlm.rewards.base import RewardFunction, adapt_reward
+from rlm.data import Problem
+from rlm.rewards import functions
+from rlm.rewards.base import FunctionReward, RewardFunction, adapt_reward
 from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
+
+GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
+TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's trainer
+# What a scorer gives beside the data's own columns.
+COLUMNS = {"question", "completion_ids", "answer_type", "reasoning_format", "is_truncated"}
+COLUMNS |= {"strict_verdict"}
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def as_reward(
@@ -46,11 +58,15 @@ def write_reward_template(path: Path) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def load_reward(spec: str | None) -> RewardFunction | None:
+def load_reward(spec: str | None, problems: Sequence[Problem] = ()) -> RewardFunction | None:
     """Load what `--reward` names: `steps`, or by FILE.py:NAME whatever `as_reward` takes.
 
+    Args:
+        problems: that it will score; they are to have the columns that it asks for.
+
     Raises:
-        UsageError: there is no such file or name, or the file fails when it is run.
+        UsageError: there is no such file or name, the file fails when it is run, or a parameter has
+            no column.
     """
     if spec is None:
         return None
@@ -58,6 +74,72 @@ def load_reward(spec: str | None) -> RewardFunction | None:
         return StepsReward()
     found = load_from_file("--reward", spec, (list, tuple))
     try:
-        return as_reward(found)
+        reward = as_reward(found)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--reward {spec}: {error}") from error
+    if problems:
+        check_columns(reward, problems)
+    return reward
+
+
+def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
+    """Check that problems have what a reward asks for by name, before work begins.
+
+    Raises:
+        UsageError: a parameter without a default has no column, or a reward compares answers and
+            an open answer is compared with nothing.
+    """
+    if any(problem.answer_type == "open" for problem in problems) and _compares(reward):
+        raise UsageError(
+            "the data has open answers (answer_type), which no built-in reward can judge: give "
+            "one of your own, --reward FILE.py:NAME"
+        )
+    there = COLUMNS.union(*(problem.columns for problem in problems))
+    if any(problem.solution for problem in problems):
+        there.add("solution")
+    for name, function in _functions(reward):
+        parameters = inspect.signature(function).parameters.values()
+        named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
+        unknown = [one for one in named if one not in there | GIVEN]
+        if not unknown:
+            continue
+        known = {"solution", *TRAINERS_OWN}  # no misspellings
+        close = difflib.get_close_matches(unknown[0], sorted((there | GIVEN) - known), 1)
+        meant = f" (did you mean {close[0]}?)" if close and unknown[0] not in known else ""
+        why = "the data does not have"
+        if TRAINERS_OWN.issuperset(unknown):
+            why = "only TRL's trainer gives: give it a default, or take **kwargs"
+        raise UsageError(
+            f"the reward {name} asks for {', '.join(unknown)}{meant}, which {why}; there are "
+            f"answer, {', '.join(sorted(there))}"
+        )
+
+
+def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any]]]:
+    """The user's functions in a reward, and the calls of his classes, with their names.
+
+    The first two parameters of a class's call may have any name: they are given in their order.
+    """
+    found: list[tuple[str, Callable[..., Any]]] = []
+    if isinstance(reward, FunctionReward):
+        if inspect.isroutine(reward.function):
+            found = [(reward.function.__name__, reward.function)]
+    elif not is_built_in(reward) and type(reward).__call__ is not RewardFunction.__call__:
+        found = [(type(reward).__name__, partial(reward.__call__, None, None))]
+    return found + [function for part in parts_of(reward) for function in _functions(part)]
+
+
+def _compares(reward: RewardFunction) -> bool:
+    """Whether a reward, or a part of it, compares answers with the reference."""
+    own = isinstance(reward, functions.CorrectnessReward | functions.GSM8KReward)
+    return own or any(map(_compares, parts_of(reward)))
+
+
+def is_built_in(reward: RewardFunction) -> bool:
+    """Whether a reward, and all its parts, are this package's own: these need no time limit."""
+    return type(reward).__module__ == functions.__name__ and all(map(is_built_in, parts_of(reward)))
+
+
+def parts_of(reward: RewardFunction) -> Iterable[RewardFunction]:
+    """The rewards that a sum is of."""
+    return reward.parts.values() if isinstance(reward, functions.CombinedReward) else ()

@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, starmap
 from typing import Any
@@ -21,10 +21,8 @@ from typing import Any
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Problem
 from rlm.grading import Verdict
-from rlm.rewards import functions
 from rlm.rewards.base import (
     REWARD_ERRORS,
-    FunctionReward,
     PerCompletionReward,
     Reward,
     RewardFunction,
@@ -32,14 +30,11 @@ from rlm.rewards.base import (
     as_list,
     named_columns,
 )
-from rlm.rewards.loading import as_reward
+from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
 TIME_LIMIT = 60.0  # seconds that one call may take
 MAX_TIMEOUTS = 3  # of a step; the calls that are left then go without a verdict
 MAX_FAILED_STEPS = 3  # in a row, with every call failed, end the run; at the start one does
-GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
-TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's trainer
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass
@@ -141,25 +136,7 @@ class Scorer:
             UsageError: a parameter without a default has no column, or a reward compares answers
                 and an open answer is compared with nothing.
         """
-        if any(p.answer_type == "open" for p in problems) and _compares(self.reward):
-            raise UsageError(
-                "the data has open answers (answer_type), which no built-in reward can judge: give "
-                "one of your own, --reward FILE.py:NAME"
-            )
-        there = set(self._columns(problems[0])).union(*(p.columns for p in problems))
-        if not any(problem.solution for problem in problems):
-            there.remove("solution")
-        for reward in _functions(self.reward):
-            parameters = inspect.signature(reward.function).parameters.values()
-            named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
-            if unknown := [name for name in named if name not in there | GIVEN]:
-                why = "the data does not have"
-                if TRAINERS_OWN.issuperset(unknown):
-                    why = "only TRL's trainer gives: give it a default, or take **kwargs"
-                raise UsageError(
-                    f"the reward {reward.function.__name__} asks for {', '.join(unknown)}, which "
-                    f"{why}; there are answer, {', '.join(sorted(there))}"
-                )
+        check_columns(self.reward, problems)
 
     def _columns(
         self,
@@ -243,32 +220,10 @@ class Scorer:
         return f"{type(error).__name__}: {error}".strip().rstrip(":")
 
 
-def _functions(reward: RewardFunction) -> list[FunctionReward]:
-    """The user's functions in a reward."""
-    own = [reward] if isinstance(reward, FunctionReward) else []
-    own = [one for one in own if inspect.isroutine(one.function)]
-    return own + [function for part in _parts(reward) for function in _functions(part)]
-
-
-def _compares(reward: RewardFunction) -> bool:
-    """Whether a reward, or a part of it, compares answers with the reference."""
-    own = isinstance(reward, functions.CorrectnessReward | functions.GSM8KReward)
-    return own or any(map(_compares, _parts(reward)))
-
-
-def is_built_in(reward: RewardFunction) -> bool:
-    """Whether a reward, and all its parts, are this package's own: these need no time limit."""
-    return type(reward).__module__ == functions.__name__ and all(map(is_built_in, _parts(reward)))
-
-
 def _is_async(reward: RewardFunction) -> bool:
     plain = isinstance(reward, PerCompletionReward)
     call = reward.function if plain else type(reward).__call__
-    return inspect.iscoroutinefunction(call) or any(map(_is_async, _parts(reward)))
-
-
-def _parts(reward: RewardFunction) -> Iterable[RewardFunction]:
-    return reward.parts.values() if isinstance(reward, functions.CombinedReward) else ()
+    return inspect.iscoroutinefunction(call) or any(map(_is_async, parts_of(reward)))
 
 
 async def _wait_for(found: Any) -> Any:

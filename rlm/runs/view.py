@@ -21,6 +21,7 @@ from rlm.cli import UsageError, flag, run_main, terminal
 from rlm.grading import has_wrong_equation
 from rlm.runs.atomic_files import read_log, replace_file
 
+RUNS_SHOWN = 8
 PAGE = Path(__file__).parent / "view_page"
 SHOWN = ("reward/mean", "completion/truncated_rate", "sampler/logprob_gap_mean", "eval/accuracy")
 
@@ -52,7 +53,8 @@ def read_run(path: Path) -> dict[str, Any]:
     """
     groups = read_log(path / "samples.jsonl")
     if not groups:
-        raise UsageError(f"{path}/samples.jsonl holds no rollouts; name the directory of a run")
+        others = _runs_in(path) or "name the directory of a run"
+        raise UsageError(f"{path}/samples.jsonl holds no rollouts; {others}")
     steps = {
         row["step"]: {name: row[name] for name in SHOWN if _finite(row.get(name)) is not None}
         for row in read_log(path / "metrics.jsonl")
@@ -61,6 +63,14 @@ def read_run(path: Path) -> dict[str, Any]:
     answered = any({"correct", "wrong"} & set(group.get("verdicts", ())) for group in groups)
     shown = [_group(group if answered else group | {"verdicts": None}) for group in groups]
     return {"name": str(path), "steps": steps, "groups": shown}
+
+
+def _runs_in(path: Path) -> str:
+    """The runs with rollouts that lie in a folder, or beside it where it does not exist."""
+    folder = path if path.is_dir() else path.parent
+    files = sorted(folder.glob("*/samples.jsonl"), key=lambda f: f.stat().st_mtime, reverse=True)
+    runs = [str(f.parent) for f in files if f.stat().st_size and f.parent.suffix != ".prev"]
+    return f"runs that do, the newest first: {', '.join(runs[:RUNS_SHOWN])}" if runs else ""
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:

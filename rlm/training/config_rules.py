@@ -18,6 +18,9 @@ MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {ON_GPU} on a GPU and {ON_CPU} without one"
 )
 
+LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
+USUAL_RATES = "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning"
+KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 # What --deterministic needs: other number types and other code add in another order.
 DETERMINISTIC = {
     "dtype": "float32",
@@ -58,6 +61,15 @@ def choose_max_new_tokens(dataset: str) -> int:
     if names <= GENERATED:
         return SHORT
     return ON_GPU if torch.cuda.is_available() else ON_CPU
+
+
+def judge_learning_rate(rate: float) -> tuple[str, str] | None:
+    """Say what is wrong with a learning rate of GRPO on a LoRA adapter: "too low" or "too high",
+    and why; None for one that has been seen to work."""
+    slow, fast = LORA_RATES
+    if rate < slow:
+        return "too low", f"{rate:g} hardly moves a LoRA adapter"
+    return ("too high", f"{rate:g} breaks a policy within a few steps") if rate > fast else None
 
 
 def set_clip_bounds(config: Any) -> None:
@@ -120,6 +132,7 @@ def refuse_contradictions(config: Any) -> None:
     """
     looks, by_vllm = config.doctor or config.plan, config.sampler == "vllm"
     starts_server = by_vllm and config.sampler_url is None
+    kept = {(config.run_dir / name).resolve() for name in KEPT_AS.values()}
     overwrites = config.output.resolve() == (config.sft_adapter or Path()).resolve()
     refused = {
         "--steps and --num-epochs contradict each other; give one of them": (
@@ -151,7 +164,10 @@ def refuse_contradictions(config: Any) -> None:
         "--doctor and --plan are two commands; give one of them": config.doctor and config.plan,
         "--plan times our own sampler; leave out --sampler vllm": config.plan and by_vllm,
         "--output would overwrite --sft-adapter; type another folder, such as --output "
-        "runs/mine/adapter": overwrites,
+        "runs/mine/adapter": overwrites and not looks,  # these write nothing
+        f"--output {config.output} is a folder that the run writes itself; name another": (
+            config.output.resolve() in kept and not looks
+        ),
     }
     for reason, is_so in refused.items():
         if is_so:

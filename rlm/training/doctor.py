@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
 from rlm.data import FORMATS, Format, Problem, render_prompt
-from rlm.evaluation import Evaluation, evaluate
+from rlm.evaluation import Evaluation, Graded, evaluate
+from rlm.grading import find_equations, parse_number
 from rlm.training.advantages import has_signal
 from rlm.training.config import GRPOConfig
+from rlm.training.config_rules import USUAL_RATES, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.run_setup import fit_prompts
 
 PROBLEMS = 32
 NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which something is worth a word, and is a fault
-LORA_RATES = 1e-6, 1e-5, 2e-3  # nothing moves, slow, …, the policy breaks
+NO_MOVE = 1e-6  # a learning rate below which nothing is learned
 SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 
@@ -39,16 +41,35 @@ class Finding:
     fault: bool = True
 
 
+@dataclass(frozen=True)
+class Example:
+    """A completion to read, with its reward; `name` says which one it is."""
+
+    name: str
+    problem: Problem
+    graded: Graded
+    reward: float | None
+
+    def show(self) -> None:
+        reward = "no verdict" if self.reward is None else f"reward {self.reward:g}"
+        verdict = self.graded.strict.reason.replace("_", " ")
+        said = f"{self.name}: {reward}, {verdict}, reference answer {self.problem.answer}"
+        terminal.sample(self.problem.question, self.graded.text, said)
+
+
 def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
     problems = fit_prompts(trainer, problems)
+    trainer.scorer.check_columns(problems)
     plan_memory(trainer, problems, 0)
-    metrics, findings = diagnose(trainer, problems)
+    metrics, findings, examples = diagnose(trainer, problems)
     shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
     terminal.facts(
         f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
         {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
     )
+    for example in examples:
+        example.show()
     for finding in findings:
         terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
         terminal.line(f"       -> {finding.advice}")
@@ -57,8 +78,10 @@ def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
     return int(any(finding.fault for finding in findings))
 
 
-def diagnose(trainer: Any, problems: Sequence[Problem]) -> tuple[dict[str, float], list[Finding]]:
-    """Sample, score, and look for what is known to go wrong."""
+def diagnose(
+    trainer: Any, problems: Sequence[Problem]
+) -> tuple[dict[str, float], list[Finding], list[Example]]:
+    """Sample, score, and look for what is known to go wrong; return three completions, too."""
     config, problems = trainer.config, list(problems[:PROBLEMS])
     with terminal.progress("sampling", len(problems) * config.group_size) as advance:
         drawn = evaluate(
@@ -76,14 +99,39 @@ def diagnose(trainer: Any, problems: Sequence[Problem]) -> tuple[dict[str, float
     truncated = [[g.truncated for g in group] for group in drawn.groups]
     rewards = trainer.scorer(problems, texts, truncated).rewards
     metrics = _metrics(drawn, rewards)
+    teach = teach_the_format(trainer, problems)
     findings = [
         *_template(trainer.tokenizer, trainer.format),
-        *_parsing(drawn, trainer.format, metrics),
+        *_kind(drawn, teach),
+        *_parsing(drawn, trainer.format, metrics, teach),
         *_reward(trainer, problems[0], metrics, rewards),
-        *_signal(metrics, config),
+        *_signal(metrics, config, teach),
         *_options(metrics, config),
     ]
-    return metrics, findings
+    return metrics, findings, _examples(drawn, rewards)
+
+
+def teach_the_format(trainer: Any, problems: Sequence[Problem]) -> str:
+    """Return the command of stage 1 on the run's own data, and what that data lacks for it."""
+    config = trainer.config
+    data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
+    command = command_of("train_sft", model=trainer.model_name, **data)
+    write = "" if any(p.solution for p in problems) else "write `solution` for a dozen rows, then "
+    return f"{write}{command}"
+
+
+def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> list[Example]:
+    """The completion with the highest reward, the one in the middle and the one with the lowest."""
+    rows = [
+        (-math.inf if reward is None else reward, Example("", problem, graded, reward))
+        for problem, group, of_group in zip(drawn.problems, drawn.groups, rewards, strict=True)
+        for graded, reward in zip(group, of_group, strict=True)
+    ]
+    rows.sort(key=lambda row: row[0], reverse=True)
+    places = {"best": 0, "typical": len(rows) // 2, "worst": -1}
+    if rows[0][0] == rows[-1][0]:  # equal rewards: three problems
+        places = {"one of equals": 0, "another": len(rows) // 2, "a third": -1}
+    return [replace(rows[place][1], name=name) for name, place in places.items()]
 
 
 def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
@@ -96,9 +144,9 @@ def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
         "pass@1, lenient": drawn.pass_at(1, False)["mean"],
         f"pass@{k}, strict": drawn.pass_at(k, True)["mean"],
         f"pass@{k}, lenient": drawn.pass_at(k, False)["mean"],
-        "groups without signal": (~has_signal(values)).float().mean().item(),
-        "one answer found, strict": drawn.format_rate,
-        "one answer found, lenient": sum(lenient) / len(lenient),
+        "groups with equal rewards": (~has_signal(values)).float().mean().item(),
+        "answer in the right tags": drawn.format_rate,
+        "answer anywhere": sum(lenient) / len(lenient),
         "truncated": drawn.truncated_rate,
     }
 
@@ -126,9 +174,35 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
         )
 
 
-def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> Iterator[Finding]:
+def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
+    """Find numbers where the task wants words: an adapter of arithmetic, which is all it knows."""
+    kinds = {"text": "text", "choice": "a letter"}
+    pairs = [
+        (problem, graded)
+        for problem, group in zip(drawn.problems, drawn.groups, strict=True)
+        for graded in group
+        if problem.answer_type in kinds and parse_number(problem.answer) is None
+    ]
+    numbers = [g for _, g in pairs if parse_number(g.lenient.answer or "") is not None]
+    if len(numbers) <= NOTABLE_SHARE * len(drawn.completions):
+        return
+    computed = sum(bool(find_equations(graded.text)) for graded in numbers) > len(numbers) / 2
+    wanted = " or ".join(sorted({kinds[problem.answer_type] for problem, _ in pairs}))
+    share = len(numbers) / len(pairs)
+    yield Finding(
+        "another kind of answer",
+        f"{share:.0%} of the completions answer with a {'calculation' if computed else 'number'}; "
+        f"the task wants {wanted}",
+        f"teach the format first: {teach}",
+        fault=share > 1 - NOTABLE_SHARE,
+    )
+
+
+def _parsing(
+    drawn: Evaluation, format: Format, metrics: dict[str, float], teach: str
+) -> Iterator[Finding]:
     """Find answers that are there and that the strict reading does not see."""
-    strict, lenient = (metrics[f"one answer found, {name}"] for name in ("strict", "lenient"))
+    strict, lenient = metrics["answer in the right tags"], metrics["answer anywhere"]
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
         opened = sum(f"<{other.reasoning_tag}>" in text for text in texts) / len(texts)
@@ -146,15 +220,14 @@ def _parsing(drawn: Evaluation, format: Format, metrics: dict[str, float]) -> It
             "parser mismatch",
             f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
             f"is rewarded (most often: {why})",
-            f"teach the format first: {command_of('train_sft')}; "
-            "or reward what it writes: --reward",
+            f"teach the format first: {teach}; or reward what it writes: --reward",
             fault=strict < 1 - FAULT_SHARE,
         )
     elif drawn.truncated_rate < 1 and strict < NOTABLE_SHARE:
         yield Finding(
             "no answers",
             f"{strict:.0%} of the completions hold an answer that can be read",
-            f"teach the format first: {command_of('train_sft')}",
+            f"teach the format first: {teach}",
         )
 
 
@@ -195,37 +268,27 @@ def _reward(
         )
 
 
-def _signal(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
+def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterator[Finding]:
     """Find that most groups are all right or all wrong: they teach nothing."""
-    share = metrics["groups without signal"]
-    advice = "easier problems, a larger --group-size, or more SFT first"
+    share = metrics["groups with equal rewards"]
+    advice = f"easier problems, a larger --group-size, or teach the format first: {teach}"
     if metrics["pass@1, strict"] > 0.5:
         advice = "harder problems, or a higher --temperature"
     if share > FAULT_SHARE:
         yield Finding(
             "no signal",
-            f"{share:.0%} of the groups have no difference in reward: of {config.batch_size} "
-            f"problems a step about {config.batch_size * (1 - share):.0f} teach something",
+            f"in {share:.0%} of the groups there is no difference in reward (the mean is "
+            f"{metrics['reward, mean']:.3g}), and only a difference teaches: in a step of "
+            f"{config.batch_size} problems about {config.batch_size * (1 - share):.0f} have one",
             advice,
             fault=share > 0.97,
         )
 
 
 def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
-    low, slow, high = LORA_RATES
-    if config.learning_rate < slow:
-        yield Finding(
-            "learning rate too low",
-            f"{config.learning_rate:g} hardly moves a LoRA adapter",
-            "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning",
-            fault=config.learning_rate < low,
-        )
-    elif config.learning_rate > high:
-        yield Finding(
-            "learning rate too high",
-            f"{config.learning_rate:g} breaks a policy within a few steps",
-            "--learning-rate 1e-5 to 2e-4",
-        )
+    if problem := judge_learning_rate(config.learning_rate):
+        is_slow = problem[0] == "too low" and config.learning_rate >= NO_MOVE
+        yield Finding(f"learning rate {problem[0]}", problem[1], USUAL_RATES, fault=not is_slow)
     if metrics["truncated"] > NOTABLE_SHARE:
         yield Finding(
             "truncation",

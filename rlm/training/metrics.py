@@ -14,13 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
 from rlm.model import pick_device
-from rlm.runs import new_alerts
+from rlm.runs import learning_curves, new_alerts
 from rlm.sampling import tool_spans
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
+from rlm.training.config_rules import USUAL_RATES, judge_learning_rate
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
+from rlm.training.selection import validation_facts
 
 PHASES = ("sample", "score", "learn")  # of a step
 RECENT_STEPS = 5  # of which the time that is left is estimated
@@ -53,28 +55,23 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "how long they take)",
             "signal": "share of groups whose rewards differ; the others teach nothing",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
-            "run": f"{config.run_dir} (all options: config.json)",
+            **({} if config.plan else {"run": f"{config.run_dir} (all options: config.json)"}),
         },
     )
+    if problem := judge_learning_rate(config.learning_rate):
+        terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
     """Print what happened, and what to do next."""
-    accuracy, at_start = summary["accuracy"], summary["start_accuracy"]
-    validated = "not measured"
-    if accuracy is not None:
-        validated = f"{accuracy:.1%} at step {summary['step']}"
-        validated += "" if at_start is None else f", {at_start:.1%} at the start"
-        if at_start is not None and at_start > accuracy:
-            validated += "; no step was better: try a lower --learning-rate"
     terminal.facts(
         "Stage 2 done",
         {
-            "validation accuracy": validated,
+            **validation_facts(summary),
             "time": terminal.duration(summary["seconds"]),
             "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
             "curves": config.run_dir / "curves.png",
-            "adapter": config.output,
+            "adapter": f"{config.output} (best and last are in {config.run_dir})",
             "next": f'{command_of("inference")} --adapter {config.output} "your question"',
         },
     )
@@ -249,7 +246,9 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     )
     if left:
         parts.append(terminal.time_left(left))
-    if "eval/accuracy" in metrics:
+    if "eval/reward" in metrics:
+        parts.append(f"validation reward {metrics['eval/reward']:.3f}")
+    elif "eval/accuracy" in metrics:
         parts.append(f"validation {metrics['eval/accuracy']:.1%}")
     return "  ".join(parts)
 
@@ -258,6 +257,13 @@ def _exact(metrics: Mapping[str, float]) -> list[str]:
     """The share of right answers, where the reward is something else."""
     right = metrics.get("reason/correct", metrics["reward/mean"])
     return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]
+
+
+def draw_curves(trainer: Any) -> None:
+    """Draw curves.png of a `train_grpo.GRPOTrainer`'s run so far."""
+    rows, config = trainer.run.metrics(), trainer.config
+    title = f"GRPO of {trainer.model_name} on {config.dataset}, {len(rows)} steps"
+    learning_curves(rows, trainer.run.path / "curves.png", title)
 
 
 def log_step(
@@ -277,6 +283,8 @@ def log_step(
         terminal.line(step_line(metrics, config.steps, left))
         for warning in new_alerts(rows):
             terminal.line(f"warning: {warning}")
+        if "eval/accuracy" in metrics and metrics["step"] + 1 < config.steps:
+            draw_curves(trainer)
     run.log_samples(
         [
             {

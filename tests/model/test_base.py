@@ -304,13 +304,18 @@ def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monk
     monkeypatch.setattr("rlm.model.adapter_info.ADAPTER", tmp_path / "installed")
     with pytest.raises(UsageError, match=r"does not exist \(there is .+/installed\); do this"):
         check_adapter(Path("weights/typo"), "do this")
-    for name in ("mine", ".mine.new"):  # the latter is half-written
+    for name in ("mine", "mine.prev", ".mine.new"):  # was replaced, is half-written
         Path("weights", name).mkdir(parents=True)
         for file in ADAPTER_FILES:
             Path("weights", name, file).touch()
     with pytest.raises(UsageError) as one_there:
         check_adapter(Path("weights/typo"), "do this")
     assert "does not exist (there is weights/mine); do this" in str(one_there.value)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    for base in ("Qwen/Qwen2.5-0.5B-Instruct", "base"):
+        with pytest.raises(UsageError, match=f"^{base} is a base model.* --model .*, do this$"):
+            check_adapter(Path(base), "do this")
 
 
 def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(plain, tmp_path):

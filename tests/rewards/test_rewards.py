@@ -100,6 +100,15 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
         UsageError, match=r"reward asks for ground_truth, .* there are answer, .*lev"
     ):
         Scorer([CorrectnessReward(), reward]).check_columns(PROBLEMS)
+    with pytest.raises(UsageError, match=r"asks for refrence \(did you mean reference_answer\?\)"):
+        Scorer(lambda completion, refrence: 0.0).check_columns(PROBLEMS)
+
+    class Coloured(RewardFunction):
+        def __call__(self, text, gold, colour):
+            return 0.0
+
+    with pytest.raises(UsageError, match="the reward Coloured asks for colour"):
+        Scorer([CorrectnessReward(), Coloured()]).check_columns(PROBLEMS)
     Scorer(lambda completion, reference_answer, level: 0.0).check_columns(PROBLEMS)
     Scorer(lambda prompts, completions, **columns: []).check_columns(PROBLEMS)
 

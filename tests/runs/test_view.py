@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -122,6 +123,13 @@ def test_the_page_runs_its_own_script_alone(tmp_path):
 def test_a_directory_without_rollouts_is_a_mistake(tmp_path):
     with pytest.raises(UsageError, match="holds no rollouts; name the directory of a run"):
         view.main(view.ViewConfig(tmp_path))
+    for number, name in enumerate(("first", "second", "old.prev")):
+        write_run(tmp_path / name)
+        os.utime(tmp_path / name / "samples.jsonl", (number, number))
+    listed = f"the newest first: {tmp_path / 'second'}, {tmp_path / 'first'}$"
+    for path in (tmp_path, tmp_path / "typo"):
+        with pytest.raises(UsageError, match=listed):
+            view.main(view.ViewConfig(path))
 
 
 # ---- In Chromium ---------------------------------------------------------------------------

@@ -235,3 +235,15 @@ def test_a_plan_needs_no_trained_adapter(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"weights/sft_lora does not exist.*train_sft\.py"):
         GRPOConfig.resolve({})
     assert GRPOConfig.resolve({"plan": True})["dataset"] == "word-problems:1"
+
+
+@pytest.mark.parametrize("look", [{"doctor": True}, {"plan": True}])
+def test_what_writes_nothing_is_not_refused_for_what_it_would_write(look):
+    place = Path("weights/final_rlm_lora")  # the default output, and often what is looked at
+    assert GRPOConfig(sft_adapter=place, output=place, **look).output == place
+    assert SFTConfig(adapter=place, output=place, dry_run=3).output == place
+    with pytest.raises(ValueError, match="--output would overwrite --sft-adapter"):
+        GRPOConfig(sft_adapter=place, output=place)
+    for kept in ("adapter_best", "adapter_last"):
+        with pytest.raises(ValueError, match="is a folder that the run writes itself"):
+            GRPOConfig(run_dir=Path("runs/x"), output=Path("runs/x") / kept)

@@ -1,5 +1,6 @@
 """`train_grpo.py --doctor` names what was broken on purpose, and leaves a sound set-up alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,14 +61,16 @@ def half_right(i, j, tags=FORMATS["deepseek"]):
     return tags.completion("so", str(2 * i + (i + j) % 2))
 
 
-def look(model_dir, tmp_path, text=half_right, reward=None, truncated=False, **options):
+def look(
+    model_dir, tmp_path, text=half_right, reward=None, truncated=False, problems=PROBLEMS, **options
+):
     config = GRPOConfig(
         sft_adapter=None, group_size=4, max_new_tokens=8, run_dir=tmp_path / "run",
         output=tmp_path / "out", **options,
     )  # fmt: skip
     trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, device=CPU)
     trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
-    return trainer, *diagnose(trainer, PROBLEMS)
+    return trainer, *diagnose(trainer, problems)[:2]
 
 
 def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
@@ -79,14 +82,20 @@ def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
         "pass@1, lenient": 0.5,
         "pass@4, strict": 1.0,
         "pass@4, lenient": 1.0,
-        "groups without signal": 0.0,
-        "one answer found, strict": 1.0,
-        "one answer found, lenient": 1.0,
+        "groups with equal rewards": 0.0,
+        "answer in the right tags": 1.0,
+        "answer anywhere": 1.0,
         "truncated": 0.0,
     }
     assert run_doctor(trainer, PROBLEMS) == 0
     out = capsys.readouterr().out
     assert "ready to train" in out
+    for name, reward, verdict in (
+        ("best", 1, "correct"),
+        ("typical", 0, "wrong"),
+        ("worst", 0, "wrong"),
+    ):
+        assert f"sample ({name}: reward {reward}, {verdict}, reference answer " in out
     assert "on 32 problems" in out
     assert "GB at the peak" in out
 
@@ -96,9 +105,40 @@ def test_a_wrong_template_is_named(tmp_path, template):
     path = tmp_path / "base"
     tiny_model().save_pretrained(path)
     byte_tokenizer(template=template).save_pretrained(path)
-    (finding,) = look(path, tmp_path)[-1]
+    findings = look(path, tmp_path)[-1]
+    if template == NO_SYSTEM:  # the prompt begins the first user's turn
+        assert findings == []
+        return
+    (finding,) = findings
     assert (finding.name, finding.fault) == ("wrong chat template", True)
-    assert ("<|eot_id|>" in finding.text) == (template == LLAMA3)
+    assert "<|eot_id|>" in finding.text
+
+
+ROMAN = [
+    Problem(f"r{i}", f"Write {i} in Roman numerals.", "XL", answer_type="text") for i in range(9)
+]
+
+
+@pytest.mark.parametrize("solution", ["", "40 is XL"])
+def test_numbers_for_a_task_of_words_are_named_in_plain_words(model_dir, tmp_path, solution):
+    """As the shipped adapter answers: with a calculation."""
+    problems = [replace(problem, solution=solution) for problem in ROMAN]
+    options = {"problems": problems, "dataset": "my roman.jsonl"}
+
+    def calculate(i, j):
+        return FORMATS["deepseek"].completion("first: <<14*100=1400>>", "1400")
+
+    finding, *_ = look(model_dir, tmp_path, calculate, **options)[-1]
+    assert (finding.name, finding.fault) == ("another kind of answer", True)
+    assert finding.text == "100% of the completions answer with a calculation; the task wants text"
+    command = f"python train_sft.py --model {model_dir} --dataset 'my roman.jsonl'"
+    write = "" if solution else "write `solution` for a dozen rows, then "
+    assert finding.advice == f"teach the format first: {write}{command}"
+
+    def words(i, j):
+        return FORMATS["deepseek"].completion("so", "XL" if j % 2 else "LX")
+
+    assert look(model_dir, tmp_path, words, **options)[-1] == []
 
 
 def blind(completions, answer):

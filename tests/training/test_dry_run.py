@@ -26,7 +26,7 @@ def state_of(trainer):
     "options", [{}, {"kl_weight": 0.1, "sampler": "unmerged", "checkpointing": True}]
 )
 def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys):
-    trainer = a_trainer(model_dir, a_config(tmp_path, **options))
+    trainer = a_trainer(model_dir, a_config(tmp_path, plan=True, **options))
     before = state_of(trainer)
     assert run_plan(trainer, PROBLEMS, PROBLEMS[:3]) == 0
     after = state_of(trainer)
@@ -44,6 +44,8 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys):
         f"checkpointing {'on' if options else 'off'}",
     ):
         assert text in said, text
+    assert "  run:" not in said  # it writes none
+    assert "warning: learning rate too high: 0.01 breaks a policy" in said
 
 
 @pytest.fixture
