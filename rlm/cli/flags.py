@@ -60,6 +60,14 @@ class Flag:
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
 
+    def allows(self, value: Any) -> bool:
+        """Whether `check` passes."""
+        try:
+            self.check(value)
+        except ValueError:
+            return False
+        return True
+
     def check(self, value: Any) -> None:
         """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
         bounds = (

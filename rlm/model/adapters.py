@@ -75,7 +75,8 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise UsageError(f"{kind} models cannot be trained here: {error}") from error
+        why = str(error).partition(". ")[0]
+        raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:
