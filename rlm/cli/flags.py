@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import operator
 import os
 import sys
@@ -12,7 +13,7 @@ from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlm.cli.foreign_names import hint, synonyms, with_underscores
 from rlm.cli.option_groups import group_of
@@ -58,6 +59,14 @@ class Flag:
         if isinstance(value, list | tuple):  # of each item
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
+
+    def allows(self, value: Any) -> bool:
+        """Whether `check` passes."""
+        try:
+            self.check(value)
+        except ValueError:
+            return False
+        return True
 
     def check(self, value: Any) -> None:
         """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
@@ -218,6 +227,15 @@ def tell(text: str) -> None:
 
 
 say_once = cache(tell)  # a script may read its command line twice
+
+
+def replace_unencodable(stream: TextIO) -> None:
+    """Let a stream write "?" for a character that its encoding lacks: else it loses the whole text.
+
+    Python does so itself for stderr.
+    """
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
 
 
 def with_dashes(name: str) -> str:

@@ -5,7 +5,6 @@ Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal
 
 import dataclasses
 import errno
-import io
 import logging
 import os
 import select
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rlm.cli.flags import tell, with_dashes
+from rlm.cli.flags import replace_unencodable, tell, with_dashes
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
 
 T = TypeVar("T")
@@ -89,10 +88,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
 
 
 def _open_standard_streams() -> None:
-    """Open those that a parent closed (`>&-`): the next file would take their number and text.
-
-    What the terminal's encoding cannot show is replaced, and costs no more than itself.
-    """
+    """Open those that a parent closed (`>&-`): the next file would take their number and text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -100,8 +96,7 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # Python does it for stderr
-        sys.stdout.reconfigure(errors="replace")
+    replace_unencodable(sys.stdout)
 
 
 def _refuse(error: UsageError) -> int:

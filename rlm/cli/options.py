@@ -193,13 +193,21 @@ def _read_yaml(path: str) -> list[Row]:
 
 
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
-    """Check the rows of a layer and convert them; `typed` says that they are the command line."""
+    """Check the rows of a layer and convert them; `typed` says that they are the command line.
+
+    Files of other programs are read too: their -1 (not set) is skipped under their own names, and
+    all the keys that are not known here are named at once.
+    """
     values, by_key = {}, {key: option for option in options for key in option.keys}
+    unknown = []
     for where, key, value in rows:
         option = by_key.get(with_underscores(str(key)))
         if option is None:
             said = hint(str(key), {name: option.name for name, option in by_key.items()})
-            raise UsageError(f"{where}: unknown key {key!r}{said}")
+            unknown.append(f"{where}: unknown key {key!r}{said}")
+            continue
+        if value == -1 and with_underscores(str(key)) != option.name and not option.allows(-1):
+            continue
         if with_underscores(str(key)) in option.old:
             say_once(f"{where}: {key} is now {option.name}")
         label = option.spelling if typed else f"{where}: {key}"
@@ -217,11 +225,14 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             got = ",".join(value) if typed and isinstance(value, list) else value
             expects = option.expects if typed else option.expects.replace(",...", " list")
             raise UsageError(f"{label}: expected {expects}, got {got!r:.80}") from None
+    if unknown:
+        raise UsageError(" | ".join(unknown))
     return values
 
 
 def _convert(kind: Any, value: Any, typed: bool) -> Any:
-    """Return `value` as a `kind`, or raise ValueError. Only what was typed may stand for a list."""
+    """Return `value` as a `kind`, or raise ValueError. Only what was typed may stand for a list,
+    and a list of one, as files of other programs have it, for what is no list."""
     args, origin, members = get_args(kind), get_origin(kind), members_of(kind)
     if NoneType in members and value in (None, "none", ["none"]):
         return None
@@ -231,7 +242,9 @@ def _convert(kind: Any, value: Any, typed: bool) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         items = filter(None, map(str.strip, ",".join(value).split(","))) if typed else value
         return tuple(_convert(args[0], item, typed) for item in items)
-    if kind is int and (typed or type(value) is int):
+    if origin is not tuple and isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    if kind is int and (typed or type(value) is int or (type(value) is float and value % 1 == 0)):
         return int(value)
     # YAML 1.1 reads 1e-4 (no dot) as a string, so a float may be one in every layer.
     if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import time
@@ -16,17 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from rlm.cli.flags import replace_unencodable
+
 
 class _Console(Console):
     """A console that a closed pipe or a lost terminal silences: the run goes on."""
 
     def print(self, *objects: Any, **options: Any) -> None:
+        replace_unencodable(self.file)
         try:
-            super().print(*objects, **options)
-        except UnicodeEncodeError:  # called from Python: rlm.cli.main has not seen to the stream
-            if not isinstance(self.file, io.TextIOWrapper):
-                raise
-            self.file.reconfigure(errors="replace")
             super().print(*objects, **options)
         except (OSError, ValueError):  # ValueError: the file object was closed
             self.on_broken_pipe()

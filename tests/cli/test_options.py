@@ -38,7 +38,7 @@ PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size"
 class Config:
     question: str | None = flag(None, "ask this", positional=True)
     learning_rate: float = flag(1e-5, "peak learning rate, 100% of it", group="optimizer")
-    batch_size: int = flag(8, "sequences per step", aliases=["--batch", "micro_batch"])
+    batch_size: int = flag(8, "sequences per step", aliases=["--batch", "micro_batch"], min=1)
     limit: int | None = flag(None, "use the first N")
     use_lora: bool = flag(True, "train adapters", aliases=["lora"], old=["adapters"])
     dtype: str = flag("bf16", "weights", choices=["bf16", "fp32"], old=["precision"], group="model")
@@ -142,6 +142,10 @@ def test_spellings_of_a_flag(typed, name, value):
         (["--output", "a/b"], "output", Path("a/b")),
         ("learning_rate: 1e-4", "learning_rate", 1e-4),  # PyYAML reads a string
         ("learning_rate: 3", "learning_rate", 3.0),
+        ("batch_size: 3.0", "batch_size", 3),  # as other programs write them
+        ("batch_size: [3]", "batch_size", 3),
+        ("preset: [big]", "batch_size", 64),
+        ("micro_batch: -1", "batch_size", 8),
         ("learning-rate: 0.5", "learning_rate", 0.5),
         ("limit: null", "limit", None),
         ("limit: none", "limit", None),
@@ -213,7 +217,8 @@ def test_mistakes_on_the_command_line(argv, message):
     [
         ("batch_size: '3'", ":1: batch_size: expected int, got '3'"),
         ("batch_size: true", ":1: batch_size: expected int, got True"),
-        ("batch_size: 3.0", ":1: batch_size: expected int, got 3.0"),
+        ("batch_size: 3.5", ":1: batch_size: expected int, got 3.5"),
+        ("batch_size: [3, 4]", ":1: batch_size: expected int, got [3, 4]"),
         ("learning_rate: true", ":1: learning_rate: expected float, got True"),
         ("learning_rate: .nan", ":1: learning_rate: expected float, got nan"),
         ("learning_rate: .inf", ":1: learning_rate: expected float, got inf"),
@@ -225,11 +230,12 @@ def test_mistakes_on_the_command_line(argv, message):
         ("steps: {a: 1}", ":1: steps: expected int list, got {'a': 1}"),
         ("limit: 9\nlimit: 9", ":2: limit is given twice"),
         ("batch_size: 9\nbatch: 9", ":2: batch is given twice"),
+        ("zzz: 1\nlearning_rat: 1", ":1: unknown key 'zzz' | "),
         ("learning_rat: 1", ":1: unknown key 'learning_rat'; did you mean learning_rate?"),
         ("on: 1", ":1: unknown key True"),
         ("[a]: 1", ":1: "),
         ("config: other.yaml", ":1: unknown key 'config'"),
-        ("preset: [tiny]", ":1: preset: expected tiny|big, got ['tiny']"),
+        ("preset: [tiny, big]", ":1: preset: expected tiny|big, got ['tiny', 'big']"),
         ("limit: 9\nsteps: [1\ndtype: x", ":3: while parsing a flow sequence: expected ',' or ']'"),
         ("limit: !!python/object:os.system 1", ":1: "),
         ("limit: *x", ":1: "),

@@ -19,9 +19,12 @@ from rlm.model.adapters import (
     check_adapter,
     exported_tensors,
     load_adapter,
+    lora_layers,
+    new_adapter,
 )
 from rlm.model.export import save_adapter
 from rlm.runs.checkpoints import file_hash
+from rlm.training.fused_layers import use_fused_layers
 
 
 @pytest.fixture
@@ -330,3 +333,39 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     ):
         with pytest.raises(UsageError, match=said):
             check_adapter(path, "do this")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    ],
+)
+def test_a_mixture_of_experts_has_its_adapter_on_linear_layers(family, options, capsys):
+    """Routers return tuples, and experts are no layers: transformers computes what they do."""
+    base = tiny_model(family, **options)
+    before = base(TOKENS).logits
+    policy = new_adapter(base, r=2, alpha=4)
+    assert {type(layer.get_base_layer()) for layer in lora_layers(policy)} == {torch.nn.Linear}
+    assert len(lora_layers(policy)) == 2 * 4
+    assert "LoRA is on k_proj, o_proj, q_proj, v_proj; experts" in capsys.readouterr().err
+    for layer in lora_layers(policy):
+        layer.lora_B["default"].weight.normal_()
+    by_peft = policy(TOKENS).logits
+    use_fused_layers(policy)
+    torch.testing.assert_close(policy(TOKENS).logits, by_peft, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(by_peft, before)
+
+
+def test_an_architecture_that_takes_no_adapter_is_one_line():
+    with pytest.raises(UsageError, match=r"^mamba models cannot be trained here .PEFT: .*"):
+        new_adapter(tiny_model("mamba", state_size=4), r=2, alpha=4)
+
+
+@pytest.mark.parametrize("cache", ["/proc/x", "/dev/null/x"])
+def test_a_cache_that_cannot_be_written_is_one_line(cache, monkeypatch):
+    monkeypatch.setenv("RLM_CACHE", cache)
+    with pytest.raises(UsageError, match=rf"^the cache \(RLM_CACHE\) {cache} cannot be written: "):
+        models.model_directory("smollm2-135m")
