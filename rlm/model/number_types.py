@@ -34,8 +34,8 @@ ROUNDS, SECONDS = 3, 0.04  # each type is timed in so many turns of at least so 
 # Two timings agree if one finds bf16 less than so many times as fast as the other does. Other
 # programs make them disagree; so many timings are made at most.
 AGREEMENT, TIMINGS = 1.2, 6
-# What oneDNN and torch may use of a CPU can be limited by these.
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+# What oneDNN, torch and our own products use of a CPU is set by these.
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "RLM_TILES")
 
 
 def fast_dtype(
@@ -109,7 +109,7 @@ def _key(kind: str) -> str:
         f"kernels {kernels_digest()[:12]}",
         f"{torch.get_num_threads()} threads",
         f"torch {torch.__version__}",
-        *(f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)),
+        *(f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)),
     ]
     return ", ".join(parts)
 
