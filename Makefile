@@ -68,7 +68,7 @@ TILES_TESTS := tests/kernels tests/sampling/test_linear.py tests/sampling/test_e
 test-tiles: $(STAMP)
 	grep -q amx_bf16 /proc/cpuinfo || { echo "this CPU has no AMX (amx_bf16): make test checks tiles in plain C"; exit 1; }
 	RLM_TILES=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TILES_TESTS)
-	RLM_TILES=1 $(PYTHON) -m benchmarks.batch_invariance
+	RLM_TILES=1 $(PYTHON) -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_several_machines.py tests/runs/test_checkpoints.py

@@ -5,7 +5,7 @@ threads: milliseconds, and the share of a product's numbers that are others than
 completions of the model, sampled again with other batches and threads. Ends with 1 if our own code
 gives another bit. RLM_TILES=1 lets it multiply bf16 with AMX.
 
-    python -m benchmarks.batch_invariance --json docs/results/batch_invariance.json
+    python -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.evaluation import show_table
 from rlm.kernels import Kernels
 from rlm.model import (
+    Device,
     decoder_and_head,
     kernels_for,
     load_adapter,
     load_base,
     load_tokenizer,
-    pick_device,
     prepare_process,
 )
 from rlm.sampling import Completion, Sampler, SamplingParams, fused_linear, prompt_seed
@@ -44,6 +44,7 @@ COMPARED_ROWS = 64  # with whose product those of other numbers of rows are comp
 MAX_NUM_SEQS = (64, 16, 1)
 DTYPES = ("float32", "bfloat16")
 ONEDNN = "oneDNN"
+ON_CPU = Device("cpu", torch.float32, "compared in both number types")
 
 # Each with its number of inputs.
 Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
@@ -51,7 +52,7 @@ Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
 
 @dataclass
 class BatchInvarianceConfig(harness.BenchmarkConfig):
-    adapter: Path | None = flag(Path("weights/final_rlm_lora"), "adapter to sample with")
+    adapter: Path | None = flag(None, "adapter to sample with")
     rows: tuple[int, ...] = flag((1, 4, 16, 32, 64, 128, 512), "rows of the products", min=1)
     threads: tuple[int, ...] = flag((1, 2), "numbers of threads", min=1)
     repeats: int = flag(5, "times that each product is timed, after a warm-up", min=1)
@@ -175,19 +176,22 @@ def sampled(
         found = [completion for group in groups for completion in group]
         first = first or found
         pairs = [*zip(first, found, strict=True)]
-        settings[f"{name}, max_num_seqs {rows}, {threads} threads"] = {
+        setting = f"{name}, max_num_seqs {rows}, {threads} threads"
+        settings[setting] = {
             "completions": len(found),
             "tokens": sum(len(completion.token_ids) for completion in found),
             "other tokens": sum(one.token_ids != two.token_ids for one, two in pairs),
             "other logprobs": sum(one.logprobs != two.logprobs for one, two in pairs),
             "seconds": round(seconds, 1),
         }
+        differ = settings[setting]["other logprobs"]
+        terminal.line(f"{setting}: {differ} of {len(found)} completions differ")
     return {"note": sampler.batch_note, "settings": settings}
 
 
 def main(config: BatchInvarianceConfig) -> int:
     prepare_process()
-    tokenizer, base = load_tokenizer(config.model), load_base(config.model, pick_device("float32"))
+    tokenizer, base = load_tokenizer(config.model), load_base(config.model, ON_CPU)
     cells, completions = [], {}
     for name in DTYPES:
         cells += product_cells(config, base, name)

@@ -31,6 +31,8 @@ class BuildError(Exception):
 def load_library(macros: Sequence[str]) -> ctypes.CDLL:
     """Compile with these macros, or take what an earlier process compiled, and load it.
 
+    CC names the compiler, RLM_MARCH the architecture: this CPU's if it is not set.
+
     Raises:
         BuildError: one line that says why not.
     """

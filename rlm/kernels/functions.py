@@ -2,7 +2,7 @@
 
 decode.c has what stands between the products of a decoding step, learn.c of the learning pass,
 logits.c draws and scores tokens, products.c multiplies: in fp32, and in bf16 where the CPU does it
-with pairs.
+with pairs, or with AMX tiles if RLM_TILES=1 is set.
 Without a compiler torch does the same in many small passes, and oneDNN the products: equal up to
 rounding, and slower.
 """
