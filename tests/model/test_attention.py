@@ -32,7 +32,7 @@ def test_attention_and_its_gradients_equal_torchs(
     heads, shared, dtype, rows, is_compiled, monkeypatch
 ):
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
-    made = kernels(dtype) if is_compiled else None
+    made = kernels(dtype, heads // shared, 4) if is_compiled else None
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask = attention_mask(SEGMENTS, dtype)
