@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")]
+SOURCES = [
+    FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")
+]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 CPU_INFO = Path("/proc/cpuinfo")

@@ -1,10 +1,9 @@
-"""Attention for training on a CPU that computes in bf16, one block of queries at a time.
+"""Attention for training on a CPU, one block of queries at a time with the keys that it sees.
 
-torch's fused kernel for CPUs (2.13) takes twice the time of the products it stands for, at the few
-hundred tokens of a rollout, and sums the gradients of keys and values in bf16 (docs/log.md; in fp32
-it is the faster one). So here they are: a block of a sequence's queries at a time, with the keys
-that any of them sees, so that no more than one (heads × block × S) exists, and made anew in the
-backward pass, so that none is kept.
+Packed rollouts see their prompt and themselves alone. torch's fused kernel for CPUs (2.13) computes
+what the mask hides, too, and in bf16 it sums the gradients of keys and values in bf16. attention.c
+leaves out what is hidden; where it is not compiled, matrix products do. No weights are kept: the
+backward pass makes them anew.
 
 Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
 """
