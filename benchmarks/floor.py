@@ -1,15 +1,17 @@
-"""What the machine could do at best: the time below which no decode step can go.
+"""What the machine could do at best: the time below which sampling and learning cannot go.
 
-A step reads every weight and the cache once, and multiplies every weight once for every row. The
-larger of the two times is the floor. Both rates are measured, on this machine and in this number
-type; nothing is taken from a data sheet. Products are torch's or oneDNN's, whichever are faster.
+A decode step reads every weight and the cache once, and multiplies every weight once for every row.
+The larger of the two times is its floor. A learning pass is bound by products alone. Both rates are
+measured, on this machine and in the number type of each phase; nothing is taken from a data sheet.
+Products are torch's or oneDNN's, whichever are faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -33,28 +35,39 @@ class ModelCost:
 
     weight_bytes: int  # read once a step
     row_flops: int  # of all matrix products with weights, for one row
+    head_flops: int  # of them, those of the output embeddings
     layers: int
     query_width: int  # heads × width, of queries
     cache_bytes_per_token: int  # keys and values of one token, all layers
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelCost:
-        """Ask a base model, before an adapter is put on it."""
-        linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype | None = None) -> ModelCost:
+        """Ask a model; an adapter on it does not count.
+
+        Args:
+            dtype: number type of weights and cache (None: the model's).
+        """
+        linears = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and "lora_" not in name
+        ]
+        head, itemsize = model.get_output_embeddings(), (dtype or model.dtype).itemsize
         config = model.config.get_text_config()
         width = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
         return cls(
-            weight_bytes=sum(m.weight.numel() * m.weight.element_size() for m in linears),
+            weight_bytes=sum(m.in_features * m.out_features for m in linears) * itemsize,
             row_flops=sum(2 * m.in_features * m.out_features for m in linears),
+            head_flops=2 * head.in_features * head.out_features,
             layers=config.num_hidden_layers,
             query_width=config.num_attention_heads * width,
             cache_bytes_per_token=2
             * config.num_hidden_layers
             * config.num_key_value_heads
             * width
-            * model.dtype.itemsize,
+            * itemsize,
         )
 
 
@@ -85,6 +98,55 @@ def decode_floor(
         "arithmetic_seconds": arithmetic,
         "bound": "memory" if memory >= arithmetic else "arithmetic",
     }
+
+
+def sampling_seconds(
+    rates: Mapping[str, float],
+    cost: ModelCost,
+    prompts: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+) -> float:
+    """The least seconds of all decode steps of groups that are sampled at once.
+
+    Args:
+        prompts: tokens of each; reading them is not counted.
+        lengths: of the completions of each.
+    """
+    seconds = 0.0
+    for new in range(max(map(max, lengths))):
+        rows = [sum(length > new for length in group) for group in lengths]
+        tokens = [prompt for prompt, count in zip(prompts, rows, strict=True) if count]
+        sizes = {"prompts": len(tokens), "rows": sum(rows), "prompt_tokens": mean(tokens)}
+        seconds += decode_floor(rates, cost, **sizes, new=new)["seconds"]
+    return seconds
+
+
+def learning_seconds(
+    rates: Mapping[str, float],
+    cost: ModelCost,
+    adapter_weights: int,
+    prompts: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+) -> float:
+    """The least seconds of the products of one pass over some groups, forward and backward.
+
+    Of a frozen weight there are two (of the output and of the gradient by the input), of an
+    adapter's three. The prompt of a group is computed once. Attention has two products forward and
+    four backward over the pairs of tokens that see each other.
+
+    Args:
+        prompts: tokens of each group's.
+        lengths: of its completions; the last token of each is only predicted.
+    """
+    flops = 0
+    for prompt, group in zip(prompts, lengths, strict=True):
+        tokens = prompt + sum(length - 1 for length in group)
+        flops += tokens * (2 * (cost.row_flops - cost.head_flops) + 3 * 2 * adapter_weights)
+        flops += sum(group) * 2 * cost.head_flops
+        pairs = prompt * (prompt + 1) // 2
+        pairs += sum((length - 1) * (prompt + length / 2) for length in group)
+        flops += pairs * 6 * 2 * cost.layers * cost.query_width
+    return flops / rates["flops_per_second"]
 
 
 def measure(device: str, dtype: torch.dtype) -> dict[str, float]:

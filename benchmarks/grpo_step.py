@@ -2,7 +2,8 @@
 
 Same model, start adapter, prompts, group size, lengths and optimizer; each trainer in a process of
 its own, in turns. Rewards are scripted, so that the share of groups with signal is known: half of
-them in the headline cell, all of them in the second.
+them in the headline cell, all of them in the second. Sampling and learning of ours are set against
+the floor of this machine, too.
 
     python -m benchmarks.grpo_step --adapter weights/sft_lora --json docs/results/grpo_step.json
     python -m benchmarks.grpo_step --alone --group-size 16    # ours, at full length
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,6 +25,7 @@ from rlm.model import prepare_process
 from rlm.training import GRPOConfig
 
 PARTS = ("sample", "score", "learn")
+PHASES = ("sample", "learn")  # those with a floor
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
 
 
@@ -85,11 +88,22 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
             "between_calls": harness.summary([s for r in runs[arm] for s in r["between_calls"]]),
             "peak_memory_gb": harness.summary([r["peak_memory_gb"] for r in runs[arm]]),
         }
+    shares = {
+        part: harness.summary([step["floor"][part] / step[part] for step in steps[harness.OURS]])
+        for part in PHASES
+    }
+    cell["arms"][harness.OURS]["share_of_floor"] = shares
     cell["planned_memory_gb"] = runs[harness.OURS][0]["planned_memory_gb"]
     cell["memory_gb"] = {
         arm: figures["peak_memory_gb"]["median"] for arm, figures in cell["arms"].items()
     }
     return cell
+
+
+def finished(reward: str, arm: str, process: int, result: dict[str, Any]) -> str:
+    """A line for a process that has ended: seconds of its measured steps."""
+    steps = [f"{step['total']:.1f}" for step in result["steps"][1:]]
+    return f"{CELLS[reward]}, {arm}, process {process}: {', '.join(steps)} s/step"
 
 
 def show_parts(cells: Sequence[dict[str, Any]]) -> None:
@@ -99,6 +113,8 @@ def show_parts(cells: Sequence[dict[str, Any]]) -> None:
             row = {f"{p}, s": f"{figures['parts'][p]['median']:.2f}" for p in PARTS}
             row["mean length"] = f"{figures['length_mean']:.0f}"
             row["peak memory, GB"] = f"{cell['memory_gb'][arm]:.2f}"
+            for part, share in figures.get("share_of_floor", {}).items():
+                row[f"{part}, share of floor"] = f"{share['median']:.0%}"
             planned = f"{cell['planned_memory_gb']:.2f}"
             row["planned, GB"] = planned if arm == harness.OURS else ""
             rows[f"{cell['name']}, {arm}"] = row
@@ -118,7 +134,9 @@ def main(config: GRPOStepConfig) -> int:
             name: lambda _, ask=ask: harness.run_child(f"benchmarks.{ask[0]}", *ask[1:])
             for name, ask in asked.items()
         }
-        cells.append(step_cell(reward, harness.alternate(arms, config.rounds, warm_up=False)))
+        say = partial(finished, reward)
+        found = harness.alternate(arms, config.rounds, warm_up=False, say=say)
+        cells.append(step_cell(reward, found))
         harness.show("GRPO step", cells[-1:])
     show_parts(cells)
     memory = cells[0]["memory_gb"]

@@ -57,19 +57,33 @@ class BenchmarkConfig:
 
 
 def alternate(
-    arms: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: bool = True
+    arms: Mapping[str, Callable[[int], T]],
+    repeats: int,
+    *,
+    warm_up: bool = True,
+    say: Callable[[str, int, T], str] | None = None,
 ) -> dict[str, list[T]]:
     """What each arm returned, in runs A B A B …: whatever else the machine does hits all alike.
 
     An arm is called with the number of the repetition, so that all arms get the same work; the
     warm-up is number 0 and is not kept.
+
+    Args:
+        say: a line for what an arm returned; it is shown with how many are done and the time left.
     """
     results: dict[str, list[T]] = {name: [] for name in arms}
-    for repetition in range(0 if warm_up else 1, repeats + 1):
+    repetitions = range(0 if warm_up else 1, repeats + 1)
+    done, total, began = 0, len(repetitions) * len(arms), time.monotonic()
+    for repetition in repetitions:
         for name, arm in arms.items():
             result = arm(repetition)
             if repetition:
                 results[name].append(result)
+            done += 1
+            if say:
+                left = (time.monotonic() - began) / done * (total - done)
+                more = f"; {terminal.time_left(left)}" if done < total else ""
+                terminal.line(f"[{done} of {total}] {say(name, repetition, result)}{more}")
     return results
 
 

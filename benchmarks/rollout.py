@@ -70,10 +70,13 @@ class Bench:
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
         return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
 
-    def time(self, lengths: samplers.Lengths, rows_at_once: int) -> dict[str, list[float]]:
-        """Tokens per second of each arm, in turns.
+    def time(
+        self, name: str, lengths: samplers.Lengths, rows_at_once: int
+    ) -> dict[str, list[float]]:
+        """Tokens per second of each arm, in turns, with a line for each.
 
         Args:
+            name: of the cell.
             lengths: of the rows of each prompt.
         """
         rest = SERVER_REST if self.config.vllm_url else 0
@@ -83,8 +86,13 @@ class Bench:
             prompts, seeds = self.work(len(lengths), repetition)
             return rate(partial(arm.draw, prompts, lengths, seeds, rows_at_once), tokens, rest)
 
-        arms = {name: partial(run, arm) for name, arm in self.arms.items()}
-        return harness.alternate(arms, self.config.repeats)
+        arms = {arm: partial(run, what) for arm, what in self.arms.items()}
+
+        def say(arm: str, repetition: int, found: float) -> str:
+            kept = f"repetition {repetition}" if repetition else "warm-up"
+            return f"{name}, {arm}, {kept}: {found:.0f} tokens/s"
+
+        return harness.alternate(arms, self.config.repeats, say=say)
 
 
 def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
@@ -122,12 +130,13 @@ def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
 
 def fixed_cell(bench: Bench, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
-    runs = bench.time([[new_tokens] * GROUP] * prompts, rows)
+    name = f"{rows} rows x {new_tokens}"
+    runs = bench.time(name, [[new_tokens] * GROUP] * prompts, rows)
     length = mean(len(text) for text in bench.work(prompts, 1)[0])
     sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
     step = floor.decode_floor(rates, bench.cost, **sizes)
     least = rows / step["seconds"]
-    cell = harness.cell(f"{rows} rows x {new_tokens}", "tokens/s", runs, more_is_better=True)
+    cell = harness.cell(name, "tokens/s", runs, more_is_better=True)
     share = cell["arms"][harness.OURS]["median"] / least
     cell["floor"] = step | {"tokens_per_second": least, "share": share}
     cell["note"] = f"ours at {share:.0%} of the floor ({step['bound']})"
@@ -135,9 +144,10 @@ def fixed_cell(bench: Bench, rows: int, rates: Mapping[str, float]) -> dict[str,
 
 
 def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
-    runs, rows = bench.time(recorded, MAX_NUM_SEQS), sum(map(len, recorded))
+    rows = sum(map(len, recorded))
     average = sum(map(sum, recorded)) / rows
     name = f"{rows} rows, real lengths"
+    runs = bench.time(name, recorded, MAX_NUM_SEQS)
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
     cell |= {"max_num_seqs": MAX_NUM_SEQS, "length_mean": average, "length_limit": limit}
     cell["note"] = f"mean length {average:.1f}, limit {limit}, {MAX_NUM_SEQS} at a time"
@@ -183,8 +193,7 @@ def main(config: RolloutConfig) -> int:
     cells = []
     for rows in config.rows:
         cells.append(fixed_cell(bench, rows, rates))
-        medians = (f"{arm} {runs['median']:.0f}" for arm, runs in cells[-1]["arms"].items())
-        terminal.line(f"{cells[-1]['name']}: {', '.join(medians)} tokens/s")
+        terminal.line(f"{cells[-1]['name']}: {cells[-1]['note']}")
     headline = next((c for c in cells if c["name"].startswith(f"{HEADLINE_ROWS} rows")), cells[-1])
     if config.lengths:
         recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))

@@ -11,14 +11,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.floor import ModelCost, learning_seconds, measure, sampling_seconds
 from rlm.data import FORMATS, Problem, load_problems
 from rlm.model import prepare_process
 from rlm.runs import read_lines
+from rlm.sampling import Completion, Sampler
 from rlm.training import GRPOConfig
+
+if TYPE_CHECKING:
+    from rlm import GRPOTrainer
 
 FORMAT = FORMATS["deepseek"]
 
@@ -49,11 +55,16 @@ class ScriptedReward:
     group_size: int
     calls: list[float] = field(default_factory=list)  # when
 
+    @property
+    def every(self) -> int:
+        """Of so many groups the first has signal."""
+        return {"half": 2, "all": 1}[self.kind]
+
     def score(self, completions: Sequence[str], **_: Any) -> list[float]:
         self.calls.append(time.monotonic())
-        size, every = self.group_size, {"half": 2, "all": 1}[self.kind]
+        size = self.group_size
         return [
-            float(row // size % every == 0 and row % size % 2 == 0)
+            float(row // size % self.every == 0 and row % size % 2 == 0)
             for row in range(len(completions))
         ]
 
@@ -71,7 +82,8 @@ class ScriptedReward:
 
 
 def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) -> dict[str, Any]:
-    """Train as `config` says; seconds of every step, of which the first is the warm-up.
+    """Train as `config` says; seconds of every step, of which the first is the warm-up, and the
+    floors of its two phases.
 
     Args:
         signal: the kind of scripted reward.
@@ -85,12 +97,45 @@ def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) 
         trainer = GRPOTrainer(options.model, options, reward_fn=reward.score)
         if ignore_ends:
             trainer.sampler.stop_ids = frozenset()
+        sampled = record_lengths(trainer.sampler)
         trainer.train(problem_pool(options))
+        floors = [step_floor(trainer, *lengths, reward.every) for lengths in sampled]
         rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
     steps = [
         {name: row[f"time/{name}"] for name in ("sample", "score", "learn")}
-        | {"length_mean": row["completion/length_mean"]}
-        for row in rows
+        | {"length_mean": row["completion/length_mean"], "floor": floor}
+        for row, floor in zip(rows, floors, strict=True)
     ]
     planned = trainer.memory_plan.peak / 2**30  # to stand beside the measured peak
     return reward.result(steps) | {"planned_memory_gb": planned}
+
+
+def record_lengths(sampler: Sampler) -> list[tuple[list[int], list[list[int]]]]:
+    """The tokens of the prompts and of their completions, of each call of `sample` from now on."""
+    sample, found = sampler.sample, []
+
+    def recorded(prompts: Sequence[Sequence[int]], *others: Any) -> list[list[Completion]]:
+        groups = sample(prompts, *others)
+        lengths = [[len(completion.token_ids) for completion in group] for group in groups]
+        found.append(([len(prompt) for prompt in prompts], lengths))
+        return groups
+
+    sampler.sample = recorded
+    return found
+
+
+def step_floor(
+    trainer: GRPOTrainer, prompts: Sequence[int], lengths: Sequence[Sequence[int]], every: int
+) -> dict[str, float]:
+    """The least seconds of sampling these completions and of learning from those with signal."""
+    policy, dtype = trainer.policy, trainer.sampler.dtype
+    rates = {kind: _rates(policy.device.type, kind) for kind in (dtype, policy.dtype)}
+    learned, weights = (prompts[::every], lengths[::every]), trainer.adapter.values()
+    sizes = ModelCost.of(policy), sum(weight.numel() for weight in weights)
+    return {
+        "sample": sampling_seconds(rates[dtype], ModelCost.of(policy, dtype), prompts, lengths),
+        "learn": learning_seconds(rates[policy.dtype], *sizes, *learned),
+    }
+
+
+_rates = cache(measure)

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / name for name in ("decode.c", "learn.c", "logits.c", "products.c")]
+SOURCES = [
+    FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")
+]
 # Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 # Tuned for Intel, GCC takes 256 bits where there are 512. For ARM it refuses the option.

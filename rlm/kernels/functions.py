@@ -1,8 +1,8 @@
 """Calls the compiled C functions with tensors; one table holds their signatures.
 
-decode.c has what stands between the products of a decoding step, learn.c of the learning pass,
-logits.c draws and scores tokens, products.c multiplies: in fp32, and in bf16 where the CPU does it
-with pairs, or with AMX tiles if RLM_TILES=1 is set.
+decode.c has what stands between the products of a decoding step, learn.c and attention.c of the
+learning pass, logits.c draws and scores tokens, products.c multiplies: in fp32, and in bf16 where
+the CPU does it with pairs, or with AMX tiles if RLM_TILES=1 is set.
 Without a compiler torch does the same in many small passes, and oneDNN the products: equal up to
 rounding, and slower.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlm.kernels.build import BuildError, load_library
 
+ATTENTION_BLOCK = 16  # tokens; attention.c's TOKENS
 VOCAB_BLOCK = 256  # tokens; blocks of a vocabulary and tokens of a block are about equally many
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -31,7 +32,8 @@ _SIGNATURES = {
     "norm_back": (_P, _P, _P, _P, _I, _I, _F),
     "gating": (_P, _P, _P, _I),
     "gating_back": (_P, _P, _P, _P, _P, _I),
-    "masked_softmax": (_P, _P, _I, _I, _I),
+    "attention_forward": (_P, _P),
+    "attention_backward": (_P, _P, _P, _P, _P),
     "draw": (_P, _I, _I, _F, _I, _P, _P, _P),
     "score_targets": (_P, _I, _I, _P, _F, _I, _P, _P),
     "multiply": (_P,),
@@ -54,6 +56,14 @@ class _Step(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("parts", _Segment * 3),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "hidden", "seen")),
+        *((name, ctypes.c_int64) for name in ("batch", "tokens", "heads", "masks")),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -82,14 +92,17 @@ def load_kernels(dtype: torch.dtype, queries: int, head_dim: int) -> tuple[Kerne
         library = load_library(macros)
     except BuildError as error:
         return None, f"{missing}{error}"
-    return Kernels(library, dtype), "passes between products compiled"
+    return Kernels(library, dtype, (queries, head_dim)), "passes between products compiled"
 
 
 class Kernels:
     """The functions of the C files, for tensors on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, head_shape: tuple[int, int]
+    ) -> None:
         self.dtype = dtype
+        self._head_shape = head_shape  # queries per key-value head, and the width of both
         self._threads: int | None = None  # as many as torch
         self._columns = library.block_columns()
         # Whether products are compiled for this CPU and number type.
@@ -286,14 +299,56 @@ class Kernels:
         self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
         return by_gate, by_up
 
-    def masked_softmax(self, scores: Tensor, mask: Tensor) -> Tensor:
-        """softmax(scores + mask) of rows of (…, rows, columns), in place; mask (rows, columns)."""
-        rows, columns = mask.shape
-        if self._pass(
-            "masked_softmax", scores, mask, scores.numel() // mask.numel(), rows, columns
-        ):
-            raise MemoryError("no memory for a row of attention")
-        return scores
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, seen: Tensor, scale: float
+    ) -> Tensor:
+        """softmax(scale · q kᵀ) v over the keys that are not hidden, like q.
+
+        Args:
+            q: (B, S, H·Q, D), contiguous.
+            k: (B, S, H, D), and v, contiguous.
+            hidden: (B or 1, S of keys, S of queries) of bool, both filled up to whole blocks.
+            seen: (B or 1, blocks of queries, blocks of keys) of bool: whether anything is not.
+        """
+        out = torch.empty_like(q)
+        self._attend_all("attention_forward", (q, k, v), hidden, seen, scale, out)
+        return out
+
+    def attention_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        seen: Tensor,
+        scale: float,
+        by_out: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of `attention` by q, k and v, from the one by its output."""
+        by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
+        tensors = by_out, by_q, by_k, by_v
+        self._attend_all("attention_backward", (q, k, v), hidden, seen, scale, *tensors)
+        return by_q, by_k, by_v
+
+    def _attend_all(
+        self,
+        name: str,
+        qkv: Sequence[Tensor],
+        hidden: Tensor,
+        seen: Tensor,
+        scale: float,
+        *others: Tensor,
+    ) -> None:
+        parts = (*qkv, hidden, seen)
+        assert all(part.is_contiguous() for part in (*parts, *others))
+        assert all(part.dtype == self.dtype for part in (*qkv, *others))
+        assert hidden.shape[-1] == seen.shape[-1] * ATTENTION_BLOCK >= qkv[0].shape[1]
+        (*_, heads, width), (*_, shared, _) = qkv[0].shape, qkv[1].shape
+        assert self._head_shape == (heads // shared, width)
+        addresses, sizes = (part.data_ptr() for part in parts), qkv[1].shape[:3]
+        what = _Attention(*addresses, *sizes, len(hidden), scale)
+        if self._call(name, ctypes.byref(what), *others):
+            raise MemoryError("no memory for the scores of attention")
 
     def _pass(self, name: str, *values: Tensor | float | None) -> int:
         """`_call`, of contiguous tensors of this number type."""

@@ -1,6 +1,5 @@
-/* What stands between the products of a learning pass: norms (a decoding step's, too), gating and
- * the softmax of attention, and the gradients of the first two. What they need of the forward pass
- * is made again.
+/* What stands between the products of a learning pass: norms (a decoding step's, too) and gating,
+ * and their gradients. What they need of the forward pass is made again.
  */
 #include "numbers.h"
 
@@ -56,39 +55,4 @@ void gating_back(const number *gate, const number *up, const number *by_out, num
         by_gate[i] = rounded(by * widened(up[i]) * (s + g * s * (1 - s)));
         by_up[i] = rounded(by * g * s);
     }
-}
-
-/* softmax(scores + mask) of each row, in place: scores (heads · rows, columns), mask (rows,
- * columns). Returns 1 if there is no memory for a row of exponentials. */
-int masked_softmax(number *scores, const number *mask, int64_t heads, int64_t rows, int64_t columns,
-           int threads) {
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        float *powers = malloc(columns * sizeof *powers);
-        failed = !powers;
-#pragma omp for schedule(static)
-        for (int64_t turn = 0; turn < heads * rows; turn++) {
-            if (!powers) continue;
-            number *row = scores + turn * columns;
-            const number *added = mask + turn % rows * columns;
-            float most = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : most)
-            for (int64_t i = 0; i < columns; i++) {
-                powers[i] = widened(row[i]) + widened(added[i]);
-                most = powers[i] > most ? powers[i] : most;
-            }
-            for (int64_t i = 0; i < columns; i++) {
-                float exponent = (powers[i] - most) * LOG2_E;
-                powers[i] = exponent < NOTHING ? NOTHING : exponent;
-            }
-            /* A loop of its own: GCC would make a jump of the comparison, and no vectors. */
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < columns; i++) sum += powers[i] = power_of_two(powers[i]);
-            float share = 1 / sum;
-            for (int64_t i = 0; i < columns; i++) row[i] = rounded(powers[i] * share);
-        }
-        free(powers);
-    }
-    return failed;
 }

@@ -1,10 +1,9 @@
-"""Attention for training on a CPU that computes in bf16, one block of queries at a time.
+"""Attention for training on a CPU, one block of queries at a time with the keys that it sees.
 
-torch's fused kernel for CPUs (2.13) takes twice the time of the products it stands for, at the few
-hundred tokens of a rollout, and sums the gradients of keys and values in bf16 (docs/log.md; in fp32
-it is the faster one). So here they are: a block of a sequence's queries at a time, with the keys
-that any of them sees, so that no more than one (heads × block × S) exists, and made anew in the
-backward pass, so that none is kept.
+Packed rollouts see their prompt and themselves alone. torch's fused kernel for CPUs (2.13) computes
+what the mask hides, too, and in bf16 it sums the gradients of keys and values in bf16. attention.c
+leaves out what is hidden; where it is not compiled, matrix products do. No weights are kept: the
+backward pass makes them anew.
 
 Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
 """
@@ -17,11 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from rlm.cli import UsageError
+from rlm.kernels import ATTENTION_BLOCK
 
 if TYPE_CHECKING:
     from rlm.kernels import Kernels
@@ -44,41 +46,71 @@ def block_attention(
     Returns:
         (B, H·Q, S, D), laid out as (B, S, H·Q, D).
     """
-    return _BlockAttention.apply(q, k, v, mask, scale, kernels)
+    if kernels is None:
+        return _BlockAttention.apply(q, k, v, mask, scale)
+    by_token = (part.transpose(1, 2) for part in (q, k, v))
+    return _CompiledAttention.apply(*by_token, mask, scale, kernels).transpose(1, 2)
+
+
+class _CompiledAttention(torch.autograd.Function):
+    """All of it by attention.c; heads stand behind tokens, as projections make them."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q: Tensor,  # (B, S, H·Q, D)
+        k: Tensor,  # (B, S, H, D)
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        q, k, v = (part.contiguous() for part in (q, k, v))
+        ctx.save_for_backward(q, k, v)
+        ctx.shown, ctx.scale, ctx.kernels = _shown(mask), scale, kernels
+        return kernels.attention(q, k, v, *ctx.shown, scale)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
+        given = *ctx.saved_tensors, *ctx.shown, ctx.scale, by_out.contiguous()
+        return *ctx.kernels.attention_backward(*given), None, None, None
+
+
+@functools.lru_cache(maxsize=1)
+def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What a mask hides, and which blocks it shows any of, as `Kernels.attention` takes them. Those
+    of the latest mask are kept, as by `_blocks`."""
+    visible = mask[:, 0] > torch.finfo(mask.dtype).min  # (B, queries, keys)
+    missing = -visible.shape[-1] % ATTENTION_BLOCK
+    visible = F.pad(visible, (0, missing, 0, missing))
+    seen = visible.unflatten(1, (-1, ATTENTION_BLOCK)).any(2)
+    seen = seen.unflatten(2, (-1, ATTENTION_BLOCK)).any(3)
+    return ~visible.mT.contiguous(), seen
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        scale: float,
-        kernels: Kernels | None,
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.scale, ctx.blocks, ctx.kernels = scale, _blocks(mask), kernels
+        ctx.scale, ctx.blocks = scale, _blocks(mask)
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         for b, row in enumerate(out.transpose(1, 2)):
             for block in ctx.blocks[b % len(ctx.blocks)]:
-                _, _, values, weights = _attend(q[b], k[b], v[b], scale, block, kernels)
+                _, _, values, weights = _attend(q[b], k[b], v[b], scale, block)
                 row[:, block.rows] = (weights @ values).view(row[:, block.rows].shape)
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, by_out: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
         for b in range(len(q)):
             # A key's gradient is a sum over parts: in fp32, rounded once.
             wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
             for block in ctx.blocks[b % len(ctx.blocks)]:
-                given = q[b], k[b], v[b], ctx.scale, block, ctx.kernels
-                scaled, keys, values, weights = _attend(*given)
+                scaled, keys, values, weights = _attend(q[b], k[b], v[b], ctx.scale, block)
                 slope = _by_head(by_out[b][:, block.rows], k[b])
                 wide_v.index_add_(1, block.columns, (weights.mT @ slope).float())
                 by_scores = torch._softmax_backward_data(slope @ values.mT, weights, -1, q.dtype)
@@ -86,7 +118,7 @@ class _BlockAttention(torch.autograd.Function):
                 part_of_q[:] = (by_scores @ keys).mul_(ctx.scale).view(part_of_q.shape)
                 wide_k.index_add_(1, block.columns, (by_scores.mT @ scaled).float())
             by_k[b], by_v[b] = wide_k, wide_v
-        return by_q, by_k, by_v, None, None, None
+        return by_q, by_k, by_v, None, None
 
 
 @dataclass(frozen=True)
@@ -99,7 +131,7 @@ class _Block:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, block: _Block, kernels: Kernels | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, block: _Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend from a block's queries of q (H·Q, S, D) to its keys of k (H, S, D).
 
@@ -109,8 +141,6 @@ def _attend(
     scaled = _by_head(q[:, block.rows], k) * scale
     keys, values = (part.index_select(1, block.columns) for part in (k, v))
     scores = scaled @ keys.mT
-    if kernels:
-        return scaled, keys, values, kernels.masked_softmax(scores, block.mask)
     scores.unflatten(1, (-1, len(block.mask))).add_(block.mask)
     return scaled, keys, values, scores.softmax(-1)  # computed in fp32
 

@@ -136,8 +136,7 @@ def load_base(
         UsageError: nothing loadable is there, or it does not attend like that.
     """
     if attn == "auto":
-        by_products = device.type == "cpu" and device.dtype.itemsize == 2
-        attn = ATTN_IMPLEMENTATION if by_products else "sdpa"
+        attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
     packed, place = quantization_config(quantize, device.dtype), None
     if device.type == "cuda":  # read straight onto the card: host memory may be smaller
         place = {"": torch.cuda.current_device()}

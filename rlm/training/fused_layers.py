@@ -3,6 +3,7 @@ activations than transformers and PEFT make, and less kept for the backward pass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -37,11 +38,37 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
 
 
 def _lora(self: nn.Module, x: Tensor) -> Tensor:
-    """Add the adapter inside a product: x Wᵀ + (s x Aᵀ) Bᵀ, accumulated in place.
+    """A linear layer and its adapter: x Wᵀ + (s x Aᵀ) Bᵀ."""
+    return _project(x, self)[0]
 
-    PEFT scales and adds in passes of their own over every layer's output, and once more in the
-    backward pass. Packed layers' products may not be changed in place (autograd refuses it for 8
-    bits): there the sum is a new tensor.
+
+def _project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """Multiply one input with several layers, adapters included.
+
+    Layers of plain numbers with at most one adapter are one function of autograd.
+    """
+    parts, factors = [], []
+    for layer in layers:
+        if not hasattr(layer, "lora_A"):
+            break
+        base, active = layer.get_base_layer(), layer.active_adapters
+        names = [] if layer.disable_adapters else [n for n in active if n in layer.lora_A]
+        adapter = [m[name].weight for name in names for m in (layer.lora_A, layer.lora_B)]
+        dtypes = {tensor.dtype for tensor in (x, base.weight, *adapter)}
+        if type(base) is not nn.Linear or len(names) > 1 or len(dtypes) > 1:
+            break
+        parts.append((base.weight, base.bias, layer.scaling[names[0]] if names else 0.0))
+        factors += adapter or [None, None]
+    else:
+        return _Projections.apply(x, parts, *factors)
+    return [_add_adapters(layer, x) if hasattr(layer, "lora_A") else layer(x) for layer in layers]
+
+
+def _add_adapters(self: nn.Module, x: Tensor) -> Tensor:
+    """`_lora` of any number types and adapters, by torch's functions.
+
+    Packed layers' products may not be changed in place (autograd refuses it for 8 bits): there the
+    sum is a new tensor.
     """
     result = self.base_layer(x)
     if self.disable_adapters:
@@ -57,12 +84,63 @@ def _lora(self: nn.Module, x: Tensor) -> Tensor:
     return rows.view_as(result)
 
 
+class _Projections(torch.autograd.Function):
+    """Several linear layers of one input, each with its adapter: y = x Wᵀ + b + (s x Aᵀ) Bᵀ.
+
+    PEFT scales and adds in passes of their own over every output, and autograd adds up the
+    gradients by x in as many. Here products add to what is there. A step of autograd costs about
+    as much as a small product, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,  # (…, inputs)
+        parts: Sequence[tuple[Tensor, Tensor | None, float]],  # W, frozen, b and s of each layer
+        *factors: Tensor | None,  # A and B of each, or None for no adapter
+    ) -> tuple[Tensor, ...]:
+        rows, outs, inners = x.flatten(0, -2), [], []
+        adapters = zip(factors[::2], factors[1::2], strict=True)
+        for (weight, bias, scale), (down, up) in zip(parts, adapters, strict=True):
+            out, inner = F.linear(rows, weight, bias), None
+            if down is not None:
+                inner = F.linear(rows, down).mul_(scale)
+                out.addmm_(inner, up.t())
+            outs.append(out.view(*x.shape[:-1], -1))
+            inners.append(inner)
+        ctx.save_for_backward(rows, *factors, *inners)
+        ctx.parts, ctx.shape = parts, x.shape
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *kept = ctx.saved_tensors
+        count, by_x = len(by_outs), None
+        factors, inners, gradients = kept[: 2 * count], kept[2 * count :], []
+        for i, ((weight, _, scale), by_out, inner) in enumerate(
+            zip(ctx.parts, by_outs, inners, strict=True)
+        ):
+            down, up = factors[2 * i : 2 * i + 2]
+            by_rows = by_out.reshape(len(rows), -1)
+            if ctx.needs_input_grad[0]:
+                by_x = by_rows @ weight if by_x is None else by_x.addmm_(by_rows, weight)
+            by_down = by_up = None
+            if down is not None:
+                by_inner = (by_rows @ up).mul_(scale)
+                if ctx.needs_input_grad[2 + 2 * i]:
+                    by_down, by_up = by_inner.t() @ rows, (inner.t() @ by_rows).t()
+                if by_x is not None:
+                    by_x.addmm_(by_inner, down)
+            gradients += by_down, by_up
+        return None if by_x is None else by_x.view(ctx.shape), None, *gradients
+
+
 def _norm(self: nn.Module, kernels: Kernels, x: Tensor) -> Tensor:
     return _Norm.apply(x, self.weight, self.variance_epsilon, kernels)
 
 
 def _gated(self: nn.Module, kernels: Kernels, x: Tensor) -> Tensor:
-    return self.down_proj(_Gating.apply(self.gate_proj(x), self.up_proj(x), kernels))
+    return self.down_proj(_Gating.apply(*_project(x, self.gate_proj, self.up_proj), kernels))
 
 
 def _attention(
@@ -85,8 +163,7 @@ def _attention(
         )
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = (
-        projection(hidden_states).view(shape)
-        for projection in (self.q_proj, self.k_proj, self.v_proj)
+        part.view(shape) for part in _project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     )
     if hasattr(self, "q_norm"):  # Qwen3 normalises each head's
         q, k = self.q_norm(q), self.k_norm(k)

@@ -48,7 +48,9 @@ class MixedPrecisionAdapter:
         for name, tensor in self.model_weights.items():
             if tensor.grad is not None:
                 master = self.master_weights[name]
-                new = tensor.grad.float() / self.loss_scale
+                new = tensor.grad.float()
+                if self.loss_scale != 1:
+                    new /= self.loss_scale
                 master.grad = new if master.grad is None else master.grad + new
                 tensor.grad = None
 

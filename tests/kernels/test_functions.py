@@ -152,19 +152,44 @@ def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, 
         close(found, by)
 
 
-@pytest.mark.parametrize("columns", [1, 7, 300])
-def test_the_softmax_of_attention_is_that_of_torch(columns, dtype, threads):
+@pytest.mark.parametrize(("queries", "width"), [(1, 80), (2, 8), (3, 64), (7, 128)])
+@pytest.mark.parametrize(("tokens", "masks"), [(1, 1), (37, 1), (37, 2)])
+def test_attention_of_many_tokens_and_its_gradients(queries, width, tokens, masks, dtype, threads):
+    """Whole blocks are hidden, a last one is cut short, and some queries see nothing."""
     torch.manual_seed(0)
-    scores = (10 * torch.randn(3, 2 * 5, columns)).to(dtype)
-    lowest = torch.finfo(dtype).min
-    mask = torch.zeros(5, columns, dtype=dtype).masked_fill_(torch.rand(5, columns) < 0.5, lowest)
-    mask[0] = lowest  # padding sees nothing; what comes out must be a number
-    added = scores.view(3, 2, 5, columns).double() + mask.double()
-    wanted = added.softmax(-1).view(scores.shape)
-    found = kernels(dtype).masked_softmax(scores, mask)
-    assert found.data_ptr() == scores.data_ptr()
-    close(found.view(3, 2, 5, columns)[:, :, 1:], wanted.view(3, 2, 5, columns)[:, :, 1:])
+    heads, scale = 2, 0.3
+    q, k, v = (torch.randn(2, tokens, n, width) for n in (heads * queries, heads, heads))
+    slope = torch.randn(q.shape)
+    hidden = torch.rand(masks, 48 if tokens > 16 else 16, 48 if tokens > 16 else 16) < 0.5
+    hidden[:, tokens:] = hidden[:, :, tokens:] = True  # (masks, keys, queries)
+    hidden[:, 16:32, :16] = hidden[:, :, 5:7] = True
+    visible = ~hidden[:, :tokens, :tokens].mT[:, None]
+    reads = visible.any(-1).view(masks, tokens, 1, 1)
+    given = [part.to(dtype) for part in (q, k, v)]
+    exact = [part.double().requires_grad_() for part in given]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in exact),
+        attn_mask=torch.zeros(visible.shape).double().masked_fill_(~visible, -1e9),
+        scale=scale,
+        enable_gqa=True,
+    ).transpose(1, 2)
+    slope = (slope * reads).to(dtype)
+    blocks = ~hidden.mT.unflatten(1, (-1, 16)).unflatten(3, (-1, 16)).all(4).all(2)
+    shown, made = (hidden, blocks), kernels(dtype, queries, width)
+    found = made.attention(*given, *shown, scale)
     assert found.isfinite().all()
+    close(found * reads, (wanted * reads).detach())
+    gradients = made.attention_backward(*given, *shown, scale, slope)
+    for by, wanted_by in zip(
+        gradients, torch.autograd.grad(wanted, exact, slope.double()), strict=True
+    ):
+        close(by, wanted_by)
+    again = made.on_threads(3)
+    assert torch.equal(found, again.attention(*given, *shown, scale))
+    for by, same in zip(
+        gradients, again.attention_backward(*given, *shown, scale, slope), strict=True
+    ):
+        assert torch.equal(by, same)
 
 
 def test_what_is_not_a_number_stays_in_its_row():
@@ -180,7 +205,6 @@ def test_what_is_not_a_number_stays_in_its_row():
         made.rms_norm(x, weight, 1e-5),
         made.rms_norm_backward(x, weight, 1e-5, x),
         made.silu_and_mul(x, x),
-        made.masked_softmax(x, torch.zeros(3, 300)),
     ):
         assert found.isnan().any(1).tolist() == [False, True, False]
 

@@ -141,8 +141,8 @@ def test_prompt_tokens_receive_exactly_zero_gradient(policy):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     """Values and gradients, with an active adapter, another one, and none."""
-    calls, call = Counter(), Kernels._pass
-    monkeypatch.setattr(Kernels, "_pass", lambda *args: (calls.update([args[1]]), call(*args))[1])
+    calls, call = Counter(), Kernels._call
+    monkeypatch.setattr(Kernels, "_call", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
     model.set_attn_implementation(attention.ATTN_IMPLEMENTATION)
     policy = new_adapter(model, r=4, alpha=8).eval()
@@ -170,7 +170,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
         return found
 
     expected = outcome()
-    assert not calls
+    assert calls.keys() <= {"score_targets"}
     use_fused_layers(policy)
     got = outcome()
     if kernels_for(policy)[0]:  # every one in 2 layers, 3 passes forward and 2 backward
@@ -178,9 +178,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
         first = 2  # nothing before the first norm is trained
         assert (calls["norm"], calls["norm_back"]) == (3 * norms, 2 * norms - first)
         assert (calls["gating"], calls["gating_back"]) == (3 * 2, 2 * 2)
-        assert calls["masked_softmax"] == (3 + 2) * 2 * len(
-            micro.input_ids
-        )  # made again to go back
+        assert (calls["attention_forward"], calls["attention_backward"]) == (3 * 2, 2 * 2)
     assert len(expected) == len(got) == 2 * (1 + 2 * 7 * 2) + 1
     for left, right in zip(expected, got, strict=True):
         assert (left - right).abs().max() < 1e-5 * max(1, left.abs().max())

@@ -1,0 +1,389 @@
+/* Attention of a learning pass, and its gradients: softmax(scale · q kᵀ) v over what a mask shows.
+ *
+ * Works on blocks of 16 tokens: the queries of one block, of all heads that share keys and values,
+ * with those blocks of keys that any of them sees. Packed rollouts see their prompt and themselves
+ * alone, so most blocks are left out. Scores are kept as (keys, queries): the softmax then runs
+ * over whole vectors of queries, and in the gradients by keys and values nothing is turned round.
+ *
+ * Sums are taken in fp32; weights and their gradients are rounded to the number type before they
+ * are multiplied further. Nothing is kept for the backward pass: scores are made again. A sum over
+ * queries is cut into PARTS whatever the number of threads, so results do not depend on it.
+ */
+#include "numbers.h"
+
+/* In bf16, pairs are multiplied where the CPU has an instruction for it. CPUs with matrix tiles have
+ * a slow one: they, and those without it, multiply widened numbers. */
+#if defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+#define IN_PAIRS
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 8
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 4 /* for 16 registers, where the others have 32 */
+#else
+#define LANES 4
+#define ROWS 8
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifdef IN_PAIRS
+typedef number element;
+typedef __m512bh operand;
+
+static inline element as_element(number x) { return x; }
+static inline element narrowed(float x) { return rounded(x); }
+static inline operand same(const element *x) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (operand)_mm512_set1_epi32(pair);
+}
+static inline operand load(const element *x) { return (operand)_mm512_loadu_si512(x); }
+static inline floats multiply_add(floats sum, operand x, operand y) {
+    return _mm512_dpbf16_ps(sum, x, y);
+}
+#else
+typedef float element;
+typedef floats operand;
+
+static inline element as_element(number x) { return widened(x); }
+static inline element narrowed(float x) { return widened(rounded(x)); }
+static inline operand same(const element *x) { return *x - (floats){0}; }
+static inline operand load(const element *x) { return *(const floats *)x; }
+static inline floats multiply_add(floats sum, operand x, operand y) { return sum + x * y; }
+#endif
+
+enum {
+    Q = QUERIES, /* per key-value head */
+    D = WIDTH,   /* of a head */
+    TOKENS = 16, /* of a block */
+    R = Q * TOKENS,            /* queries of a block: head · TOKENS + token */
+    W = (D + 15) / 16 * 16,    /* of a head, filled up with zeros */
+    TOGETHER = 4 / sizeof(element), /* elements multiplied at a time */
+    PARTS = 4,
+};
+
+/* Columns of a product in vectors; three at a time fill the registers with sums. */
+enum { MOST = 3 };
+
+/* sums (ROWS, columns) += left · right, for `vectors` (a constant) of the columns. The inner
+ * dimension comes in pieces of `inner`: left's piece p begins at pieces[p] · size, with a row every
+ * `stride` elements; right's lie one after the other, (inner / TOGETHER, columns, TOGETHER) each. */
+static inline __attribute__((always_inline)) void
+tile(const int vectors, const element *left, int64_t stride, const int32_t *pieces, int64_t count,
+     int64_t size, int64_t inner, const element *right, int64_t columns, float *sums) {
+    floats sum[ROWS][MOST]; /* in registers */
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < vectors; j++) sum[i][j] = *(floats *)(sums + i * columns + j * LANES);
+    for (int64_t p = 0; p < count; p++) {
+        const element *from = left + pieces[p] * size;
+        for (int64_t k = 0; k < inner; k += TOGETHER, right += columns * TOGETHER) {
+            operand other[MOST];
+            for (int j = 0; j < vectors; j++) other[j] = load(right + j * LANES * TOGETHER);
+            for (int i = 0; i < ROWS; i++) {
+                operand one = same(from + i * stride + k);
+                for (int j = 0; j < vectors; j++) sum[i][j] = multiply_add(sum[i][j], one, other[j]);
+            }
+        }
+    }
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < vectors; j++) *(floats *)(sums + i * columns + j * LANES) = sum[i][j];
+}
+
+/* The same for all columns and `rows`, a multiple of ROWS. */
+static void multiply_add_to(int64_t rows, const element *left, int64_t stride,
+                            const int32_t *pieces, int64_t count, int64_t size, int64_t inner,
+                            const element *right, int64_t columns, float *sums) {
+    for (int64_t row = 0; row < rows; row += ROWS, left += ROWS * stride, sums += ROWS * columns)
+        for (int64_t left_over = columns / LANES, at = 0; left_over;) {
+            const element *r = right + at * TOGETHER;
+            if (left_over == 3 || left_over > 4) {
+                tile(3, left, stride, pieces, count, size, inner, r, columns, sums + at);
+                left_over -= 3, at += 3 * LANES;
+            } else if (left_over != 1) {
+                tile(2, left, stride, pieces, count, size, inner, r, columns, sums + at);
+                left_over -= 2, at += 2 * LANES;
+            } else {
+                tile(1, left, stride, pieces, count, size, inner, r, columns, sums + at);
+                left_over -= 1;
+            }
+        }
+}
+
+/* Queries (batch, tokens, heads · Q, D); keys and values (batch, tokens, heads, D); hidden (batch or
+ * 1, padded keys, padded queries) of bytes that are not 0 where nothing is seen; seen (batch or 1,
+ * blocks of queries, blocks of keys), not 0 where anything is. */
+typedef struct {
+    const number *queries, *keys, *values;
+    const uint8_t *hidden, *seen;
+    int64_t batch, tokens, heads, masks; /* how many masks there are */
+    float scale;
+} attention;
+
+static inline int64_t blocks_of(const attention *a) { return (a->tokens + TOKENS - 1) / TOKENS; }
+
+/* One head's keys or values. As rows: (padded tokens, D). Turned: (blocks, W, TOKENS). */
+static void copy_head(const attention *a, const number *from, int64_t b, int64_t head,
+                      element *rows, element *turned) {
+    int64_t padded = blocks_of(a) * TOKENS;
+    for (int64_t t = 0; t < padded; t++) {
+        const number *x = from + ((b * a->tokens + t) * a->heads + head) * D;
+        element *block = turned + t / TOKENS * W * TOKENS + t % TOKENS;
+        for (int d = 0; d < D; d++) {
+            element one = t < a->tokens ? as_element(x[d]) : 0;
+            if (rows) rows[t * D + d] = one;
+            if (turned) block[d * TOKENS] = one;
+        }
+        for (int d = D; turned && d < W; d++) block[d * TOKENS] = 0;
+    }
+}
+
+/* A block of queries, or of the gradient by what they read, as a right factor. With D as the inner
+ * dimension, (D / TOGETHER, R, TOGETHER); with R, (R / TOGETHER, W, TOGETHER), if wanted. */
+static void copy_queries(const attention *a, const number *from, int64_t b, int64_t head,
+                         int64_t block, element *by_width, element *by_row) {
+    for (int r = 0; r < R; r++) {
+        int64_t t = block * TOKENS + r % TOKENS, q = head * Q + r / TOKENS;
+        const number *x = from + ((b * a->tokens + t) * a->heads * Q + q) * D;
+        element row[W] = {0};
+        for (int d = 0; d < D && t < a->tokens; d++) row[d] = as_element(x[d]);
+        for (int d = 0; d < D; d += TOGETHER)
+            memcpy(by_width + (d * R + r * TOGETHER), row + d, TOGETHER * sizeof *row);
+        element *to = by_row + r / TOGETHER * W * TOGETHER + r % TOGETHER;
+        for (int d = 0; by_row && d < W; d++) to[d * TOGETHER] = row[d];
+    }
+}
+
+/* sums (W, R), times a factor, rounded: into the queries' places. */
+static void put_queries(const attention *a, const float *sums, float factor, int64_t b,
+                        int64_t head, int64_t block, number *out) {
+    int64_t left = a->tokens - block * TOKENS, n = left < TOKENS ? left : TOKENS;
+    for (int q = 0; q < Q; q++)
+        for (int64_t t = 0; t < n; t++) {
+            int64_t token = b * a->tokens + block * TOKENS + t;
+            number *to = out + (token * a->heads * Q + head * Q + q) * D;
+            for (int d = 0; d < D; d++) to[d] = rounded(factor * sums[d * R + q * TOKENS + t]);
+        }
+}
+
+/* What a thread works with: room for a block of queries and all keys. */
+typedef struct {
+    int32_t *visible; /* which blocks of keys */
+    element *queries, *query_rows, *slopes, *slope_rows; /* right factors, of gradients too */
+    float *weights, *by_weights, *sums;                  /* (keys, R) twice, (W, R) */
+    element *narrow, *pairs;                             /* (keys, R) as a left and right factor */
+} room;
+
+static void *taken(char **from, int64_t bytes) {
+    void *here = *from;
+    *from += (bytes + 63) / 64 * 64;
+    return here;
+}
+
+/* Lay out the room at `memory`, and say how many bytes it takes. */
+static int64_t make_room(room *s, int64_t blocks, char *memory) {
+    char *at = memory;
+    int64_t scores = blocks * TOKENS * R;
+    s->visible = taken(&at, blocks * sizeof *s->visible);
+    s->queries = taken(&at, R * W * sizeof(element));
+    s->query_rows = taken(&at, R * W * sizeof(element));
+    s->slopes = taken(&at, R * W * sizeof(element));
+    s->slope_rows = taken(&at, R * W * sizeof(element));
+    s->sums = taken(&at, R * W * sizeof(float));
+    s->weights = taken(&at, scores * sizeof(float));
+    s->by_weights = taken(&at, scores * sizeof(float));
+    s->narrow = taken(&at, scores * sizeof(element));
+    s->pairs = taken(&at, scores * sizeof(element));
+    return at - memory;
+}
+
+/* out (visible keys, R) = the rows of these blocks · a block of queries. */
+static void score(const element *rows, const int32_t *visible, int64_t count,
+                  const element *queries, float *out) {
+    const int32_t whole = 0;
+    memset(out, 0, count * TOKENS * R * sizeof *out);
+    for (int64_t j = 0; j < count; j++)
+        multiply_add_to(TOKENS, rows + visible[j] * TOKENS * D, D, &whole, 1, 0, D, queries, R,
+                        out + j * TOKENS * R);
+}
+
+/* (keys, R) rounded, as a left factor, and with keys as the inner dimension as a right one. */
+static void narrow(const float *from, int64_t keys, element *left, element *right) {
+    for (int64_t c = 0; c < keys; c += TOGETHER)
+        for (int j = 0; j < TOGETHER; j++)
+            for (int r = 0; r < R; r++) {
+                element one = narrowed(from[(c + j) * R + r]);
+                left[(c + j) * R + r] = one;
+                right[c * R + r * TOGETHER + j] = one;
+            }
+}
+
+/* The weights of a block of queries, (visible keys, R); returns how many blocks of keys it sees. */
+static int64_t weigh(const attention *a, int64_t b, int64_t block, const element *keys, room *s) {
+    int64_t blocks = blocks_of(a), mask = a->masks > 1 ? b : 0, count = 0;
+    const uint8_t *seen = a->seen + (mask * blocks + block) * blocks;
+    for (int64_t j = 0; j < blocks; j++)
+        if (seen[j]) s->visible[count++] = j;
+    score(keys, s->visible, count, s->queries, s->weights);
+    float most[R], sum[R], factor = a->scale * LOG2_E;
+    for (int r = 0; r < R; r++) most[r] = -INFINITY, sum[r] = 0;
+    for (int64_t c = 0; c < count * TOKENS; c++) {
+        int64_t key = s->visible[c / TOKENS] * TOKENS + c % TOKENS;
+        const uint8_t *hidden = a->hidden + (mask * blocks * TOKENS + key) * blocks * TOKENS;
+        float *row = s->weights + c * R, off[TOKENS];
+        /* What is hidden from a row that sees nothing weighs alike: a finite figure nobody reads. */
+        for (int t = 0; t < TOKENS; t++) off[t] = hidden[block * TOKENS + t] ? -1e30f : 0;
+        for (int q = 0; q < Q; q++)
+            for (int t = 0; t < TOKENS; t++) {
+                int r = q * TOKENS + t;
+                row[r] = row[r] * factor + off[t];
+                most[r] = row[r] > most[r] ? row[r] : most[r];
+            }
+    }
+    for (int64_t c = 0; c < count * TOKENS; c++) {
+        float *row = s->weights + c * R;
+        for (int r = 0; r < R; r++) {
+            float exponent = row[r] - most[r];
+            row[r] = exponent < NOTHING ? NOTHING : exponent;
+        }
+        /* A loop of its own: GCC would make a jump of the comparison, and no vectors. */
+        for (int r = 0; r < R; r++) sum[r] += row[r] = power_of_two(row[r]);
+    }
+    for (int r = 0; r < R; r++) sum[r] = 1 / sum[r];
+    for (int64_t c = 0; c < count * TOKENS; c++)
+        for (int r = 0; r < R; r++) s->weights[c * R + r] *= sum[r];
+    return count;
+}
+
+/* out, like the queries. Returns 1 if there is no memory. */
+int attention_forward(const attention *a, number *out, int threads) {
+    int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;
+    int64_t bytes = make_room(&(room){0}, blocks, NULL);
+    element *keys = malloc(pairs * padded * D * sizeof *keys);
+    element *values = malloc(pairs * padded * W * sizeof *values);
+    int failed = !keys || !values;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        room s;
+        char *memory = malloc(bytes);
+        if (!memory) failed = 1;
+        make_room(&s, blocks, memory);
+#pragma omp for schedule(static)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            int64_t b = pair / a->heads, head = pair % a->heads;
+            if (!keys || !values) continue;
+            copy_head(a, a->keys, b, head, keys + pair * padded * D, NULL);
+            copy_head(a, a->values, b, head, NULL, values + pair * padded * W);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t turn = 0; turn < pairs * blocks; turn++) {
+            int64_t pair = turn / blocks, block = turn % blocks;
+            int64_t b = pair / a->heads, head = pair % a->heads;
+            if (!keys || !values || !memory) continue;
+            copy_queries(a, a->queries, b, head, block, s.queries, NULL);
+            int64_t count = weigh(a, b, block, keys + pair * padded * D, &s);
+            narrow(s.weights, count * TOKENS, s.narrow, s.pairs);
+            memset(s.sums, 0, R * W * sizeof *s.sums);
+            multiply_add_to(W, values + pair * padded * W, TOKENS, s.visible, count, W * TOKENS,
+                            TOKENS, s.pairs, R, s.sums);
+            put_queries(a, s.sums, 1, b, head, block, out);
+        }
+        free(memory);
+    }
+    free(keys);
+    free(values);
+    return failed;
+}
+
+/* A block of queries' share of the gradients: by_queries, and added to by_keys and by_values of its
+ * head, (padded tokens, W). */
+static void block_backward(const attention *a, const number *by_out, int64_t b, int64_t head,
+                           int64_t block, const element *keys, const element *turned_keys,
+                           const element *values, room *s, number *by_queries, float *by_keys,
+                           float *by_values) {
+    copy_queries(a, a->queries, b, head, block, s->queries, s->query_rows);
+    copy_queries(a, by_out, b, head, block, s->slopes, s->slope_rows);
+    int64_t count = weigh(a, b, block, keys, s), n = count * TOKENS;
+    score(values, s->visible, count, s->slopes, s->by_weights);
+    const int32_t whole = 0;
+    narrow(s->weights, n, s->narrow, s->pairs);
+    for (int64_t j = 0; j < count; j++)
+        multiply_add_to(TOKENS, s->narrow + j * TOKENS * R, R, &whole, 1, 0, R, s->slope_rows, W,
+                        by_values + s->visible[j] * TOKENS * W);
+    float along[R] = {0}; /* of a softmax: weight · (by_weight - Σ weight · by_weight) */
+    for (int64_t c = 0; c < n; c++)
+        for (int r = 0; r < R; r++) along[r] += s->weights[c * R + r] * s->by_weights[c * R + r];
+    for (int64_t c = 0; c < n; c++)
+        for (int r = 0; r < R; r++)
+            s->by_weights[c * R + r] = s->weights[c * R + r] * (s->by_weights[c * R + r] - along[r]);
+    narrow(s->by_weights, n, s->narrow, s->pairs);
+    for (int64_t j = 0; j < count; j++)
+        multiply_add_to(TOKENS, s->narrow + j * TOKENS * R, R, &whole, 1, 0, R, s->query_rows, W,
+                        by_keys + s->visible[j] * TOKENS * W);
+    memset(s->sums, 0, R * W * sizeof *s->sums);
+    multiply_add_to(W, turned_keys, TOKENS, s->visible, count, W * TOKENS, TOKENS, s->pairs, R,
+                    s->sums);
+    put_queries(a, s->sums, a->scale, b, head, block, by_queries);
+}
+
+/* The gradients by queries, keys and values, like these, from the one by out. Returns 1 if there is
+ * no memory. */
+int attention_backward(const attention *a, const number *by_out, number *by_queries,
+                       number *by_keys, number *by_values, int threads) {
+    int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;
+    int64_t bytes = make_room(&(room){0}, blocks, NULL), size = padded * W;
+    element *keys = malloc(pairs * padded * D * sizeof *keys);
+    element *values = malloc(pairs * padded * D * sizeof *values);
+    element *turned = malloc(pairs * size * sizeof *turned);
+    float *sums = calloc(pairs * PARTS * 2 * size, sizeof *sums); /* by keys and by values */
+    int failed = !keys || !values || !turned || !sums;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        room s;
+        char *memory = malloc(bytes);
+        int some = !memory || !keys || !values || !turned || !sums;
+        failed |= some;
+        make_room(&s, blocks, memory);
+#pragma omp for schedule(static)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            int64_t b = pair / a->heads, head = pair % a->heads;
+            if (some) continue;
+            copy_head(a, a->keys, b, head, keys + pair * padded * D, turned + pair * size);
+            copy_head(a, a->values, b, head, values + pair * padded * D, NULL);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t turn = 0; turn < pairs * PARTS; turn++) {
+            int64_t pair = turn / PARTS;
+            float *mine = sums + turn * 2 * size;
+            for (int64_t block = turn % PARTS; block < blocks && !some; block += PARTS)
+                block_backward(a, by_out, pair / a->heads, pair % a->heads, block,
+                               keys + pair * padded * D, turned + pair * size,
+                               values + pair * padded * D, &s, by_queries, mine, mine + size);
+        }
+#pragma omp for schedule(static)
+        for (int64_t turn = 0; turn < pairs * a->tokens; turn++) {
+            int64_t pair = turn / a->tokens, t = turn % a->tokens;
+            int64_t place = ((pair / a->heads * a->tokens + t) * a->heads + pair % a->heads) * D;
+            for (int d = 0; d < D && !some; d++) {
+                float by_key = 0, by_value = 0;
+                for (int part = 0; part < PARTS; part++) {
+                    const float *from = sums + (pair * PARTS + part) * 2 * size + t * W + d;
+                    by_key += from[0];
+                    by_value += from[size];
+                }
+                by_keys[place + d] = rounded(a->scale * by_key);
+                by_values[place + d] = rounded(by_value);
+            }
+        }
+        free(memory);
+    }
+    free(keys);
+    free(values);
+    free(turned);
+    free(sums);
+    return failed;
+}
