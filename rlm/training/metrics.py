@@ -56,6 +56,7 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "signal": "share of groups whose rewards differ; the others teach nothing",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
             "run": f"{config.run_dir} (all options: config.json)",
+            "watch it learn": f"rlm view {config.run_dir} --follow (in another terminal)",
         },
     )
 
