@@ -90,9 +90,7 @@ def write_report(
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
         show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
         for pair, by_grading in compared.items():
-            p = by_grading["strict"].get("mcnemar_p")
-            tested = "" if p is None else f", McNemar p = {p:.2g}"
-            terminal.line(f"  {pair}: {points(by_grading['strict'])} points strict{tested}")
+            terminal.line(f"  {pair}: {points(by_grading['strict'])} points strict")
     if note:
         terminal.line(f"  {note}")
 
@@ -100,10 +98,7 @@ def write_report(
         replace_json(output / "evaluation.json", content)
         with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
             stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
-        bars = {
-            name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
-            for name, row in content["greedy"]["rows"].items()
-        }
+        bars = {n: row["strict"]["accuracy"] for n, row in content["greedy"]["rows"].items()}
         accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", note)
     terminal.line(f"written: {output}/evaluation.json, accuracy.png, failures.jsonl")
 
@@ -144,8 +139,6 @@ def _cells(summary: Mapping) -> dict[str, str]:
         k, passed = list(summary["strict"]["pass_at"].items())[-1]
         cells[f"maj@{k}"] = f"{100 * summary['strict']['majority']['mean']:.1f}"
         cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
-    flawed = summary["strict"]["right_with_wrong_equation"]["rate"]
-    cells["wrong equation"] = f"{100 * flawed:.0f}"  # of the right ones
     cells["format"] = f"{100 * summary['format_rate']:.0f}"
     cells["cut off"] = f"{100 * summary['truncated_rate']:.0f}"
     return cells | {"tokens": f"{summary['length_mean']:.0f}"}
