@@ -29,7 +29,7 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is l
     check_command_line(SFTConfig, description=__doc__)
 
 from rlm.cli import UsageError, command_of, terminal, to_dict
-from rlm.data import FORMATS, Problem, load_problems
+from rlm.data import FORMATS, Problem, example_questions, load_problems
 from rlm.model import (
     AdapterInfo,
     Device,
@@ -131,6 +131,7 @@ def train(
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
         history = run_summary(config, base_hash, trainer, progress)
+        history["questions"] = example_questions(problems)
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)

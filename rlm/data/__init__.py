@@ -13,7 +13,7 @@ EXPORTS = {
         "own_files require_numeric_answers"
     ),
     "own_data": "HELD_OUT",
-    "problem": "Problem as_problems",
+    "problem": "Problem as_problems example_questions",
     "prompts": (
         "FORMATS IGNORE_INDEX Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
         "read_system_prompt render_completion render_problem render_prompt stop_token_ids"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rlm.model import (
     load_adapter,
     load_base,
     pick_device,
+    public_dataset,
 )
 from rlm.reasoner import HOW_TO_TRAIN
 from rlm.runs import file_hash
@@ -48,6 +49,8 @@ class ServedAdapter:
     stage: str  # base | sft | grpo | unknown
     format: Format
     tool: Tool | None = None
+    dataset: str | None = None  # what it learned from, without this machine's paths
+    questions: tuple[str, ...] = ()  # of that data, to begin with on the page
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ def find_models(
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
     format = own.format
-    adapters = {BASE: ServedAdapter(BASE, None, None, "base", format, tool_of(own))}
+    base_alone = ServedAdapter(BASE, None, None, "base", format, tool_of(own))
+    adapters = {BASE: replace(base_alone, questions=own.questions)}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
@@ -122,7 +126,8 @@ def find_models(
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
         served = ServedAdapter(path.name, path, digest, info.stage, info.format, own_tool)
-        adapters[path.name] = served
+        learned = public_dataset(info.dataset) if info.dataset else None
+        adapters[path.name] = replace(served, dataset=learned, questions=info.questions)
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 
 

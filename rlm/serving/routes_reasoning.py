@@ -205,6 +205,10 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
         },
         "adapters": list(models.adapters),
         "default_adapter": models.default,
+        "about": {
+            name: {"stage": one.stage, "dataset": one.dataset, "questions": one.questions}
+            for name, one in models.adapters.items()
+        },
         "limits": {
             "prompt_chars": PROMPT_CHARS,
             "prompt_tokens": limits.prompt_tokens,

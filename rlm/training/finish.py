@@ -52,6 +52,7 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
         "start_adapter_hash": trainer.start_hash,
         "dataset": config.dataset,
+        "questions": trainer.questions,
         "step": state.best_step if state.best else len(rows),
         "accuracy": state.best_accuracy if state.best else None,
         "start_accuracy": rows[0].get("eval/start_accuracy"),

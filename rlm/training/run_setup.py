@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from rlm.cli import command_of, terminal
-from rlm.data import Problem, as_problems, drop_long_prompts, load_problems
+from rlm.data import (
+    Problem,
+    as_problems,
+    drop_long_prompts,
+    example_questions,
+    load_problems,
+)
 from rlm.model import adapter_hash, check_output, context_window, set_gradient_checkpointing
 from rlm.rewards import CorrectnessReward, Scorer
 from rlm.runs import RunDirectory, check_resumable
@@ -51,6 +57,7 @@ def prepare_run(
         eval_problems = fit_prompts(trainer, eval_problems, "validation problems")
     if isinstance(trainer.scorer, Scorer):
         trainer.scorer.check_columns(problems)
+    trainer.questions = example_questions(eval_problems or problems)
     steps = config.steps_for(len(problems))
     trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
     announce_run(trainer, len(problems), len(eval_problems))
