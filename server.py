@@ -86,6 +86,7 @@ class ServerConfig:
     max_prompt_tokens: int = flag(512, "longest prompt in tokens, system prompt included", min=1)
     queue: int = flag(64, "requests that may wait; more are turned away", min=1)
     deadline: float = flag(120.0, "seconds that a request may take", above=0)
+    log_json: bool = flag(False, "log in JSON on a terminal, too")
     ngrok: bool = flag(False, "open a public URL through ngrok")
     ngrok_url: str | None = flag(None, "domain reserved at ngrok", default_text="a random one")
     public: bool = flag(
@@ -107,6 +108,10 @@ class ServerConfig:
 def main(config: ServerConfig) -> int:
     if not config.base:
         check_adapter(config.adapter, HOW_TO_TRAIN)  # needs nothing of what is imported now
+    what, shown = "the base model" if config.base else config.adapter, _address(config.host)
+    where = f" for http://{shown}:{config.port}" if config.port else ""
+    terminal.line(f"loading {what}{where} …")  # now: the libraries alone take seconds
+    from rlm.model import prepare_process
     from rlm.serving import Keys, is_loopback, listen, load_keys, new_key
     from rlm.serving import logging as logs
 
@@ -130,12 +135,16 @@ def main(config: ServerConfig) -> int:
             "open: whoever knows this server's public name may use it, without a key, "
             f"{limits if config.public else without}"
         )
-    from rlm.model import prepare_process
 
     listening = listen(config.host, config.port)
     prepare_process()
-    logs.configure(sys.stderr)
+    logs.configure(sys.stderr, as_json=config.log_json)
     return asyncio.run(_serve(config, _service(config), keys, listening))
+
+
+def _address(host: str) -> str:
+    """A host as a URL has it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _service(config: ServerConfig) -> Service:
@@ -228,9 +237,8 @@ async def _watch(
         # through what requests leave behind (it waits until that is a quarter of what there is).
         gc.collect()
         gc.freeze()
-        shown = f"[{config.host}]" if ":" in config.host else config.host
         port = listening.getsockname()[1]
-        terminal.line(f"ready: http://{shown}:{port}  ({service.models.default})")
+        terminal.line(f"ready: http://{_address(config.host)}:{port}  ({service.models.default})")
         if note := service.engine.batch_note:
             terminal.line(note)
         if config.ngrok:

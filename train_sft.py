@@ -28,7 +28,14 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is l
     check_command_line(SFTConfig, description=__doc__)
 
 from rlm.cli import UsageError, command_of, terminal, to_dict
-from rlm.data import FORMATS, Problem, answer_types, load_problems, own_files
+from rlm.data import (
+    FORMATS,
+    Problem,
+    answer_types,
+    example_questions,
+    load_problems,
+    own_files,
+)
 from rlm.model import (
     TRAINED_ADAPTER,
     AdapterInfo,
@@ -133,6 +140,7 @@ def train(
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
         history = run_summary(config, base_hash, trainer, progress, problems)
+        history["questions"] = example_questions(problems)
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,10 +40,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # the speed of another machine is measured by the parts that it has done.
 AN_EXAMPLE, A_ROLLOUT, A_COMPLETION, OF_THE_BASE = 0.14, 0.052, 0.023, 0.055
 WIDTH, LINES = 44, 10  # of one of the two answers that stand side by side
-KINDS = {  # of problems: (title, whether SFT and GRPO are right); the last one ends the demo
-    "both get wrong": (False, False),
-    "SFT alone gets right": (True, False),
-    "GRPO alone gets right": (False, True),
+KINDS = {  # of problems: (title, whether SFT and GRPO are right)
+    "only GRPO": (False, True),
+    "only SFT": (True, False),
+    "neither": (False, False),
 }
 
 
@@ -86,10 +85,7 @@ def main(config: DemoConfig) -> int:
         train_sft.main(sft)
     with clock("grpo"):
         train_grpo.main(resolve_config(train_grpo.GRPOConfig, grpo_argv))
-    halfway = _export_halfway(adapters["sft"], grpo.run_dir, config.output / "halfway_lora")
-    trained = adapters | ({"halfway": halfway} if halfway else {})
-    found = results | _evaluate(settings, problems, trained, clock)
-    results = {row: found[row] for row in ("base", *adapters)}
+    results |= _evaluate(settings, problems, adapters, clock)
 
     data = f"{settings.dataset}, test, n = {len(problems)}"
     write_report(results, list(pairwise(results)), data, {}, settings.output)
@@ -99,7 +95,7 @@ def main(config: DemoConfig) -> int:
         "machine": f"{os.cpu_count()} cores, {pick_device()}",
         "seconds": seconds,
         "peak_memory_gb": round(peak_memory_gb(), 2),
-        "curve": _curve(found, trained),
+        "curve": _curve(results, adapters) | _validation_curve(adapters["sft"], grpo),
     }
     (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _draw_curve(summary, config.output / "learning.png")
@@ -160,16 +156,15 @@ def _expected_seconds(
     """The stages in order, with their seconds, and the limits that there are."""
     steps = grpo.steps_for(grpo.max_samples or 2000)
     rollouts = steps * grpo.batch_size * grpo.group_size
-    answers = config.problems * A_COMPLETION
+    validations = (1 + steps // grpo.eval_every if grpo.eval_every else 1) * grpo.eval_samples
+    answers = (1 + config.samples) * config.problems * A_COMPLETION
     expected = {
         "evaluate base": config.problems * OF_THE_BASE,
         "sft": (sft.max_samples or 2000) * (sft.epochs or 1) * AN_EXAMPLE,
-        "grpo": rollouts * A_ROLLOUT,
-        "evaluate sft": (1 + config.samples) * answers,
-        "evaluate grpo": (1 + config.samples) * answers,
+        "grpo": rollouts * A_ROLLOUT + validations * A_COMPLETION,
+        "evaluate sft": answers,
+        "evaluate grpo": answers,
     }
-    if 0 < grpo.save_every < steps:  # a point of the curve
-        expected["evaluate halfway"] = answers
     return expected, {"grpo": 60 * grpo.max_minutes} if grpo.max_minutes else {}
 
 
@@ -202,7 +197,7 @@ def _evaluate(
 ) -> dict[str, dict[str, Evaluation]]:
     """Base (None) and adapters on the same problems, one after the other on one copy of the base.
 
-    The base is not sampled, which would say little; "halfway" is a point of the curve alone.
+    The base is not sampled, which would say little.
     """
     from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
     from rlm.scripts import evaluate
@@ -212,35 +207,13 @@ def _evaluate(
     for row, adapter in adapters.items():
         with clock(f"evaluate {row}"):
             model = load_adapter(base, adapter, trainable=False) if adapter else base
-            kinds, options = ("greedy", "sampled") if adapter else ("greedy",), settings
-            if row == "halfway":
-                kinds, options = ("sampled",), replace(settings, samples=1)
-            arguments = (row, model, tokenizer, problems, (), options, kinds)
+            kinds = ("greedy", "sampled") if adapter else ("greedy",)
+            arguments = (row, model, tokenizer, problems, (), settings, kinds)
             results[row] = evaluate.evaluate_row(*arguments)
             base = model.unload() if adapter else base
     del base, model
     release_memory()  # the next stage loads its own
     return results
-
-
-def _export_halfway(start: Path, run_dir: Path, path: Path) -> Path | None:
-    """Write the adapter of the last checkpoint before the end; None without one."""
-    from safetensors.torch import load_file, save_file
-
-    steps = sorted((run_dir / "checkpoints").glob("step_*"))[:-1]
-    state = json.loads((steps[-1] / "state.json").read_text()) if steps else {"step": 0}
-    if state["step"] == 0:  # that is the start
-        return None
-    path.mkdir(exist_ok=True)
-    shutil.copy(start / "adapter_config.json", path)
-    (path / "run.json").write_text(json.dumps({"seconds": state["seconds"]}))
-    tensors = {  # by PEFT's names; what is the optimizer's is left out
-        name.removeprefix("adapter/").replace(".default.", "."): tensor
-        for name, tensor in load_file(steps[-1] / "state.safetensors").items()
-        if name.startswith("adapter/")
-    }
-    save_file(tensors, path / "adapter_model.safetensors")
-    return path
 
 
 def _summary(results: Rows) -> dict[str, Any]:
@@ -284,6 +257,23 @@ def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
     }
 
 
+def _validation_curve(sft: Path, grpo: GRPOConfig) -> dict[str, list]:
+    """The same of the problems on which GRPO validates itself; {} without any."""
+    from rlm.model import AdapterInfo
+    from rlm.runs import read_log
+
+    seconds, points = AdapterInfo.load(sft).run["seconds"], []
+    for row in read_log(grpo.run_dir / "metrics.jsonl"):
+        took = sum(value for name, value in row.items() if name.startswith("time/"))
+        for at, name in ((seconds, "start_accuracy"), (seconds + took, "accuracy")):
+            if f"eval/{name}" in row:
+                mean = row[f"eval/{name}"]
+                ends = {end: row.get(f"eval/{name}_{end}", mean) for end in ("low", "high")}
+                points.append([at, {"mean": mean} | ends])
+        seconds += took
+    return {"validation": points} if points else {}
+
+
 # --- what is shown at the end ---------------------------------------------------------------------
 
 
@@ -292,6 +282,7 @@ def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
     from rlm.runs import accuracy_over_time
 
     names = {"greedy": "greedy: the likeliest token", "sampled": "sampled"}
+    names["validation"] = "GRPO's validation problems"
     in_minutes = {
         names[kind]: [(seconds / 60, accuracy) for seconds, accuracy in found]
         for kind, found in summary["curve"].items()
@@ -308,16 +299,20 @@ def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _show_three(sft: Evaluation, grpo: Evaluation) -> None:
-    """Print a problem of each of KINDS, both answers side by side."""
+    """Print how many problems are of each of KINDS, and of each the first, both answers side by
+    side."""
     pairs = [(a.strict, b.strict) for (a,), (b,) in zip(sft.groups, grpo.groups, strict=True)]
     right = [(a.correct, b.correct) for a, b in pairs]
-    terminal.line("\nThree held-out problems, chosen by rule: the first of each kind.")
+    counts = [f"{right.count(pattern)} {kind}" for kind, pattern in KINDS.items()]
+    terminal.line(
+        f"\nOf {len(right)} held-out problems {right.count((True, True))} are right after both "
+        f"stages; of the others {', '.join(counts)}. The first of each kind:"
+    )
     for kind, pattern in KINDS.items():
         if pattern not in right:
-            terminal.line(f"\nNone of {len(right)} that {kind}.")
             continue
         first, problem = right.index(pattern), sft.problems[right.index(pattern)]
-        terminal.line(f"\nThe first of {right.count(pattern)} (of {len(right)}) that {kind}:")
+        terminal.line(f"\n{kind[0].upper()}{kind[1:]} gets it right:")
         terminal.line(textwrap.fill(f"{problem.question} [{problem.answer}]", 2 * WIDTH))
         columns = [
             [f"after {name}: {_verdict(verdict)}", *_wrapped(evaluation.groups[first][0].text)]

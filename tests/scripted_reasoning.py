@@ -26,6 +26,7 @@ from rlm.serving.app import PAGE, PAGE_POLICY
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
 ID = "rsn_1"
+EGGS = "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have now?"
 
 
@@ -179,6 +180,10 @@ def described(**more: Any) -> dict[str, Any]:
         "model": model(),
         "adapters": ["base", "final_rlm_lora", "sft_lora"],
         "default_adapter": "final_rlm_lora",
+        "about": {
+            "base": {"stage": "base", "dataset": None, "questions": [QUESTION]},
+            "final_rlm_lora": {"stage": "grpo", "dataset": "sums", "questions": [QUESTION, EGGS]},
+        },
         "limits": {
             "max_new_tokens": 1024,
             "n": 16,

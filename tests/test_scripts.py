@@ -411,24 +411,27 @@ def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monke
     assert clock.seconds == {"base": 20.0, "sft": 50.0, "grpo": 30.0, "last": 5.0}
 
 
-def test_the_demo_shows_the_first_problem_of_each_kind_and_ends_on_a_right_answer(demo, capsys):
+def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, capsys):
     """Of five: both right, both wrong, GRPO alone, SFT alone, GRPO alone again."""
     asked = [problem(id=name, question=f"Question {name}?", answer="7") for name in "abcde"]
     right, wrong = (replace(graded(r), text=f"<answer>{r}</answer>") for r in ("correct", "wrong"))
     sft = Evaluation(asked, [[right], [wrong], [wrong], [right], [wrong]])
     grpo = Evaluation(asked, [[right], [wrong], [right], [wrong], [right]])
     demo._show_three(sft, grpo)
-    said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith(("The first", "Question"))] == [
-        "The first of 1 (of 5) that both get wrong:", "Question b? [7]",
-        "The first of 1 (of 5) that SFT alone gets right:", "Question d? [7]",
-        "The first of 2 (of 5) that GRPO alone gets right:", "Question c? [7]",
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said[:5] == [
+        "Of 5 held-out problems 1 are right after both stages; of the others 2 only GRPO, "
+        "1 only SFT, 1 neither. The first of each kind:",
+        "Only GRPO gets it right:", "Question c? [7]",
+        f"  {'after SFT: WRONG':<44}after GRPO: RIGHT",
+        f"  {'<answer>wrong</answer>':<44}<answer>correct</answer>",
     ]  # fmt: skip
-    verdicts, answers = said.splitlines()[-2:]
-    assert verdicts.split() == ["after", "SFT:", "WRONG", "after", "GRPO:", "RIGHT"]
-    assert answers.split() == ["<answer>wrong</answer>", "<answer>correct</answer>"]
+    assert [line for line in said if "gets it" in line][1:] == [
+        "Only SFT gets it right:", "Neither gets it right:",
+    ]  # fmt: skip
     demo._show_three(sft, sft)
-    assert "None of 5 that GRPO alone gets right." in capsys.readouterr().out
+    assert "0 only GRPO, 0 only SFT, 3 neither" in (said := capsys.readouterr().out)
+    assert "Only GRPO" not in said
 
 
 def test_inference_with_lessons_in_front(trained, tmp_path, capsys):
@@ -731,7 +734,8 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\neval_samples: 0\n"
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
     (tmp_path / "grpo.yaml").write_text(
-        common + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\nsave_every: 1\n"
+        common.replace("samples: 0", "samples: 3")
+        + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\neval_every: 1\n"
     )
     config = demo.DemoConfig(
         output=tmp_path / "demo",
@@ -750,12 +754,13 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     assert set(summary["seconds"]) > {"sft", "grpo", "total"}
     assert summary["peak_memory_gb"] > 0
     curve = summary["curve"]
-    assert [len(points) for points in curve.values()] == [3, 3]  # base, SFT, GRPO; half way too
+    lengths = {name: len(points) for name, points in curve.items()}
+    assert lengths == {"greedy": 3, "sampled": 2, "validation": 3}  # at the start, and each step
     for points in curve.values():
         assert [seconds for seconds, _ in points] == sorted(seconds for seconds, _ in points)
     assert (tmp_path / "demo" / "learning.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert "[6 of 6] evaluate halfway: about" in said
-    assert "None of 6 that GRPO alone gets right" in said
+    assert "[5 of 5] evaluate grpo: about" in said
+    assert "0 only GRPO, 0 only SFT, 6 neither" in said
     assert "final_rlm_lora" in said.splitlines()[-1]
     assert "weights" not in said.partition("Next:")[2]

@@ -511,6 +511,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
     options = ["--adapter", weights / "final_rlm_lora", "--adapters", weights, "--ngrok"]
     options += ["--max-new-tokens", "100", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
     with server_process(tmp_path, *options) as (process, url, said):
+        assert said.startswith(f"loading {weights / 'final_rlm_lora'} …\n")  # before all else
         key = re.search(r"shown once: (\S+)", said)[1]
         assert "NGROK_AUTHTOKEN" in process.stdout.readline()  # no tunnel, and it goes on
         with httpx2.Client(base_url=url, timeout=60) as client:

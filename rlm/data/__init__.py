@@ -13,7 +13,7 @@ EXPORTS = {
         "load_jsonl load_problems needs_hub own_files require_numeric_answers"
     ),
     "own_data": "HELD_OUT",
-    "problem": "Problem answer_types as_problems",
+    "problem": "Problem answer_types as_problems example_questions",
     "prompts": (
         "FORMATS IGNORE_INDEX Format drop_long_prompts encode_text end_of_turn_id longest_prompts "
         "read_system_prompt render_completion render_problem render_prompt stop_token_ids"

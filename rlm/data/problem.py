@@ -64,6 +64,16 @@ class Problem:
     answer_type: AnswerType = "number"
 
 
+def example_questions(problems: Iterable[Problem], count: int = 3, longest: int = 160) -> list[str]:
+    """The first few short questions, for whoever wants to try the model.
+
+    Args:
+        longest: characters of one.
+    """
+    short = dict.fromkeys(p.question for p in problems if len(p.question) <= longest)
+    return list(short)[:count]
+
+
 class NotAnAnswer(ValueError):
     """A reference answer is not of its row's `answer_type`."""
 

@@ -104,7 +104,7 @@ def write_report(
         with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
             stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
         bars = {
-            name: {grading: row[grading]["accuracy"] for grading in GRADINGS}
+            name: row["strict"]["accuracy"]
             for name, row in content["greedy"]["rows"].items()
             if "strict" in row
         }
@@ -155,9 +155,7 @@ def _difference(compared: Mapping[str, Mapping[str, float]]) -> str:
     """What the terminal says of a comparison."""
     parts = []
     if strict := compared.get("strict"):
-        p = strict.get("mcnemar_p")
-        tested = "" if p is None else f", McNemar p = {p:.2g}"
-        parts.append(f"{points(strict)} points strict{tested}")
+        parts.append(f"{points(strict)} points strict")
     if reward := compared.get("reward"):
         difference, low, high = (f"{reward[name]:+.3f}" for name in ("points", "low", "high"))
         parts.append(f"reward {difference} ({low} to {high})")
@@ -175,8 +173,6 @@ def _cells(summary: Mapping) -> dict[str, str]:
             k, passed = list(strict["pass_at"].items())[-1]
             cells[f"maj@{k}"] = f"{100 * strict['majority']['mean']:.1f}"
             cells[f"pass@{k}"] = f"{100 * passed['mean']:.1f}"
-        flawed = strict["right_with_wrong_equation"]["rate"]
-        cells["wrong equation"] = f"{100 * flawed:.0f}"  # of the right ones
     cells["format"] = f"{100 * summary['format_rate']:.0f}"
     cells["cut off"] = f"{100 * summary['truncated_rate']:.0f}"
     return cells | {"tokens": f"{summary['length_mean']:.0f}"}

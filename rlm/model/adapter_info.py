@@ -117,6 +117,12 @@ class AdapterInfo:
             said["answer_types"] = tuple(kinds)
         return cls(path, run=run, **{k: v for k, v in said.items() if v is not None})
 
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """A few questions of its data, for whoever wants to try it."""
+        said = self.run.get("questions", ())
+        return tuple(q for q in said if isinstance(q, str)) if isinstance(said, list) else ()
+
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
         """The base model and its quantization: as flags name them, else as in training.
 

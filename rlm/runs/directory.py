@@ -18,6 +18,7 @@ from typing import IO
 
 from rlm.cli import Interrupted, UsageError, terminal
 from rlm.runs.atomic_files import (
+    LOCK,
     append_lines,
     json_lines,
     lock_file,
@@ -29,7 +30,6 @@ from rlm.runs.checkpoints import Checkpoints, writing
 from rlm.runs.signals import Interrupts
 from rlm.runs.trackers import Tracker, open_tracker
 
-LOCK = ".lock"
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more for each step
 
 

@@ -19,49 +19,34 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette (2008): told apart with any colour vision, and in grey by lightness.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
 RUNNING_MEAN_STEPS = 5  # steps
+FEW_POINTS = 4  # of a line whose every value is written beside it
 
 Interval = Mapping[str, float]  # mean, low, high
 
 
-def accuracy_bars(
-    rows: Mapping[str, Mapping[str, Interval]], path: Path, title: str, note: str = ""
-) -> None:
-    """Bars with error bars: {row: {"strict": {mean, low, high}, "lenient": …}}, shares in 0…1.
+def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: str = "") -> None:
+    """A bar with an error bar for each row: {row: {mean, low, high}}, shares in 0…1.
 
     Args:
         note: a line below the picture (what a reader must know about the model).
     """
-    groups = max(3, len(rows))
-    figure = _figure(1.6 + 1.5 * groups, 4.2)
+    count = max(3, len(rows))
+    figure = _figure(1.6 + 1.2 * count, 4.2)
     axes = figure.subplots()
     _tidy(axes)
-    width, top = 0.36, 5.0
-    for side, grading, colour in ((-1, "strict", BLUE), (1, "lenient", ORANGE)):
-        intervals = [row[grading] for row in rows.values()]
-        means = [100 * i["mean"] for i in intervals]
-        lows, highs = ([100 * i[end] for i in intervals] for end in ("low", "high"))
-        places = [index + side * width / 2 for index in range(len(rows))]
-        # A bootstrap interval need not hold the mean; an error bar of negative length is an error.
-        below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
-        above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
-        bars = axes.bar(
-            places,
-            means,
-            width,
-            label=grading,
-            color=colour,
-            yerr=(below, above),
-            error_kw={"ecolor": "black", "capsize": 3, "elinewidth": 1},
-        )
-        axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=9)
-        top = max(top, *means, *highs)
+    means, lows, highs = ([100 * i[key] for i in rows.values()] for key in ("mean", "low", "high"))
+    # A bootstrap interval need not hold the mean; an error bar of negative length is an error.
+    below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
+    above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
+    error = {"ecolor": "black", "capsize": 3, "elinewidth": 1}
+    bars = axes.bar(range(len(rows)), means, 0.5, color=BLUE, yerr=(below, above), error_kw=error)
+    axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=9)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylim(0, 1.12 * top)
-    axes.set_ylabel("accuracy, %")
-    # A data set may be a long path: not into the legend.
-    axes.set_title(textwrap.fill(title, 16 * groups), fontsize=11, loc="left")
-    figure.legend(loc="outside right upper", frameon=False, title="grading", alignment="left")
+    axes.set_ylim(0, 1.12 * max(5.0, *means, *highs))
+    axes.set_ylabel("right in the required format, %")
+    # A data set may be a long path: not over the edge.
+    axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left")
     if note:
         figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")
     _save(figure, path)
@@ -83,12 +68,12 @@ def accuracy_over_time(
     figure = _figure(7, 4.4)
     axes = figure.subplots()
     _tidy(axes)
-    for (name, points), colour in zip(curves.items(), (BLUE, ORANGE), strict=False):
+    for (name, points), colour in zip(curves.items(), (BLUE, ORANGE, GREY), strict=False):
         minutes = [minute for minute, _ in points]
         mean, low, high = ([100 * i[end] for _, i in points] for end in ("mean", "low", "high"))
         axes.fill_between(minutes, low, high, color=colour, alpha=0.18, linewidth=0)
         axes.plot(minutes, mean, color=colour, lw=2, marker="o", ms=5, label=name)
-        for x, y in zip(minutes, mean, strict=True):
+        for x, y in zip(minutes, mean, strict=True) if len(points) <= FEW_POINTS else ():
             axes.annotate(f"{y:.1f}", (x, y), (5, 5), textcoords="offset points", color=colour)
     top = 1.2 * max(100 * i["high"] for points in curves.values() for _, i in points)
     for number, (name, (first, last)) in enumerate(stages.items()):
@@ -120,7 +105,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
         "reward/zero_signal_share": "groups whose rewards are all equal, %",
         "completion/truncated_rate": "completions cut off, %",
     }
-    measured = {key: _series(metrics, key) for key in panels}
+    measured = {key: series(metrics, key) for key in panels}
     shown = [key for key, (_, values) in measured.items() if values]
     columns = min(3, max(1, len(shown)))
     rows = max(1, math.ceil(len(shown) / columns))
@@ -142,8 +127,8 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
 def _with_start(
     metrics: Sequence[Mapping[str, float]], key: str
 ) -> tuple[list[float], list[float]]:
-    """As `_series`, with the value before the first step, where it was measured."""
-    steps, values = _series(metrics, key)
+    """As `series`, with the value before the first step, where it was measured."""
+    steps, values = series(metrics, key)
     start = metrics[0].get(key.replace("eval/", "eval/start_"))
     return (steps, values) if start is None else ([0, *steps], [start, *values])
 
@@ -175,7 +160,7 @@ def _draw_metric(
     style = {"lw": 0.8, "alpha": 0.5} if running_mean else {"lw": 1.5}
     axes.plot(steps, [scale * v for v in values], color=BLUE, marker=marker, ms=3.5, **style)
     if running_mean:
-        means, half = _running_mean(values)
+        means, half = recent_means(values)
         low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
         axes.plot(steps, means, color=ORANGE, lw=2)
@@ -199,13 +184,13 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
+def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
     """Steps done and the values of a metric, from the rows that have a number for it."""
     kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["step"] + 1 for row in kept], [row[key] for row in kept]
 
 
-def _running_mean(values: Sequence[float]) -> tuple[list[float], list[float]]:
+def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Each value's mean with the ones before it, and half the width of its 95 % interval.
 
     The problems of one step may be harder than those of the next: steps differ by a standard

@@ -32,7 +32,7 @@ HELP = """usage: rlm COMMAND [options]
   rlm serve      as python server.py: an HTTP server with a page
   rlm doctor     as python train_grpo.py --doctor: why is a reward flat?
   rlm reward     writes a reward of your own to begin with: rlm reward mine.py
-  rlm view       writes a run's rollouts as a web page: rlm view runs/grpo
+  rlm view       shows a run's curves and completions in a browser: rlm view runs/grpo --follow
 
 rlm COMMAND --help lists the options of a command; rlm --version says which rlm this is.
 """

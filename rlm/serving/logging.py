@@ -1,4 +1,6 @@
-"""Logs one JSON object a line: whatever a client sends, it can not make a line of its own.
+"""Logs one JSON object a line, or one line to read on a terminal.
+
+Whatever a client sends, it can not make a line of its own.
 
 Keys and prompts are never logged. Of an exception the type and the place are, not the message:
 messages like to quote what they choked on.
@@ -19,18 +21,26 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 MAX_TEXT = 300  # characters of one value
 _logger = logging.getLogger("rlm.serving")
+_UNSEEN = ("/health", "/ready", "/page.css", "/page.js")  # on a terminal; many a minute
 _UNSAFE = re.compile(r"[^A-Za-z0-9._~/{}-]")
 
 
-def configure(stream: TextIO) -> None:
-    """Send all log lines of the process to `stream`, those of libraries too."""
+def configure(stream: TextIO, *, as_json: bool = False) -> None:
+    """Send all log lines of the process to `stream`, those of libraries too.
+
+    Args:
+        as_json: on a terminal, too.
+    """
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_JsonLine())
+    for_people = stream.isatty() and not as_json
+    handler.setFormatter(_ReadableLine() if for_people else _JsonLine())
+    if for_people:
+        handler.addFilter(lambda record: getattr(record, "fields", {}).get("path") not in _UNSEEN)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("rlm.serving", "uvicorn.error"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("rlm.serving").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING if for_people else logging.INFO)
 
 
 def log(event: str, **fields: object) -> None:
@@ -46,6 +56,28 @@ def safe_path(path: str) -> str:
     """Cut a path that no route knows to 100 harmless characters, without what could be a key."""
     parts = path[:1000].split("/")
     return _UNSAFE.sub("?", "/".join("*" if len(part) > 15 else part for part in parts))[:100]
+
+
+class _ReadableLine(logging.Formatter):
+    """14:03:07  POST /phase1/reasoning 200 in 1.2 s; what is no request as event and fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = json.loads(_JsonLine().format(record))
+        clock = f"{datetime.fromtimestamp(record.created):%H:%M:%S}"
+        if line.get("event") == "request":
+            said = f"{line['method']} {line['path']} {line['status']} in {line['ms'] / 1000:.1f} s"
+            return f"{clock}  {_printable(said)}"
+        event, level = line.pop("event"), line.pop("level")
+        fields = "  ".join(f"{k} {v}" for k, v in line.items() if k not in ("time", "request_id"))
+        said = event.replace("_", " ") if event != "log" else ""
+        return _printable(
+            f"{clock}  {level.upper() + '  ' if level != 'info' else ''}{said}  {fields}"
+        )
+
+
+def _printable(text: str) -> str:
+    """A line without signs that move a terminal's cursor or colour it."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 class _JsonLine(logging.Formatter):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from rlm.model import (
     load_adapter,
     load_base,
     pick_device,
+    public_dataset,
 )
 from rlm.reasoner import HOW_TO_TRAIN
 from rlm.runs import file_hash
@@ -50,6 +51,8 @@ class ServedAdapter:
     format: Format
     tool: Tool | None = None
     answer_types: tuple[AnswerType, ...] = ("number",)  # of its training; that of `format` first
+    dataset: str | None = None  # what it learned from, without this machine's paths
+    questions: tuple[str, ...] = ()  # of that data, to begin with on the page
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def find_models(
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
     asked = own.format, tool_of(own), own.answer_types  # the base is asked as its adapter is
-    adapters = {BASE: ServedAdapter(BASE, None, None, "base", *asked)}
+    base_alone = ServedAdapter(BASE, None, None, "base", *asked)
+    adapters = {BASE: replace(base_alone, questions=own.questions)}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
@@ -124,7 +128,9 @@ def find_models(
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
         asked = info.format, own_tool, info.answer_types
-        adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, *asked)
+        served = ServedAdapter(path.name, path, digest, info.stage, *asked)
+        learned = public_dataset(info.dataset) if info.dataset else None
+        adapters[path.name] = replace(served, dataset=learned, questions=info.questions)
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 
 

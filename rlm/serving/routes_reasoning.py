@@ -220,6 +220,10 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
         "adapters": list(models.adapters),
         "default_adapter": models.default,
         "answer_types": {name: one.answer_types for name, one in models.adapters.items()},
+        "about": {
+            name: {"stage": one.stage, "dataset": one.dataset, "questions": one.questions}
+            for name, one in models.adapters.items()
+        },
         "limits": {
             "prompt_chars": PROMPT_CHARS,
             "prompt_tokens": limits.prompt_tokens,

@@ -55,7 +55,14 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
             "how long they take)",
             "signal": "share of groups whose rewards differ; the others teach nothing",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
-            **({} if config.plan else {"run": f"{config.run_dir} (all options: config.json)"}),
+            **(
+                {}
+                if config.plan
+                else {
+                    "run": f"{config.run_dir} (all options: config.json)",
+                    "watch it learn": f"rlm view {config.run_dir} --follow (in another terminal)",
+                }
+            ),
         },
     )
     if problem := judge_learning_rate(config.learning_rate):

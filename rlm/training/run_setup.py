@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from rlm.cli import command_of, terminal
-from rlm.data import Problem, answer_types, as_problems, drop_long_prompts, load_problems
+from rlm.data import (
+    Problem,
+    answer_types,
+    as_problems,
+    drop_long_prompts,
+    example_questions,
+    load_problems,
+)
 from rlm.model import adapter_hash, check_output, context_window, set_gradient_checkpointing
 from rlm.rewards import CorrectnessReward, Scorer
 from rlm.runs import RunDirectory, check_resumable
@@ -55,6 +62,7 @@ def prepare_run(
     if any(problem.answer_type == "open" for problem in eval_problems):
         terminal.line("open answers cannot be validated by accuracy: these problems are left out")
         eval_problems = [p for p in eval_problems if p.answer_type != "open"]
+    trainer.questions = example_questions(eval_problems or problems)
     steps = config.steps_for(len(problems))
     trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number
     announce_run(trainer, len(problems), len(eval_problems))

@@ -17,7 +17,7 @@ from rlm.evaluation.statistics import summarize_scores
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
 from rlm.model.adapters import ADAPTER_FILES, adapter_hash
-from rlm.runs.plots import _running_mean, accuracy_bars, accuracy_over_time, learning_curves
+from rlm.runs.plots import accuracy_bars, accuracy_over_time, learning_curves, recent_means
 from rlm.sampling import Completion, prompt_seed
 
 PNG = b"\x89PNG\r\n"
@@ -117,10 +117,9 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
     for grading in ("strict", "lenient"):
         assert said["SFT − base"][grading]["points"] == 50
         assert said["SFT − base"][grading]["mcnemar_p"] == 0.5  # two against none: 2 / 2²
-    assert (
-        "SFT − base: +50.0 (+0.0 to +100.0) points strict, McNemar p = 0.5"
-        in capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "SFT − base: +50.0 (+0.0 to +100.0) points strict\n" in shown
+    assert "wrong equation" not in shown  # it is in the file
 
 
 def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, capsys):
@@ -250,17 +249,17 @@ def test_accuracy_bars(tmp_path):
     interval, zero = {"mean": 0.5, "low": 0.4, "high": 0.6}, {"mean": 0, "low": 0, "high": 0}
     odd = {"mean": 0.5, "low": 0.51, "high": 0.6}  # a mean outside its interval
     path = tmp_path / "new" / "accuracy.png"
-    rows = {"base": {"strict": interval, "lenient": zero}, "SFT": {"strict": zero, "lenient": odd}}
+    rows = {"base": interval, "SFT": zero, "GRPO": odd}
     accuracy_bars(rows, path, "title", "note")
     assert path.read_bytes().startswith(PNG)
 
 
 def test_a_running_mean_has_the_interval_of_its_steps():
     """Neighbours differ by 2, so steps have a standard deviation of √2; a mean of n, √(2/n)."""
-    means, half = _running_mean([0.0, 2.0, 0.0, 2.0, 0.0, 2.0])
+    means, half = recent_means([0.0, 2.0, 0.0, 2.0, 0.0, 2.0])
     assert means == [0, 1, pytest.approx(2 / 3), 1, 0.8, 1.2]
     assert half == pytest.approx([1.96 * math.sqrt(2 / n) for n in (1, 2, 3, 4, 5, 5)])
-    assert _running_mean([0.5]) == ([0.5], [0.0])
+    assert recent_means([0.5]) == ([0.5], [0.0])
 
 
 def test_accuracy_over_time_is_drawn_as_it_was_measured(tmp_path, monkeypatch):

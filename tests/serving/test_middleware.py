@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import io
 import json
 import logging
 import re
@@ -429,3 +430,31 @@ def test_lines_of_libraries_are_objects_too(lines):
         ("somewhere", "a"),
         ("uvicorn.error", "started"),
     ]
+
+
+def test_on_a_terminal_a_line_is_for_people_and_still_one_line():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    try:
+        logs.configure(terminal := Terminal())
+        fields = {"method": "POST", "status": 200, "ms": 1234.5, "key_id": "key-1"}
+        logs.log("request", path="/phase1/reasoning", **fields)
+        logs.log("request", path="/page.css", **fields)  # left out, as is what follows
+        logging.getLogger("uvicorn.error").info("started")
+        logs.log("note", text="a\r\n\x1b[31m\u2028")
+        logs.log_error("step_failed", ValueError("the prompt"), replica="base")
+        said = [line.partition("  ")[2] for line in terminal.getvalue().split("\n")]
+        assert said == [
+            "POST /phase1/reasoning 200 in 1.2 s",
+            "note  text a???[31m?",
+            "ERROR  step failed  replica base  error ValueError  at []",
+            "",
+        ]
+        logs.configure(asked := Terminal(), as_json=True)
+        logs.log("note")
+        assert json.loads(asked.getvalue())["event"] == "note"
+    finally:
+        root.handlers[:] = before

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from live_server import wait_until
 from scripted_reasoning import (
+    EGGS,
     ID,
     QUESTION,
     Gate,
@@ -99,33 +100,116 @@ def test_reasoning_is_seen_before_the_answer(page, server):
     visit(page, server)
     expect(page.locator("#status")).to_have_text("SmolLM2-135M-Instruct + final_rlm_lora")
     ask(page)
-    expect(page.locator("#reasoning")).to_have_text("12 and 7")
-    expect(page.locator("#thought")).to_have_text("Thinking…")
-    expect(page.locator("#final")).to_be_hidden()
+    expect(page.locator("#result .reasoning")).to_have_text("12 and 7")
+    expect(page.locator("#result .thought")).to_have_text("Thinking…")
+    expect(page.locator("#result .final")).to_be_hidden()
     page.keyboard.press("Control+Enter")  # one run at a time
     expect(page.locator("#run")).to_be_disabled()
     page.locator("#run").click(force=True)
 
     server.open("more")
-    expect(page.locator("#final")).to_have_text("19")
-    expect(page.locator("#answer")).to_be_hidden()  # the same text is not shown twice
-    expect(page.locator("#thought")).to_have_text("Thought for 121 tokens, closed")
-    expect(page.locator("#reasoning")).to_have_text("12 + 7 = 19")  # the final word is `done`
-    expect(page.locator("#facts")).to_contain_text("130")
+    expect(page.locator("#result .final")).to_have_text("19")
+    expect(page.locator("#result .answer")).to_be_hidden()  # the same text is not shown twice
+    expect(page.locator("#result .thought")).to_have_text("Reasoning")
+    expect(page.locator("#result .reasoning")).to_have_text(
+        "12 + 7 = 19"
+    )  # the final word is `done`
+    expect(page.locator("#result .facts")).to_contain_text("130")
     expect(page.locator("#stop")).to_be_hidden()
     assert server.asked() == [{"prompt": QUESTION, "stream": True}]  # defaults are the server's
 
 
 @browser_test
-def test_what_a_tool_wrote_is_marked(page, server):
-    text = "12 + 7 = <<12+7=19>>19"
-    pieces = (reasoning("12 + 7 = <<12+7="), reasoning("19>>", tool=True), reasoning("19"))
-    server.script(stream(start(), *pieces, answer("19"), done(text)))
+def test_what_a_tool_wrote_is_drawn_as_a_calculation(page, server):
+    text = "cost: <<72/9=8>> so\n2 < 3 <b>"
+    pieces = [reasoning("cost: <<72"), reasoning("/9=")]
+    pieces += [reasoning(delta, tool=True) for delta in ("8", ">", ">")]
+    pieces += [reasoning(" so\n2 < 3 "), reasoning("<b>", tool=True)]  # no call of the calculator
+    other = "<<1+1=2>>2"  # of several samples, another one wins
+    won = done(other, details={"format": "strict", "tool_calls": [{}]}, votes=["19"])
+    server.script(stream(start(), *pieces, answer("19"), done(text)), stream(start(), won))
     visit(page, server)
     ask(page)
-    expect(page.locator("#final")).to_have_text("19")
-    expect(page.locator("#reasoning")).to_have_text(text)
-    expect(page.locator("#reasoning ins")).to_have_text("19>>")
+    expect(page.locator("#result .final")).to_have_text("19")
+    shown = page.locator("#result .reasoning")
+    assert shown.evaluate("e => e.textContent") == "cost: 72 ÷ 9 = 8 so\n2 < 3 <b>"
+    expect(shown.locator(".calculation")).to_have_text(["72 ÷ 9 = 8"])
+    expect(shown.locator("ins")).to_have_text(["8", "<b>"])
+    expect(page.locator("#result .legend")).to_be_visible()
+    ask(page)
+    expect(shown).to_have_text("1 + 1 = 22")
+    expect(shown.locator(".calculation")).to_have_text(["1 + 1 = 2"])
+
+
+@browser_test
+def test_base_beside_trained_is_one_click(page, server):
+    texts = {"base": "I guess 20", "final_rlm_lora": "12 + 7 = 19"}
+
+    def replies(first, second):
+        server.script(first, second)
+        page.get_by_role("button", name="Base beside trained").click()
+
+    visit(page, server)
+    page.get_by_label("Question").fill(QUESTION)
+    replies(
+        stream(start(), reasoning("I guess "), Gate("end"), done(texts["base"], final="20")),
+        stream(start(), done(texts["final_rlm_lora"])),
+    )
+    panels = page.locator("#result article")
+    expect(panels).to_have_count(2)
+    expect(page.locator("#compare")).to_be_disabled()
+    server.open("end")
+    expect(panels.locator(".who")).to_have_text(["Base", "Trained: final_rlm_lora"])
+    expect(page.locator("#live")).to_contain_text("20")
+    sent = [body.get("adapter") for body in server.asked()]
+    assert sorted(sent, key=str) == [None, "base"]  # which comes first is not said
+    order = 1 if sent[0] is None else 0
+    finals = ["20", "19"] if order == 0 else ["19", "20"]
+    expect(panels.locator(".final")).to_have_text(finals)
+    left, right = (panels.nth(i).bounding_box() for i in (0, 1))
+    assert (left["y"], left["width"]) == (right["y"], right["width"])
+    page.set_viewport_size({"width": 375, "height": 740})
+    left, right = (panels.nth(i).bounding_box() for i in (0, 1))
+    assert right["y"] >= left["y"] + left["height"]
+
+    replies(problem(504, "deadline", "too late"), stream(start(), done()))  # one of them fails
+    expect(page.locator("#notice-title")).to_have_text("too late")
+    expect(panels.locator(".final").filter(has_text="19")).to_have_count(1)
+    page.locator("#settings > summary").click()
+    page.get_by_label("Adapter").select_option("base")
+    expect(page.locator("#compare")).to_be_hidden()
+
+
+@browser_test
+def test_the_words_are_those_of_the_adapters_own_data(page, server):
+    server.info = described(answer_types={"base": ["text"], "final_rlm_lora": ["choice"]})
+    visit(page, server)
+    expect(page.locator("#learned")).to_have_text("final_rlm_lora learned from sums by GRPO")
+    expect(page.locator("#examples button")).to_have_text([f"{QUESTION[:60].strip()}…", EGGS])
+    expect(page.get_by_label("Question")).to_have_attribute("placeholder", re.compile("choices"))
+    page.get_by_role("button", name="Each box").click()
+    expect(page.get_by_label("Question")).to_have_value(EGGS)
+    page.locator("#settings > summary").click()
+    page.get_by_label("Adapter").select_option("sft_lora")  # nothing is known of it
+    expect(page.locator("#examples")).to_be_hidden()
+    expect(page.locator("#learned")).to_be_hidden()
+
+
+@browser_test
+def test_earlier_questions_stay_on_the_page(page, server):
+    visit(page, server)
+    for question in ("What is 12 + 7?", "And 1 + 1?", "Hello! Who are you?"):
+        ask(page, question)
+        expect(page.locator("#result .final")).to_have_text("19")
+        expect(page.locator("#run")).to_be_enabled()
+    earlier = page.locator("#history > details")
+    expect(earlier).to_have_text([re.compile("And 1"), re.compile("What is 12")])
+    expect(earlier.locator("summary").first).to_have_text("And 1 + 1? → 19")
+    expect(earlier.locator(".reasoning").first).to_be_hidden()
+    earlier.first.locator("> summary").click()
+    expect(earlier.locator(".reasoning").first).to_have_text("12 + 7 = 19")
+    expect(page.locator("#result .remarks")).to_contain_text("seems to have no number")
+    expect(earlier.locator(".remarks").first).to_have_text("")
 
 
 @browser_test
@@ -135,10 +219,10 @@ def test_the_answer_is_seen_while_it_arrives_and_prose_and_number_both_stand_in_
     server.script(stream(start(), reasoning("…"), *pieces))
     visit(page, server)
     ask(page)
-    expect(page.locator("#answer")).to_have_text("He has")
+    expect(page.locator("#result .answer")).to_have_text("He has")
     server.open("rest")
-    expect(page.locator("#final")).to_have_text("19")
-    expect(page.locator("#answer")).to_have_text(prose)
+    expect(page.locator("#result .final")).to_have_text("19")
+    expect(page.locator("#result .answer")).to_have_text(prose)
 
 
 @browser_test
@@ -156,7 +240,7 @@ def test_settings_are_sent_and_only_those_that_were_set(page, server):
     summary.click()
     assert "changed" in summary.evaluate(mark)  # seen where the settings are folded
     ask(page)
-    expect(page.locator("#facts")).to_be_visible()
+    expect(page.locator("#result .details")).to_be_visible()
     assert server.asked() == [{"prompt": QUESTION, "stream": True} | numbers | others]
 
 
@@ -184,22 +268,22 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
     server.script(stream(start(), reasoning("twelve and "), Gate("never")))
     visit(page, server)
     ask(page)
-    expect(page.locator("#reasoning")).to_have_text("twelve and")
+    expect(page.locator("#result .reasoning")).to_have_text("twelve and")
     if how == "button":
         page.get_by_role("button", name="Stop").click()
         expect(page.get_by_role("button", name="Run", exact=True)).to_be_focused()
     else:
         page.keyboard.press(how)
     expect(page.locator("#notice-title")).to_have_text("Stopped")
-    expect(page.locator("#thought")).to_have_text("Reasoning so far")
-    expect(page.locator("#reasoning")).to_have_text("twelve and")
+    expect(page.locator("#result .thought")).to_have_text("Reasoning so far")
+    expect(page.locator("#result .reasoning")).to_have_text("twelve and")
     expect(page.locator("#stop")).to_be_hidden()
     wait_until(lambda: server.left == ["/phase1/reasoning"])
 
     page.get_by_role("button", name="Run again").click()
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
     expect(page.locator("#notice")).to_be_hidden()
-    expect(page.locator("#reasoning")).not_to_contain_text("twelve and")
+    expect(page.locator("#result .reasoning")).not_to_contain_text("twelve and")
 
 
 # ---- What the answer says about itself ---------------------------------------------------
@@ -207,30 +291,45 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
 
 @browser_test
 @pytest.mark.parametrize(
-    ("given", "thought", "fact"),
+    ("given", "thought", "place", "said"),
     [
-        ({"status": "forced", "tokens": 64, "budget": 64}, "64 tokens, forced", ""),
+        (
+            {"status": "forced", "tokens": 64, "budget": 64},
+            "cut short",
+            "facts",
+            "64 tokens, forced",
+        ),
         (
             {"status": "unclosed", "final": None, "answer": "", "finish_reason": "length"},
-            "121 tokens, unclosed",
+            "came to no end",
+            "facts",
             "Finish reasonlength",
         ),
-        ({"reasoning": None, "status": "absent", "tokens": 0}, "0 tokens, absent", ""),
-        ({"warnings": ["tie", "a new one"]}, "", "Warningstie, a new one"),
-        ({"details": {"format": "two answers"}}, "", "Formattwo answers"),
-        ({"final": None, "answer": "I do not know"}, "", "Formatnone"),
-        ({"verifier": {"expected": "19", "correct": True}}, "", "Verdict✓ expected: 19"),
-        ({"verifier": {"expected": "18", "correct": False}}, "", "Verdict✗ expected: 18"),
+        ({"reasoning": None, "status": "absent", "tokens": 0}, "without reasoning", "remarks", ""),
+        (
+            {"warnings": ["tie", "the text was cut by max_new_tokens (150): send a larger one"]},
+            "",
+            "remarks",
+            "the text was cut by Token limit (150): send a larger one",
+        ),
+        ({"warnings": ["tie"]}, "", "remarks", "equally many votes"),
+        ({"details": {"format": "two answers"}}, "", "facts", "Formattwo answers"),
+        ({"final": None, "answer": "I do not know"}, "", "remarks", "No final answer"),
+        ({"final": "XIV", "answer_type": "text"}, "", "remarks", ""),
+        ({"verifier": {"expected": "19", "correct": True}}, "", "verdict", "✓ expected: 19"),
+        ({"verifier": {"expected": "18", "correct": False}}, "", "verdict", "✗ expected: 18"),
     ],
 )
-def test_what_went_wrong_is_said(page, server, given, thought, fact):
+def test_what_went_wrong_is_said(page, server, given, thought, place, said):
     visit(page, server)
     server.answer = result(**given)
     ask(page)
-    expect(page.locator("#facts")).to_contain_text(fact)
-    expect(page.locator("#thought")).to_contain_text(thought or "121 tokens, closed")
-    expect(page.locator("#final")).to_have_text(server.answer["final_answer"] or "")
-    expect(page.locator("#reasoning")).to_have_text(server.answer["reasoning"] or "")
+    expect(page.locator("#result .thought")).to_contain_text(thought or "Reasoning")
+    expect(page.locator("#result .final")).to_have_text(server.answer["final_answer"] or "")
+    expect(page.locator("#result .reasoning")).to_have_text(server.answer["reasoning"] or "")
+    shown = page.locator(f"#result .{place}")
+    expect(shown).to_contain_text(said) if said else expect(shown).to_have_text("")
+    assert len(server.asked()) == 1
 
 
 @browser_test
@@ -245,20 +344,20 @@ def test_votes_of_eight_samples(page, server):
     page.locator("#settings > summary").click()
     page.get_by_label("Samples").fill("8")
     ask(page)
-    answers, counts = page.locator("#votes dt"), page.locator("#votes dd")
+    answers, counts = page.locator("#result .votes dt"), page.locator("#result .votes dd")
     expect(answers).to_have_text(["19", "20"])
     expect(counts).to_have_text(["2 of 8", "1 of 8"])
-    expect(page.locator("#answer")).to_be_hidden()  # the vote decides, not sample 0
+    expect(page.locator("#result .answer")).to_be_hidden()  # the vote decides, not sample 0
     server.open("rest")
     expect(counts).to_have_text(["5 of 8", "2 of 8", "1 of 8"])
     expect(page.locator(".winner")).to_have_count(0)
     server.open("vote")
-    expect(page.locator("#final")).to_have_text("19")  # the winner, though sample 0 said 20
+    expect(page.locator("#result .final")).to_have_text("19")  # the winner, though sample 0 said 20
     expect(answers).to_have_text(["19", "20", "no answer"])
     expect(counts.nth(0).locator("progress")).to_have_class("winner")
     values = page.locator("progress").evaluate_all("bars => bars.map(bar => 8 * bar.value)")
     assert values == [5, 2, 1]
-    expect(page.locator("#reasoning")).to_have_text("12 and 7 make 19")
+    expect(page.locator("#result .reasoning")).to_have_text("12 and 7 make 19")
     assert server.asked()[0]["n"] == 8
 
 
@@ -290,10 +389,11 @@ def test_markup_stays_text_wherever_it_comes_from(page, server, hostile):
     page.locator("#settings > summary").click()
     page.get_by_label("Samples").fill("2")
     ask(page, hostile)
-    expect(page.locator("#facts")).to_be_visible()
-    for place in ("status", "reasoning", "final", "answer", "votes", "facts", "live"):
-        expect(page.locator(f"#{place}")).to_contain_text(hostile)
-    expect(page.locator("#votes dd")).to_have_text(["2 of 2"])
+    expect(page.locator("#result .details")).to_be_visible()
+    places = [f"#result .{name}" for name in ("reasoning", "final", "answer", "votes", "facts")]
+    for place in ("#status", "#live", *places):
+        expect(page.locator(place)).to_contain_text(hostile)
+    expect(page.locator("#result .votes dd")).to_have_text(["2 of 2"])
     ask(page)
     for place in ("notice-title", "notice-text"):
         expect(page.locator(f"#{place}")).to_contain_text(hostile)
@@ -343,7 +443,7 @@ def test_wrong_key_then_right_key(page, server):
     expect(key).to_be_hidden()
     expect(page.locator("#run")).to_be_focused()
     page.keyboard.press("Enter")
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
     sent = [seen.headers.get("authorization") for seen in server.requests]
     assert sent[-1] == "Bearer right-key"
     assert set(sent) == {None, "Bearer wrong-key", "Bearer right-key"}
@@ -383,7 +483,7 @@ def test_what_passes_by_itself_is_asked_again(page, server, code, status):
     page.keyboard.press("Escape")  # waiting can be given up
     expect(page.locator("#notice-title")).to_have_text("Stopped")
     page.get_by_role("button", name="Run again").click()
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
     expect(page.locator("#notice")).to_be_hidden()
     assert len(server.asked()) == 3
 
@@ -398,7 +498,7 @@ def test_a_model_that_is_still_loading(page, server):
     expect(page.locator("#notice-title")).to_have_text("the model is still being loaded")
     server.not_ready = None
     expect(page.locator("#status")).to_contain_text("final_rlm_lora")
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
     expect(page.locator("#notice")).to_be_hidden()
 
 
@@ -416,7 +516,7 @@ NO_FIELDS = stream(start(), event("done", {"answer": ""}), Gate("never"))
         (problem(503, "engine_down", "the engine died"), "the engine died"),
         (problem(504, "deadline", "not finished within 120 seconds"), "not finished within 120"),
         (problem(413, "body_too_large", "a body has at most 9 bytes"), "a body has at most 9"),
-        (problem(422, "validation", "n: must be smaller"), "n: must be smaller"),
+        (problem(422, "validation", "n: must be smaller"), "Samples: must be smaller"),
         (problem(500, "internal", "a fault of the server"), "a fault of the server"),
         (problem(503, "no_reason"), "The server answered 503"),
         (HTML, "The server answered 502"),
@@ -433,10 +533,29 @@ def test_every_refusal_is_one_notice(page, server, reply, title):
     if reply.content_type == "application/problem+json":
         expect(page.locator("#notice-text")).to_contain_text("req-1")  # to be found in the log
     expect(page.locator("#stop")).to_be_hidden()
-    page.get_by_role("button", name="Run again").click()
-    expect(page.locator("#final")).to_have_text("19")
+    again = page.get_by_role("button", name="Run again")
+    if reply.status in (413, 422):  # it would be refused again
+        expect(again).to_be_hidden()
+        again = page.locator("#run")
+    again.click()
+    expect(page.locator("#result .final")).to_have_text("19")
     if len(reply.pieces) > 1:
         wait_until(lambda: server.left)  # what is not read is let go
+
+
+@browser_test
+def test_a_refusal_points_at_its_field(page, server):
+    refusal = "max_new_tokens: 900, the limit is 512"
+    error = {"message": refusal, "type": "", "param": "max_new_tokens", "code": "validation"}
+    server.script(problem(422, "validation", refusal, error=error))
+    visit(page, server)
+    ask(page)
+    expect(page.locator("#notice-title")).to_have_text("Token limit: 900, the limit is 512")
+    field = page.get_by_label("Token limit")
+    expect(field).to_be_visible()  # the settings are open now
+    expect(field).to_have_attribute("aria-invalid", "true")
+    field.fill("100")
+    expect(field).not_to_have_attribute("aria-invalid", "true")
 
 
 @browser_test
@@ -452,12 +571,12 @@ def test_a_break_in_the_middle_keeps_the_text(page, server, end, title):
     server.script(stream(start(), reasoning("twelve and seven"), Gate("break"), end))
     visit(page, server)
     ask(page)
-    expect(page.locator("#reasoning")).to_have_text("twelve and seven")
+    expect(page.locator("#result .reasoning")).to_have_text("twelve and seven")
     server.open("break")
     expect(page.locator("#notice-title")).to_have_text(title)
-    expect(page.locator("#reasoning")).to_have_text("twelve and seven")
+    expect(page.locator("#result .reasoning")).to_have_text("twelve and seven")
     page.get_by_role("button", name="Run again").click()
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
 
 
 @browser_test
@@ -466,12 +585,12 @@ def test_a_server_that_falls_silent_is_given_up(page, server):
     server.script(stream(start(), reasoning("twelve"), Gate("never")))
     visit(page, server)
     ask(page)
-    expect(page.locator("#reasoning")).to_have_text("twelve")
+    expect(page.locator("#result .reasoning")).to_have_text("twelve")
     page.clock.fast_forward(55_000)
     expect(page.locator("#stop")).to_be_visible()
     page.clock.fast_forward(6_000)
     expect(page.locator("#notice-title")).to_have_text("No word from the server for 60 s")
-    expect(page.locator("#reasoning")).to_have_text("twelve")
+    expect(page.locator("#result .reasoning")).to_have_text("twelve")
     wait_until(lambda: server.left == ["/phase1/reasoning"])
 
 
@@ -485,7 +604,7 @@ def test_a_server_that_is_gone(page, server):
     page.context.set_offline(False)
     expect(page.locator("#status")).to_have_class("ready")
     page.get_by_role("button", name="Run again").click()
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
 
 
 # ---- Server-sent events ------------------------------------------------------------------
@@ -507,8 +626,8 @@ def test_events_do_not_depend_on_where_their_bytes_are_cut(page, server, end):
     for size in (1, 2, 3, 5, 7, 100, len(events)):
         server.script(stream(*crumbs(events, size)))
         ask(page)
-        expect(page.locator("#final")).to_have_text("19")
-        assert page.locator("#reasoning").evaluate("e => e.textContent") == text
+        expect(page.locator("#result .final")).to_have_text("19")
+        assert page.locator("#result .reasoning").evaluate("e => e.textContent") == text
 
 
 # ---- Everybody ---------------------------------------------------------------------------
@@ -541,10 +660,10 @@ def test_nothing_scrolls_sideways_on_a_small_screen(page, server):
     page.locator("#settings > summary").click()
     page.get_by_label("Samples").fill("4")
     ask(page, long)
-    expect(page.locator("#reasoning")).to_be_visible()
+    expect(page.locator("#result .reasoning")).to_be_visible()
     assert fits()
     server.open("end")
-    expect(page.locator("#facts")).to_be_visible()
+    expect(page.locator("#result .details")).to_be_visible()
     assert fits()
     ask(page)
     expect(page.locator("#notice-title")).to_have_text(long)
@@ -575,7 +694,7 @@ def test_all_of_it_by_keyboard(page, server):
     expect(page.locator("#answer-now")).to_be_visible()
     tab_to("#answer-now")
     press("Enter")
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
     assert server.requests[-1].path == f"/phase1/reasoning/{ID}/answer"
     assert "6 eggs" in server.asked()[0]["prompt"]
     expect(page.locator("#run")).to_be_focused()  # the button that had the focus is gone
@@ -583,12 +702,12 @@ def test_all_of_it_by_keyboard(page, server):
     press("Enter")
     tab_to("[name=n]")
     page.keyboard.type("2")
-    tab_to("#thought")
+    tab_to("#result .thought")
     press("Space")
-    assert not is_open(page, "#thinking")
+    assert not is_open(page, "#result .thinking")
     press("Control+Enter")
-    expect(page.locator("#reasoning")).to_have_text("again")
-    assert not is_open(page, "#thinking")  # what the reader folded stays folded
+    expect(page.locator("#result .reasoning")).to_have_text("again")
+    assert not is_open(page, "#result .thinking")  # what the reader folded stays folded
     press("Escape")
     expect(page.locator("#notice-title")).to_have_text("Stopped")
     assert [body.get("n") for body in server.asked()] == [None, 2]
@@ -601,7 +720,7 @@ def test_a_reader_who_selects_text_or_scrolls_up_is_left_alone(page, server):
     server.script(stream(start(), *pieces, answer("19"), done(lines + "more\nend")))
     visit(page, server)
     ask(page)
-    box = page.locator("#reasoning")
+    box = page.locator("#result .reasoning")
     at_end = "e => e.scrollHeight - e.scrollTop - e.clientHeight < 24"
     expect(box).to_contain_text("see")
     assert box.evaluate(at_end)  # the view follows
@@ -610,10 +729,10 @@ def test_a_reader_who_selects_text_or_scrolls_up_is_left_alone(page, server):
     assert box.evaluate(at_end)
     box.evaluate("e => { e.scrollTop = 50; getSelection().selectAllChildren(e); }")
     server.open("2")
-    expect(page.locator("#final")).to_have_text("19")
+    expect(page.locator("#result .final")).to_have_text("19")
     assert box.evaluate("e => e.scrollTop") == 50
     assert "let me see" in page.evaluate("getSelection().toString()")
-    assert is_open(page, "#thinking")
+    assert is_open(page, "#result .thinking")
 
 
 @browser_test
@@ -627,7 +746,7 @@ def test_a_screen_reader_is_not_flooded(page, server):
     )
     ask(page)
     for i in range(40):
-        expect(page.locator("#reasoning")).to_contain_text(f"word {i}")
+        expect(page.locator("#result .reasoning")).to_contain_text(f"word {i}")
         server.open(f"{i}")
     page.wait_for_function("() => said.includes('Answer: 19')")
     assert page.evaluate("said") == ["Thinking", "Answer: 19"]
@@ -650,7 +769,11 @@ def test_text_stands_out_from_its_ground(browser, server, scheme):
     with watched_page(browser, server.url, color_scheme=scheme) as page:
         visit(page, server)
         ask(page)
-        expect(page.locator("#facts")).to_be_visible()
+        server.script(
+            stream(start(), reasoning("<<1+1="), reasoning("2>>", tool=True), done("<<1+1=2>>"))
+        )
+        ask(page, "Hello")
+        expect(page.locator("#result .details")).to_be_visible()
 
         def colour(selector: str, what: str, part: str | None = None) -> float:
             script = "(e, [what, part]) => getComputedStyle(e, part)[what]"
@@ -661,7 +784,16 @@ def test_text_stands_out_from_its_ground(browser, server, scheme):
 
         ground = colour("body", "backgroundColor")
         assert (ground > 0.5) == (scheme == "light")
-        for text in ("h1", "#status", "label", "#reasoning", "#final", "dt", "dd", ".link"):
+        for text in (
+            "h1",
+            "#status",
+            "label",
+            "#result .reasoning",
+            "#result .final",
+            "dt",
+            "dd",
+            ".link",
+        ):
             assert contrast(colour(text, "color"), ground) >= 4.5, text
         assert contrast(colour("#status", "color", "::before"), ground) >= 3
         for control in ("#prompt", "#run", "[name=n]", "select"):

@@ -3,10 +3,14 @@
 /* ---- State ---- */
 const SILENCE = 60_000; // ms without a byte (the server pings every 15 s) until a run is given up
 const RETRIED = ["queue_full", "rate_limited", "loading"]; // these pass, so the page asks again
+const BASE = "base"; // the adapter that is none
+const KEPT = 50; // earlier questions
 const $ = (id) => document.getElementById(id);
 const form = $("ask");
 const fields = form.elements;
-let run = null; // the run in progress
+let run = null; // the run in progress: its controller and its panels, one for each adapter
+let asked = ""; // the question of the panels that are shown
+let info = {}; // what /phase1/info says
 const key = () => sessionStorage.getItem("rlm.key") ?? "";
 
 /* ---- API ---- */
@@ -77,57 +81,66 @@ async function connect() {
   } catch (error) {
     $("status").className = "";
     if (error.code === "unauthorized") return askForKey();
-    show("status", error.message);
+    show($("status"), error.message);
     return pause(2000).then(connect);
   }
 }
 
 /* ---- A run ---- */
-async function ask() {
-  if (run) return;
+async function ask(beside = false) {
+  if (run || !form.reportValidity()) return;
   const body = requestBody(), controller = new AbortController(), { signal } = controller;
-  run = { controller, n: body.n ?? 1, votes: Object.create(null) };
+  const bodies = beside ? [{ ...body, adapter: BASE }, body] : [body];
+  keep();
+  asked = body.prompt;
+  run = { controller, panels: bodies.map(({ adapter }) => newPanel(beside ? adapter ?? info.default_adapter : "", body.n ?? 1)) };
+  $("result").replaceChildren(...run.panels.map((panel) => panel.article));
   showRunning(true);
-  for (const id of ["reasoning", "final", "answer", "votes", "facts"]) show(id, "");
-  show("thought", "Waiting…");
-  $("result").hidden = false;
   $("notice").hidden = true;
+  const answered = await Promise.allSettled(run.panels.map((panel, i) => answer(panel, bodies[i], signal)));
+  controller.abort(); // what was not read to its end is let go, so that the seat is free
+  const failed = answered.filter(({ status }) => status === "rejected");
+  if (!run.panels.some((panel) => panel.text || panel.said)) $("result").replaceChildren();
+  if (failed.length < answered.length) show($("live"), run.panels.map((panel) => panel.said).filter(Boolean).join(". "));
+  showRunning(false);
+  run = null;
+  if (failed.length) showError(failed[0].reason);
+}
+
+/** Asks for one panel, and fills it with what comes. */
+async function answer(panel, body, signal) {
   try {
     for await (const [event, data] of serverEvents(await admission(body, signal))) {
-      if (event === "done") return showResult(data);
+      if (event === "done") return showResult(panel, data);
       if (event === "error") throw problem(data.detail, data);
-      EVENTS[event]?.(data);
+      EVENTS[event]?.(panel, data);
     }
   } catch (error) {
-    showError(signal.aborted ? signal.reason : error);
-  } finally {
-    controller.abort(); // what was not read to its end is let go, so that the seat is free
-    showRunning(false);
-    run = null;
+    show(panel.thought, panel.text ? "Reasoning so far" : "No answer");
+    throw signal.aborted ? signal.reason : error;
   }
 }
 
 const EVENTS = {
-  start({ id }) {
-    run.id = id;
+  start(panel, { id }) {
+    panel.id = id;
     $("notice").hidden = true;
     $("answer-now").hidden = false;
-    show("thought", "Thinking…");
-    show("live", "Thinking");
+    show(panel.thought, "Thinking…");
+    show($("live"), "Thinking");
   },
-  reasoning({ delta, tool }) {
-    const box = $("reasoning"), below = box.scrollHeight - box.scrollTop - box.clientHeight;
-    const piece = Object.assign(document.createElement("ins"), { textContent: delta });
-    box.append(tool ? piece : delta); // <ins>: a tool wrote it, not the model
+  reasoning(panel, { delta, tool }) {
+    const box = panel.reasoning, below = box.scrollHeight - box.scrollTop - box.clientHeight;
+    addReasoning(panel, delta, tool);
     if (below < 24) box.scrollTop = box.scrollHeight; // unless the reader scrolled up
   },
-  answer({ delta }) {
-    if (run.n === 1) $("answer").append(delta); // of several the vote decides
+  answer(panel, { delta }) {
+    if (panel.n === 1) panel.answer.append(delta); // of several the vote decides
   },
-  sample({ final_answer: final, format }) {
-    const answer = format === "strict" ? final : "no answer"; // as the server counts
-    run.votes[answer] = (run.votes[answer] ?? 0) + 1;
-    showVotes(null);
+  sample(panel, { final_answer: final, format }) {
+    const given = format === "strict" ? final : "no answer"; // as the server counts
+    panel.counts[given] = (panel.counts[given] ?? 0) + 1;
+    showVotes(panel, null);
   },
 };
 
@@ -138,96 +151,226 @@ function stop() {
 async function answerNow() {
   $("answer-now").hidden = true;
   $("stop").focus();
-  await call(`phase1/reasoning/${run.id}/answer`, { method: "POST" }).catch(showNotice);
+  const ids = run.panels.map(({ id }) => id).filter(Boolean);
+  await Promise.all(ids.map((id) => call(`phase1/reasoning/${id}/answer`, { method: "POST" }))).catch(showNotice);
 }
 
 /* ---- What is seen ---- */
 const seconds = (ms) => `${(ms / 1000).toFixed(1)} s`;
-const modelName = ({ base, adapter }) => (adapter === "base" ? base : `${base} + ${adapter}`);
+const modelName = ({ base, adapter }) => (adapter === BASE ? base : `${base} + ${adapter}`);
 
 /** Sets an element's text; the style sheet hides what has none. Screen readers speak #live. */
-function show(id, text) {
-  $(id).textContent = text;
+function show(element, text) {
+  element.textContent = text;
+}
+
+function make(tag, className, ...content) {
+  const made = Object.assign(document.createElement(tag), { className });
+  made.append(...content);
+  return made;
+}
+
+/** A panel of an answer: its elements by class, and what has come so far. */
+function newPanel(adapter, n) {
+  const article = $("panel").content.cloneNode(true).firstElementChild;
+  const panel = { article, n, counts: Object.create(null), text: "", said: "" };
+  for (const element of article.querySelectorAll("[class]")) panel[element.className] ??= element;
+  const before = $("result").querySelector("article") ?? $("history").querySelector("article");
+  for (const folded of ["thinking", "details"]) { // what the reader folded stays folded
+    if (before) panel[folded].open = before.querySelector(`.${folded}`).open;
+  }
+  if (adapter) show(panel.who, adapter === BASE ? "Base" : `Trained: ${adapter}`);
+  show(panel.thought, "Waiting…");
+  return panel;
+}
+
+/** Puts what is shown under the earlier questions. */
+function keep() {
+  const articles = [...$("result").children];
+  if (!articles.some((article) => article.querySelector(".reasoning").textContent || article.querySelector(".answer").textContent)) return;
+  const answers = articles.map((article) => article.querySelector(".final").textContent || "no answer");
+  const entry = make("details", "", make("summary", "", `${asked} → ${answers.join(" / ")}`), make("div", "exchange", ...articles));
+  $("history").prepend(entry);
+  $("history").children[KEPT]?.remove();
+}
+
+const SIGNS = { "*": "×", "/": "÷" };
+const readable = (text) => text.replace(/\s*([-+*/=])\s*/g, (_, sign) => ` ${SIGNS[sign] ?? sign} `);
+
+/** Adds reasoning. What a tool wrote is marked, and what it computed drawn as a calculation: the
+ * model's <<72/9= and the tool's 8>> are one box that says 72 ÷ 9 = 8. */
+function addReasoning(panel, delta, tool) {
+  panel.text += delta;
+  if (!tool) {
+    panel.byTool = null;
+    if (!panel.words) panel.reasoning.append(panel.words = new Text());
+    panel.words.data += delta;
+    return;
+  }
+  if (!panel.byTool) {
+    const written = panel.words?.data ?? "", at = written.lastIndexOf("<<"), [asks] = written.slice(at + 2).split("\n");
+    panel.byTool = { element: make("ins", ""), text: "" };
+    if (at >= 0 && at + 2 + asks.length === written.length) {
+      panel.words.data = written.slice(0, at);
+      panel.reasoning.append(make("span", "calculation", readable(asks), panel.byTool.element));
+      panel.byTool.end = />*$/; // as the calculator closes
+    } else {
+      panel.reasoning.append(panel.byTool.element);
+    }
+    panel.words = null;
+  }
+  panel.byTool.text += delta;
+  show(panel.byTool.element, panel.byTool.text.replace(panel.byTool.end ?? "", ""));
+}
+
+function redraw(panel, text, hasTool) {
+  Object.assign(panel, { text: "", words: null, byTool: null });
+  panel.reasoning.replaceChildren();
+  const parts = hasTool ? text.split(/(?<=<<[^<>\n]*=)([^<>\n=]*>>)/) : [text];
+  parts.forEach((part, i) => part && addReasoning(panel, part, i % 2 === 1));
 }
 
 /** Fills a list of terms and their texts or elements. */
-function showRows(id, rows) {
-  $(id).replaceChildren(...rows.flatMap(([term, ...values]) => {
-    const dt = document.createElement("dt"), dd = document.createElement("dd");
-    dt.append(term);
-    dd.append(...values);
-    return [dt, dd];
-  }));
+function showRows(list, rows) {
+  list.replaceChildren(...rows.flatMap(([term, ...values]) => [make("dt", "", term), make("dd", "", ...values)]));
 }
 
-function showInfo({ model, adapters, default_adapter: usual, needs_key: keyed }) {
-  show("status", modelName(model));
+/* What the words of the page depend on: what the adapter was trained for. */
+const PLACEHOLDERS = {
+  number: "A question whose answer is a number",
+  choice: "A question with lettered choices",
+  text: "A question whose answer is a few words",
+  open: "A question, or a task",
+};
+const STAGES = { sft: "by SFT", grpo: "by GRPO" };
+const chosenAdapter = () => fields.adapter.value || info.default_adapter;
+const answerType = (adapter) => info.answer_types?.[adapter]?.[0] ?? "number";
+
+function showInfo(described) {
+  info = described;
+  const { model, adapters, default_adapter: usual, needs_key: keyed } = info;
+  show($("status"), modelName(model));
   $("status").className = "ready";
   $("key-form").hidden = true;
   $("openapi").hidden = keyed; // a link sends no key
   $("forget").hidden = !keyed;
   const option = (name) => new Option(name, name === usual ? "" : name, false, name === usual);
   if (!fields.adapter.length) fields.adapter.append(...adapters.map(option));
+  showAdapter();
+}
+
+function showAdapter() {
+  const adapter = chosenAdapter(), { questions = [], dataset, stage } = info.about?.[adapter] ?? {};
+  $("compare").hidden = adapter === BASE || !info.adapters.includes(BASE);
+  fields.prompt.placeholder = PLACEHOLDERS[answerType(adapter)];
+  show($("learned"), dataset && STAGES[stage] ? `${adapter} learned from ${dataset} ${STAGES[stage]}` : "");
+  $("examples").replaceChildren(...questions.map((question) => {
+    const short = question.length > 60 ? `${question.slice(0, 60).trimEnd()}…` : question;
+    return Object.assign(make("button", "link", short), { type: "button", value: question });
+  }));
 }
 
 function askForKey() {
-  show("key-label", key() ? "That key was not accepted" : "This server asks for a key");
-  show("status", "A key is needed");
+  show($("key-label"), key() ? "That key was not accepted" : "This server asks for a key");
+  show($("status"), "A key is needed");
   $("notice").hidden = true;
   $("key-form").hidden = false;
   $("key").focus();
 }
 
+/** A text of the server with the page's names of fields: "Token limit", not "max_new_tokens". */
+function inWords(text) {
+  return text.replace(/\b(\w+_\w+)\b|^(\w+)(?=:)|\b(n)(?= = )/g, (name) => labelOf(name) ?? name);
+}
+
+function labelOf(name) {
+  const label = name && fields[name]?.labels?.[0];
+  return label ? label.firstChild.data.trim() : undefined;
+}
+
 function showNotice({ message, code, request_id: id }, more = "") {
-  show("notice-title", message);
-  show("notice-text", id ? `${more} (${code}, ${id})` : more);
+  show($("notice-title"), inWords(message));
+  show($("notice-text"), id ? `${more} (${code}, ${id})` : more);
   $("notice").hidden = false;
-  show("live", `${message}. ${more}`);
+  show($("live"), `${$("notice-title").textContent}. ${more}`);
 }
 
 function showError(error) {
-  show("thought", "Reasoning so far");
-  $("result").hidden = !$("reasoning").textContent;
   const known = error.name === "Error"; // else what came is not what this page understands
   showNotice(known ? error : problem(`The answer cannot be read: ${error.message}`));
+  $("again").hidden = error.status >= 400 && error.status < 500; // the same would be refused again
+  const field = fields[error.error?.param];
+  if (labelOf(field?.name)) {
+    field.ariaInvalid = "true";
+    if ($("settings").contains(field)) $("settings").open = true;
+  }
   connect(); // the server's state may have changed, or it asks for a key
 }
 
 function showRunning(running) {
   if (["stop", "answer-now"].includes(document.activeElement.id)) $("run").focus();
-  $("run").ariaDisabled = String(running);
+  for (const button of [$("run"), $("compare")]) button.ariaDisabled = String(running);
+  for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
   $("stop").hidden = !running;
   $("answer-now").hidden = true;
 }
 
-function showVotes(winner) {
-  const votes = Object.entries(run.votes).sort((a, b) => b[1] - a[1]);
-  showRows("votes", votes.map(([answer, count]) => {
-    const bar = document.createElement("progress");
-    bar.value = count / run.n;
-    bar.className = answer === winner ? "winner" : "";
-    return [answer, bar, `${count} of ${run.n}`];
+function showVotes(panel, winner) {
+  const votes = Object.entries(panel.counts).sort((a, b) => b[1] - a[1]);
+  showRows(panel.votes, votes.map(([given, count]) => {
+    const bar = make("progress", given === winner ? "winner" : "");
+    bar.value = count / panel.n;
+    return [given, bar, `${count} of ${panel.n}`];
   }));
 }
 
-function showResult(result) {
-  const { reasoning, answer, final_answer: final, thinking, vote } = result;
-  if (reasoning !== $("reasoning").textContent) show("reasoning", reasoning); // of another sample
-  show("thought", `Thought for ${thinking.tokens} tokens, ${thinking.status}`);
-  show("final", final);
-  show("answer", answer === final ? "" : answer);
-  if (vote) showVotes(vote.winner);
-  showRows("facts", factsOf(result));
-  show("live", final === null ? "Done, without a final answer" : `Answer: ${final}`);
+const THOUGHT = {
+  closed: "Reasoning",
+  forced: "Reasoning, cut short",
+  unclosed: "Reasoning that came to no end",
+  absent: "Answered without reasoning",
+};
+
+function showResult(panel, result) {
+  const { reasoning, answer: prose, final_answer: final, thinking, vote, verifier, details } = result;
+  if ((reasoning ?? "") !== panel.text) redraw(panel, reasoning ?? "", details.tool_calls?.length); // of another sample
+  show(panel.thought, THOUGHT[thinking.status] ?? thinking.status);
+  show(panel.final, final);
+  panel.final.classList.toggle("long", (final ?? "").length > 40);
+  show(panel.answer, prose === final ? "" : prose);
+  if (verifier) {
+    show(panel.verdict, `${verifier.correct ? "✓" : "✗"} expected: ${verifier.expected}`);
+    panel.verdict.classList.add(verifier.correct ? "right" : "wrong");
+  }
+  show(panel.remarks, remarksOf(result).join("\n"));
+  if (vote) showVotes(panel, vote.winner);
+  showRows(panel.facts, factsOf(result));
+  const who = panel.who.textContent;
+  panel.said = final === null ? `${who && `${who}: `}Done, without a final answer` : `${who || "Answer"}: ${final}`;
+}
+
+const NUMBER = new RegExp(
+  "\\p{N}|\\b(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(thir|four|fif|six|seven|eigh|nine)teen|"
+  + "(twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|dozen|half|third|quarter|twice|double|triple|pair)s?\\b",
+  "iu",
+);
+
+/** What a visitor should know beside the answer. */
+function remarksOf({ final_answer: final, warnings, model, answer_type: type = answerType(model.adapter) }) {
+  const remarks = warnings.map((text) => (text === "tie" ? "Two answers have equally many votes: the first is shown." : inWords(text)));
+  if (final === null) remarks.push("No final answer in the form that was asked for.");
+  else if (type === "number" && model.adapter !== BASE && !NUMBER.test(asked)) {
+    remarks.push("The question seems to have no number. This model learned to end with one, whatever it is asked.");
+  }
+  return remarks;
 }
 
 /** In the words of the API, which docs/reference/serving.md explains. */
-function factsOf({ verifier, details, confidence, usage, timings, ...result }) {
+function factsOf({ details, confidence, usage, timings, thinking, ...result }) {
   return [
-    ["Verdict", verifier && `${verifier.correct ? "✓" : "✗"} expected: ${verifier.expected}`],
     ["Format", details.format],
     ["Finish reason", result.finish_reason],
-    ["Warnings", result.warnings.join(", ")],
+    ["Thinking", `${thinking.tokens} tokens, ${thinking.status}`],
     ["Confidence", confidence && `${confidence.value.toFixed(2)}, not calibrated`],
     ["Tokens", `${usage.completion_tokens}, ${timings.tokens_per_second.toFixed(0)} a second`],
     ["Time", `${seconds(timings.total_ms)}, to the first token ${seconds(timings.first_token_ms)}`],
@@ -241,6 +384,11 @@ form.addEventListener("submit", (event) => { event.preventDefault(); ask(); });
 form.addEventListener("invalid", ({ target }) => { // the browser points at it where it is seen
   if ($("settings").contains(target)) $("settings").open = true;
 }, true);
+form.addEventListener("input", ({ target }) => {
+  target.removeAttribute("aria-invalid");
+  if (target === fields.adapter) showAdapter();
+});
+$("compare").addEventListener("click", () => ask(true));
 $("stop").addEventListener("click", stop);
 $("answer-now").addEventListener("click", answerNow);
 $("examples").addEventListener("click", ({ target }) => {
