@@ -61,21 +61,21 @@ from rlm.training import (
     load_data,
     load_policy,
     log_step,
-    make_rollouts,
     make_sampler,
     mean_metrics,
+    mini_batches,
     open_run,
     ordered_gradients,
     overlong_penalties,
     policy_loss,
     prepare_run,
-    reference_logprobs,
     repeat_if_out_of_memory,
     resolve_start,
     reward_tensor,
     rollout_seeds,
     run_doctor,
     run_plan,
+    set_constant_logprobs,
     shard_rollouts,
     split_rollouts,
     step_metrics,
@@ -84,6 +84,7 @@ from rlm.training import (
     token_logprobs,
     use_fused_layers,
     validate,
+    without_copies,
 )
 
 if TYPE_CHECKING:
@@ -174,14 +175,17 @@ class GRPOTrainer:
                 # 3. compare, inside each group
                 rewards = reward_tensor(groups)  # (P, G), as the verifier gave them
                 penalties = overlong_penalties(groups, config)  # (P, G)
-                advantages = group_advantages(rewards + penalties, algorithm.scale_by_std)
+                scored = rewards + penalties
+                if algorithm.distinct:
+                    scored = without_copies(groups, scored)
+                advantages = group_advantages(scored, *algorithm.scaling)
                 kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
                 advantages[~kept] = 0.0  # replaced groups: the log is to say so
 
-                # 4. learn from the rollouts whose loss is not exactly zero
-                rollouts = make_rollouts(groups, advantages, kept, config)
+                # 4. learn from the rollouts whose loss is not exactly zero: an update a mini-batch
+                batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
-                    learn_metrics = repeat_if_out_of_memory(self, self._learn, rollouts, step)
+                    learn_metrics = repeat_if_out_of_memory(self, self._learn, batches, step)
                 self.state.restore_if_diverged(run, step)
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
@@ -226,37 +230,41 @@ class GRPOTrainer:
         self.sampler.release()  # its memory is for learning now, its weights soon stale
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
-    def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-        """Make `updates_per_batch` passes over the rollouts, one optimizer update each."""
-        config, algorithm, metrics = self.config, self.config.resolved_algorithm, LearnMetrics()
+    def _learn(self, batches: Sequence[Sequence[Rollout]], step: int) -> dict[str, float]:
+        """Make `updates_per_batch` passes over the mini-batches, an optimizer update for each."""
+        config, algorithm = self.config, self.config.resolved_algorithm
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
-        lr = self.state.lr_scale * config.learning_rate_at(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        micro_batches = split_rollouts(self, shard_rollouts(rollouts, self.distributed))
-        for micro in micro_batches if config.kl_weight else ():
-            micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
+        updates = [split_rollouts(self, shard_rollouts(b, self.distributed)) for b in batches]
+        metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
+        differs = set_constant_logprobs(self, updates)
 
         def forward(micro: MicroBatch) -> tuple:
             logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
             if micro.old_logprobs is None:  # first update: the current ones are the old ones
                 micro.old_logprobs = logprobs.detach()
-            differs = not self.sampler.matches_trainer  # from the model that computes these
             loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
             return micro, loss, logprobs.detach(), entropy, sums
 
         losses = self.ordered.losses if self.ordered else map
-        for update in range(config.updates_per_batch if rollouts else 0):
+        lr = self._set_learning_rate(step)
+        for update, micro_batches in enumerate(updates * config.updates_per_batch):
+            lr = self._set_learning_rate(step + update / count)
             for micro, loss, *measured in losses(forward, micro_batches):
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
                 metrics.add(update, micro, *measured)
-            metrics.grad_norm = self._optimizer_step()
-            if not math.isfinite(metrics.grad_norm):
+            metrics.grad_norms.append(self._optimizer_step())
+            if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are as before, another pass would give the same
         release_memory()  # the sampler's turn
         learned = metrics.as_dict(self.distributed)
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
+
+    def _set_learning_rate(self, step: float) -> float:
+        lr = self.state.lr_scale * self.config.learning_rate_at(step, self.state.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""

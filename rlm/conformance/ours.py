@@ -31,7 +31,7 @@ def ours(formula: str, given: SimpleNamespace) -> Tensor:
 
 def _advantages(given: SimpleNamespace) -> Tensor:
     rewards = torch.tensor(given.rewards, dtype=torch.float32)
-    return group_advantages(rewards, given.scale)
+    return group_advantages(rewards, given.kind, getattr(given, "negative_weight", 1.0))
 
 
 def _overlong(given: SimpleNamespace) -> Tensor:
