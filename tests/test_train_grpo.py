@@ -145,7 +145,7 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     trainer.train(PROBLEMS)
     rates, decays, norms = zip(*stepped, strict=True)
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0075])
-    assert rates == pytest.approx([config.learning_rate_at(step) for step in range(4)])
+    assert rates == pytest.approx([config.learning_rate_at(step, step) for step in range(4)])
     assert decays == (0.3,) * 4
     assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
     assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates)
@@ -215,6 +215,31 @@ def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
     assert all(torch.equal(tensor, again[name]) for name, tensor in best.items())
     last = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")
     assert not all(torch.equal(t, last[f"adapter/{name}"]) for name, t in trainer.adapter.items())
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "topr"])
+def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
+    model_dir, tmp_path, monkeypatch, algorithm
+):
+    options = {"algorithm": algorithm, "mini_batch_size": 1, "warmup_steps": 5}
+    whole = a_config(tmp_path, "whole", **options)
+    train(model_dir, whole)
+    norms = torch.nn.utils.clip_grad_norm_
+    calls = iter(range(99))
+
+    def power_cut(*arguments):
+        if next(calls) == 5:  # of at most 4 updates a step
+            raise ConnectionResetError
+        return norms(*arguments)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", power_cut)
+    with pytest.raises(ConnectionResetError):
+        train(model_dir, a_config(tmp_path, "cut", **options))
+    resumed = a_config(tmp_path, "cut", resume=True, **options)
+    train(model_dir, resumed)
+    assert without_clock(rows(resumed)) == without_clock(rows(whole))
+    one, two = (load_file(c.output / "adapter_model.safetensors") for c in (whole, resumed))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
 def test_the_start_is_exported_if_no_step_did_better(model_dir, tmp_path, monkeypatch, capsys):
@@ -498,7 +523,7 @@ def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tm
 )
 def test_learning_rate_schedules(schedule, rates):
     config = GRPOConfig(steps=6, warmup_steps=2, learning_rate=1.0, lr_schedule=schedule)
-    assert [config.learning_rate_at(s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
+    assert [config.learning_rate_at(s, s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
 
 
 def test_passes_over_the_problems_become_steps(model_dir, tmp_path, capsys):
@@ -653,6 +678,15 @@ def no_signal_for_odd_problems(prompts, completions, **_):
 REWARDS = {
     "even": lambda completions, **_: likes_letters(completions),
     "uneven": no_signal_for_odd_problems,
+    "mini": no_signal_for_odd_problems,
+    "mini KL": lambda completions, **_: likes_letters(completions),
+}
+
+
+OPTIONS = {
+    "uneven": {"algorithm": "dapo"},
+    "mini": {"algorithm": "topr", "mini_batch_size": 2, "learning_rate": 1e-3},
+    "mini KL": {"algorithm": "grpo", "mini_batch_size": 3, "kl_weight": 0.1},
 }
 
 
@@ -660,7 +694,7 @@ def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     """Uneven: one process has no signal, so with dynamic sampling both must agree to refill, and
     none of the validation problems."""
     options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
-    options |= {"algorithm": "dapo"} if kind == "uneven" else {}
+    options |= OPTIONS.get(kind, {})
     config = a_config(folder, name, **options)
     train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
 

@@ -94,6 +94,10 @@ ALGORITHMS = {
         overlong_share=0.2,
     ),
     "gspo": Algorithm("GSPO, arXiv 2507.18071", "std", "sequence", 3e-4, 4e-4, ratio="sequence"),
+    # The bound of the weight is ScaleRL's (arXiv 2510.13786): at most 5, at least nothing.
+    "cispo": Algorithm(
+        "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
+    ),
     "maxrl": Algorithm("MaxRL, arXiv 2602.02710", "mean", "token", 0.2, 0.2),
     # Against Shao et al. (arXiv 2402.03300): a group's right completions share one unit of weight
     # and its wrong ones a quarter, so that a rare right answer counts most; right ones are learned
@@ -112,10 +116,6 @@ ALGORITHMS = {
         mini_batch_size=2,
         learning_rate=3e-4,
         warmup_steps=5,
-    ),
-    # The bound of the weight is ScaleRL's (arXiv 2510.13786): at most 5, at least nothing.
-    "cispo": Algorithm(
-        "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
     ),
 }
 
