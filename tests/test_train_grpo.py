@@ -21,6 +21,7 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
+from rlm.training import logprobs
 from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
@@ -268,15 +269,18 @@ def test_validation_counts_right_answers_whatever_is_rewarded(model_dir, tmp_pat
 def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeypatch, kl_weight):
     calls = {"token_logprobs": 0, "reference_logprobs": 0, "policy_loss": 0}
 
-    def count(name, function):
+    def count(module, name):
+        function = getattr(module, name)
+
         def counted(*arguments, **options):
             calls[name] += 1
             return function(*arguments, **options)
 
-        monkeypatch.setattr(train_grpo, name, counted)
+        monkeypatch.setattr(module, name, counted)
 
-    for name in calls:
-        count(name, getattr(train_grpo, name))
+    for name in ("token_logprobs", "policy_loss"):
+        count(train_grpo, name)
+    count(logprobs, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
     batches = calls["policy_loss"] // 2  # an update; the reference is scored in the first alone
     assert batches

@@ -124,6 +124,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "grpo": {"algorithm": "grpo"},
     "drgrpo": {"algorithm": "drgrpo"},
     "dapo": {"algorithm": "dapo"},
+    "maxrl": {"algorithm": "maxrl"},
+    "topr": {"algorithm": "topr"},
     "reasoning_small": {  # models of 0.5 to 3 billion parameters
         "algorithm": "drgrpo",
         "group_size": 8,

@@ -125,8 +125,8 @@ def test_dynamic_sampling_rounds():
     assert GRPOConfig(dynamic_sampling=True, max_refill_rounds=0).sampling_rounds == 1
 
 
-def test_an_unknown_preset_names_the_five():
-    with pytest.raises(ValueError, match="grpo, drgrpo, dapo, reasoning_small, reasoning_large"):
+def test_an_unknown_preset_names_those_that_are():
+    with pytest.raises(ValueError, match="grpo, drgrpo, dapo, maxrl, topr, reasoning_small"):
         GRPOConfig.from_preset("best")
 
 
