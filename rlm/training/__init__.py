@@ -26,8 +26,8 @@ EXPORTS = {
     "run_setup": "begin_run fit_prompts load_data open_run prepare_run",
     "selection": "choose_export validation_facts",
     "sft": "CheckpointCallback SFTTrainer make_trainer",
-    "sft_config": "SFTConfig",
-    "sft_examples": "Example is_countable show_counts show_example to_examples",
+    "sft_config": "ENOUGH_STEPS SFTConfig",
+    "sft_examples": "Example drop_unsolved is_countable show_counts show_example to_examples",
     "state": "TrainingState",
     "trainer_setup": "check_arguments load_policy make_sampler resolve_start",
 }
