@@ -52,7 +52,6 @@ from rlm.training import (
     TrainingState,
     begin_run,
     check_arguments,
-    count_solved,
     draw_problems,
     export_run,
     generate_text,
@@ -84,6 +83,7 @@ from rlm.training import (
     token_logprobs,
     use_fused_layers,
     validate,
+    validation_scores,
     without_copies,
 )
 
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 class GRPOTrainer:
     """Trains a LoRA adapter with GRPO.
 
-    A recipe overrides `load_model`, `render`, `count_correct` and `log`, and sets `scorer`.
+    A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class GRPOTrainer:
         return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict:
-        """Run the loop, export the best adapter, and return the run's summary.
+        """Run the loop, export the last adapter or the best, and return the run's summary.
 
         Makes one pass over the problems if the config names neither `steps` nor `num_epochs`.
 
         Args:
             dataset, eval_dataset: Problems, or dicts or a `datasets.Dataset` with the fields of
-                data/README.md; the second chooses the best adapter.
+                data/README.md; the second chooses the adapter.
 
         Raises:
             UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
@@ -167,6 +167,7 @@ class GRPOTrainer:
         self.run = run = open_run(self)
         with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
+            fall = ""
             for step in range(first_step, config.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -194,12 +195,13 @@ class GRPOTrainer:
                 if control.should_evaluate:
                     metrics |= validate(self, eval_problems, step + 1)
                 self.log(metrics, groups, advantages)
-                if control.should_save:
+                fall = self.state.brake(step + 1) if control.should_evaluate else ""
+                if control.should_save or fall:
                     self.state.save(run, step + 1, keep=config.keep_checkpoints)
-                if control.should_stop:
+                if control.should_stop or fall:
                     break
                 run.raise_if_interrupted(control.interrupted)
-            return export_run(self, len(eval_problems))
+            return export_run(self, len(eval_problems), fall)
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
@@ -284,9 +286,12 @@ class GRPOTrainer:
         """Answer a question greedily; the text shows the reasoning, in its tags."""
         return generate_text(self, question)
 
-    def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
-        """Count the problems that are solved greedily; `advance` is called after each."""
-        return count_solved(self, problems, advance)
+    def validation_scores(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> dict[str, Sequence[float | None]]:
+        """Return each problem's mean over k completions, by "accuracy" or "reward"; `advance` is
+        called after each completion."""
+        return validation_scores(self, problems, k, advance)
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Write down and show a step; advantages are (P, G)."""

@@ -15,6 +15,7 @@ all linear layers; --quantize 4bit loads the base in 4 bits.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,8 +30,9 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is l
     check_command_line(SFTConfig, description=__doc__)
 
 from rlm.cli import UsageError, command_of, terminal, to_dict
-from rlm.data import FORMATS, Problem, load_problems
+from rlm.data import FORMATS, Problem, load_problems, own_files
 from rlm.model import (
+    TRAINED_ADAPTER,
     AdapterInfo,
     Device,
     base_model_hash,
@@ -48,6 +50,8 @@ from rlm.model import (
 from rlm.runs import RunDirectory, check_resumable, replace_json, writing
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
+    ENOUGH_STEPS,
+    drop_unsolved,
     is_countable,
     show_counts,
     show_example,
@@ -90,7 +94,7 @@ def train(
     """Learn the problems' solutions, write the adapter, and return what its run.json says.
 
     Raises:
-        UsageError: problems without solutions, or none that is short enough; other tags than those
+        UsageError: no problem has a solution, or none is short enough; other tags than those
             of the adapter to go on from; nothing to resume, or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
@@ -100,9 +104,10 @@ def train(
     config = replace(config, reasoning_format=tags, system_prompt=prompt)
     tokenizer = load_tokenizer(config.model)
     format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
-    limits = config.dataset, config.max_length
-    examples = to_examples(tokenizer, problems, format, *limits)
-    held_out = to_examples(tokenizer, validation, format, *limits)
+    problems = drop_unsolved(problems, config.dataset)
+    validation = [problem for problem in validation if problem.solution]
+    examples = to_examples(tokenizer, problems, format, config.max_length)
+    held_out = to_examples(tokenizer, validation, format, config.max_length)
     if not examples:
         raise UsageError(f"no example fits in --max-length {config.max_length} tokens")
     if config.dry_run:
@@ -113,6 +118,7 @@ def train(
             show_counts(len(validation), len(held_out), config.max_length, "validation problems")
         return {}
 
+    config = replace(config, epochs=config.epochs_for(len(examples)))  # recorded as a number
     from transformers import set_seed  # after rlm.model, which quiets what it imports
 
     from rlm.training import CheckpointCallback, make_trainer
@@ -180,6 +186,7 @@ def announce(
     config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
 ) -> None:
     left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
+    steps = config.steps(examples)
     terminal.facts(
         "Stage 1: supervised fine-tuning",
         {
@@ -187,11 +194,15 @@ def announce(
             "device": device,
             "data": f"{config.dataset}: {examples} examples{left_out}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{config.steps(examples)} of {config.batch_size} examples, "
-            f"learning rate {config.learning_rate:g}",
+            "steps": f"{steps} of {config.batch_size} examples, {config.epochs} "
+            f"pass{'es' * (config.epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",
             "output": config.output,
         },
     )
+    if steps < ENOUGH_STEPS:
+        enough = config.epochs * math.ceil(ENOUGH_STEPS / steps)
+        number = f"{steps} step{'s' * (steps > 1)}"
+        terminal.line(f"warning: {number}, which teaches little: type --epochs {enough}")
 
 
 def summary_card(config: SFTConfig, history: dict) -> None:
@@ -204,9 +215,20 @@ def summary_card(config: SFTConfig, history: dict) -> None:
             "time": terminal.duration(history["seconds"]),
             "peak memory": f"{peak_memory_gb():.1f} GB",
             "adapter": config.output,
-            "next": f"{command_of('train_grpo')} --sft-adapter {config.output}",
+            "next": next_command(config),
+            "with a reward of yours": "add --reward FILE.py:NAME (rlm reward FILE.py writes one)",
         },
     )
+
+
+def next_command(config: SFTConfig) -> str:
+    """Stage 2 on the same data: a file of the user's own is named again, with what it needs."""
+    own = config.dataset and own_files(config.dataset)
+    data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
+    options = {"sft_adapter": config.output, **(data if own else {})}
+    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # where stage 2 would write
+        options["output"] = config.run_dir / "grpo_lora"
+    return command_of("train_grpo", **options)
 
 
 if __name__ == "__main__":

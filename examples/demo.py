@@ -163,7 +163,7 @@ def _expected_seconds(
     answers = config.problems * A_COMPLETION
     expected = {
         "evaluate base": config.problems * OF_THE_BASE,
-        "sft": (sft.max_samples or 2000) * sft.epochs * AN_EXAMPLE,
+        "sft": (sft.max_samples or 2000) * (sft.epochs or 1) * AN_EXAMPLE,
         "grpo": rollouts * A_ROLLOUT,
         "evaluate sft": (1 + config.samples) * answers,
         "evaluate grpo": (1 + config.samples) * answers,

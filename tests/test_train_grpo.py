@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import faults
@@ -26,6 +27,7 @@ from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
+from rlm.training.selection import Validations, choose_export
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -159,12 +161,19 @@ def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
     assert max(row["policy/clip_fraction"] for row in rows(config)) > 0
 
 
-def test_a_run_leaves_these_files(model_dir, tmp_path):
+def test_a_run_leaves_these_files(model_dir, tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(rows, path, title):
+        drawn.append(len(rows))
+        path.touch()
+
+    monkeypatch.setattr(report, "learning_curves", draw)
     config = a_config(tmp_path, steps=5, eval_every=2, keep_checkpoints=2)
     _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert {file.name for file in config.run_dir.iterdir()} == {
         "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "curves.png",
-        "checkpoints", ".lock",
+        "checkpoints", ".lock", "adapter_best", "adapter_last",
     }  # fmt: skip
     checkpoints = sorted((config.run_dir / "checkpoints").iterdir())
     assert [c.name for c in checkpoints] == ["step_000004", "step_000005"]
@@ -178,44 +187,122 @@ def test_a_run_leaves_these_files(model_dir, tmp_path):
     assert run["start_accuracy"] == rows(config)[0]["eval/start_accuracy"]
     assert run["steps_run"] == 5
     evaluated = [row["step"] + 1 for row in rows(config) if "eval/accuracy" in row]
-    assert evaluated == [2, 4, 5]
+    assert evaluated == drawn == [2, 4, 5]
+
+
+def validated(*means, measure="accuracy", problems=6):
+    """Validations after steps 0, 1, 2, … in which the first problems are solved, the others not."""
+    record = Validations(measure)
+    for step, solved in enumerate(means):
+        record.add(step, [1.0] * solved + [0.0] * (problems - solved))
+    return record
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "at_start", "said"),
+    ("record", "options", "step", "said"),
     [
-        (0.705, 0.73, "70.5% at step 8, 73.0% at the start; no step was better: try a lower"),
-        (0.73, 0.705, "73.0% at step 8, 70.5% at the start\n"),
-        (0.73, None, "73.0% at step 8\n"),  # begun without validation
-        (None, 0.73, "not measured\n"),
+        # Six problems, as of the walk that lost its run: 5 against 3 of 6 says nothing.
+        (validated(1, 5, 3), {}, 2, "the last step, 2: step 1 was ahead by +33.3 points"),
+        (validated(1, 5, 3), {}, 2, "(95 % interval -33.4 to +100.0, best of 2); which may be"),
+        (validated(1, 5, 3), {"asked": "best"}, 1, "; --export best"),
+        (validated(1, 5, 3), {"stopped": "the KL rose"}, 1, "; the KL rose"),
+        (validated(1, 5, 3), {"stopped": "the KL rose", "asked": "last"}, 2, "; --export last"),
+        # 20 more of 100: t = 4.97, p far below 0.05 / 2.
+        (validated(10, 60, 40, problems=100), {}, 1, "step 1: ahead of the last step, 2, by +20.0"),
+        (validated(60, 30, 40, problems=100), {}, 0, "the start: ahead of the last step, 2"),
+        (validated(1, 2, 2), {}, 2, "the last step, 2: it is the best, too"),  # of equals the later
+        (validated(0, 5, 0, problems=5), {}, 2, "fewer than 6 problems decide nothing"),
+        (validated(), {"asked": "best"}, 2, "the last step, 2: nothing was validated"),
+        (validated(1, 5), {}, 2, "the last step, 2: it was not validated"),
+        (validated(1, 5), {"asked": "best"}, 1, "step 1: --export best"),
     ],
 )
-def test_the_summary_says_whether_training_beat_its_start(accuracy, at_start, said, capsys):
-    found = {"accuracy": accuracy, "start_accuracy": at_start, "step": 8, "seconds": 1.0}
-    report.summary_card(GRPOConfig(), found | {"peak_memory_gb": 1.0})
-    assert f"validation accuracy: {said}" in capsys.readouterr().out
+def test_the_best_step_is_exported_only_if_its_lead_is_no_chance(record, options, step, said):
+    choice = choose_export(record, 2, **options)
+    assert choice.step == step
+    assert said in choice.reason
+    assert (choice.name == "best") == (step < 2)
+    assert Validations.from_dict(json.loads(json.dumps(record.to_dict()))) == record
 
 
-def test_the_best_adapter_survives_a_resume(model_dir, tmp_path, monkeypatch):
-    """Best after step 1; then worse ones, the checkpoint of step 1 deleted, and a resume."""
-    right = iter([0, 3, 1, 1, 2])
-    monkeypatch.setattr(GRPOTrainer, "count_correct", lambda self, problems, advance: next(right))
+def test_the_more_steps_were_tried_the_wider_is_the_interval_of_the_best():
+    """Four of 100 problems ahead: t = 2.03, enough for one comparison, not for the best of 9."""
+    lead = [validated(*[0] * tried, 14, 10, problems=100) for tried in (0, 8)]
+    assert [choose_export(one, len_ + 1).name for one, len_ in zip(lead, (0, 8), strict=True)] == [
+        "best", "last",
+    ]  # fmt: skip
+
+
+def test_problems_without_a_verdict_are_not_compared():
+    record = Validations("reward")
+    for step, scores in enumerate([[None] * 8, [9.0, None, *[1.0] * 6], [None, 9.0, *[0.5] * 6]]):
+        record.add(step, scores)
+    assert record.start.mean == 0.0
+    assert "step 1: ahead of the last step, 2, by +0.500" in choose_export(record, 2).reason
+
+
+def test_the_summary_shows_start_best_and_last(capsys):
+    record = validated(1, 5, 3, problems=10)
+    summary = {"validation": record.summary(4), "validated_on": 10, "seconds": 1.0}
+    summary |= {"reason": "the last step", "peak_memory_gb": 1.0}
+    report.summary_card(GRPOConfig(), summary)
+    shown = capsys.readouterr().out
+    assert (
+        "validation accuracy: start 10.0%, best 50.0% (step 1), last 30.0% (step 2); "
+        "4 completions of each of 10 problems\n"
+    ) in shown
+    # Two of ten differences are 1: s = 0.4216, t(9) = 2.2622, half = 0.3016.
+    assert "last +20.0 points (95 % interval -10.2 to +50.2)\n" in shown
+    assert "exported: the last step\n" in shown
+    report.summary_card(GRPOConfig(), summary | {"validation": None})
+    assert "validation: not measured\n" in capsys.readouterr().out
+
+
+def scripted(monkeypatch, *solved):
+    """Validations in which so many of the problems are solved, one after the other."""
+    counts = iter(solved)
+
+    def scores(self, problems, k, advance):
+        right = next(counts)
+        found = [float(i < right) for i in range(len(problems))]
+        return {"accuracy": found, "reward": found}
+
+    monkeypatch.setattr(GRPOTrainer, "validation_scores", scores)
+    return counts
+
+
+def test_best_and_last_are_kept_and_survive_a_resume(model_dir, tmp_path, monkeypatch):
+    """Best after step 1; then worse ones, the checkpoint of step 1 deleted, and two resumes."""
+    left = scripted(monkeypatch, 0, 20, 4, 4, 6)
     options = {"eval_every": 1, "keep_checkpoints": 1}
     config = a_config(tmp_path, steps=3, **options)
-    _, before = train(model_dir, config, evaluate_on=PROBLEMS[:4])
+    _, before = train(model_dir, config, evaluate_on=PROBLEMS[:20])
+    assert (before["step"], before["accuracy"], before["exported"]) == (1, 1.0, "best")
     assert not (config.run_dir / "checkpoints" / "step_000001").exists()
-    best = load_file(config.output / "adapter_model.safetensors")
+
+    def tensors(folder):
+        return load_file(folder / "adapter_model.safetensors")
+
+    best, of_step_3 = tensors(config.output), tensors(config.run_dir / "adapter_last")
     resumed = a_config(tmp_path, steps=4, resume=True, **options)
-    trainer, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:4])
-    assert not list(right)
-    assert (summary["step"], summary["accuracy"], summary["steps_run"]) == (1, 0.75, 4)
+    trainer, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:20])
+    assert not list(left)
+    assert (summary["step"], summary["accuracy"], summary["steps_run"]) == (1, 1.0, 4)
     saved = json.loads((config.run_dir / "checkpoints/step_000003/state.json").read_text())
     assert 0 < saved["seconds"] <= before["seconds"]
     assert trainer.state._seconds_before == saved["seconds"] < summary["seconds"]
-    again = load_file(config.output / "adapter_model.safetensors")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in best.items())
-    last = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")
-    assert not all(torch.equal(t, last[f"adapter/{name}"]) for name, t in trainer.adapter.items())
+    assert [saved["validations"][name]["step"] for name in ("start", "best", "last")] == [0, 1, 3]
+    for folder in (config.output, config.run_dir / "adapter_best"):
+        assert all(torch.equal(tensor, tensors(folder)[name]) for name, tensor in best.items())
+    last = tensors(config.run_dir / "adapter_last")
+    assert not all(torch.equal(tensor, last[name]) for name, tensor in of_step_3.items())
+    # A finished run exports the other one without a step more.
+    _, again = train(model_dir, replace(resumed, export="last"), evaluate_on=PROBLEMS[:20])
+    assert (again["step"], again["exported"], again["steps_run"]) == (4, "last", 4)
+    assert all(torch.equal(tensor, tensors(config.output)[name]) for name, tensor in last.items())
+    record = json.loads((config.run_dir / "adapter_best" / "run.json").read_text())
+    assert (record["step"], record["accuracy"]) == (1, 1.0)
+    assert not list(config.run_dir.glob("*.prev"))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "topr"])
@@ -243,26 +330,77 @@ def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-def test_the_start_is_exported_if_no_step_did_better(model_dir, tmp_path, monkeypatch, capsys):
-    """Of equals the later: a run whose accuracy stays is not thrown away."""
-    for number, (right, step) in enumerate([([3, 2, 1], 0), ([3, 2, 3], 2)]):
-        counts = iter(right)
-        monkeypatch.setattr(GRPOTrainer, "count_correct", lambda *_, counts=counts: next(counts))
-        config = a_config(tmp_path / str(number), steps=2, eval_every=1)
-        trainer = a_trainer(model_dir, config)
-        start = {name: tensor.clone() for name, tensor in trainer.adapter.items()}
-        summary = trainer.train(PROBLEMS, PROBLEMS[:4])
-        assert (summary["step"], summary["accuracy"]) == (step, 0.75)
-        is_start = all(torch.equal(t, start[name]) for name, t in trainer.adapter.items())
-        assert is_start == (step == 0)
-        assert ("the start is exported" in capsys.readouterr().out) == (step == 0)
+def test_other_validation_problems_begin_a_new_comparison(model_dir, tmp_path, monkeypatch, capsys):
+    """Scores of other problems cannot be paired with those that were kept."""
+    scripted(monkeypatch, 3, 9, 2, 5, 4)
+    options = {"eval_every": 1, "accept_changes": True}
+    train(model_dir, a_config(tmp_path, steps=2, **options), evaluate_on=PROBLEMS[:10])
+    resumed = a_config(tmp_path, steps=4, resume=True, **options)
+    _, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:12])
+    assert summary["validation"] is None  # its start was never measured on these
+    assert "what was validated before is not compared" in capsys.readouterr().out
+    assert summary["step"] == 4
 
 
-def test_validation_counts_right_answers_whatever_is_rewarded(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=1, eval_every=1)
-    train(model_dir, config, lambda completions: [1.0] * len(completions), PROBLEMS[:3])
-    (row,) = rows(config)
-    assert (row["reward/mean"], row["eval/accuracy"]) == (1.0, 0.0)
+def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, monkeypatch):
+    scripted(monkeypatch, 20, 19, 1)
+    config = a_config(tmp_path, steps=2, eval_every=1)
+    trainer = a_trainer(model_dir, config)
+    start = {name: tensor.clone() for name, tensor in trainer.adapter.items()}
+    summary = trainer.train(PROBLEMS, PROBLEMS[:20])
+    assert (summary["step"], summary["accuracy"]) == (0, 1.0)
+    assert "the start: ahead of the last step, 2, by +0.950 (" in summary["reason"]
+    assert all(torch.equal(t, start[name]) for name, t in trainer.adapter.items())
+
+
+def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypatch, capsys):
+    """By the accuracy, where the reward says nothing; a reward that rises is worth a fall."""
+
+    def train_to(name, accuracies, rewards):
+        left = iter(list(zip(accuracies, rewards, strict=True)))
+
+        def scores(self, problems, k, advance):
+            right, liked = next(left)
+            return {
+                kind: [float(i < count) for i in range(len(problems))]
+                for kind, count in {"accuracy": right, "reward": liked}.items()
+            }
+
+        monkeypatch.setattr(GRPOTrainer, "validation_scores", scores)
+        config = a_config(tmp_path, name, steps=3, eval_every=1, save_every=0)
+        _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:20])
+        assert (config.run_dir / f"checkpoints/step_00000{summary['steps_run']}").exists()
+        return summary["steps_run"], summary["step"]
+
+    assert train_to("noise", [12, 11, 3], [10, 10, 10]) == (2, 2)  # its own mean says no step
+    said = capsys.readouterr().out
+    assert "stopped after step 2: the accuracy fell by -45.0 points (95 % interval -7" in said
+    assert train_to("both", [12, 11, 3], [10, 9, 3]) == (2, 0)  # the start is exported
+    assert train_to("another aim", [12, 8, 3, 2], [3, 12, 15, 17]) == (3, 3)
+    assert train_to("honest", [3, 4, 2, 5], [3, 4, 2, 5]) == (3, 3)
+    assert "stopped after step" not in capsys.readouterr().out.split("another aim")[-1]
+
+
+def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
+    """Validated on six problems, by the user's own reward, sampled as in training."""
+    config = a_config(tmp_path, steps=12, eval_every=3, eval_group_size=4)
+    _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:6])
+    assert (summary["step"], summary["exported"]) == (12, "last")
+    found = summary["validation"]
+    assert (found["measure"], found["completions"]) == ("reward", 4)
+    assert found["last"]["mean"] > found["start"]["mean"]
+    row = rows(config)[-1]
+    assert row["eval/reward"] == found["last"]["mean"]
+    assert row["eval/reward_low"] <= row["eval/reward"] <= row["eval/reward_high"]
+    assert row["eval/accuracy"] == 0.0  # the verdict is logged, too
+
+
+@pytest.mark.parametrize(
+    ("problems", "given", "samples"), [(100, None, 2), (40, None, 4), (6, None, 16), (6, 3, 3)]
+)
+def test_few_validation_problems_have_many_completions(problems, given, samples):
+    """A default step has 160 completions."""
+    assert GRPOConfig(eval_group_size=given).eval_group_size_for(problems) == samples
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.1])

@@ -36,6 +36,7 @@ class Arm(NamedTuple):
     flipped: float = 0.0  # share of the verdicts that are turned round
     golds: str = ""  # "shuffled": each problem has another one's
     reward: str = ""  # "random": a coin decides
+    braked: bool = False  # GRPO validates on the way, and stops where the accuracy falls
 
 
 # The learning half of the trials: as many completions, 10 larger steps, an update every two groups.
@@ -47,6 +48,7 @@ MINI_BATCHES: dict[str, Any] = {
     "warmup_steps": 5,
 }
 TOPR = MINI_BATCHES | {"algorithm": "topr", "mini_batch_size": 2}
+BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps, validation problems
 FLIPPED = (0.05, 0.1, 0.2, 0.5)
 START = "sft"
 OURS = "grpo"
@@ -114,7 +116,13 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     ),
     "topr": Arm("TOPR in mini-batches", "grpo", (START,), "choice", TOPR),
     "topr_random_reward": Arm(
-        "TOPR, control: random reward", "grpo", (START,), "choice", TOPR, reward="random"
+        "TOPR, control: random reward",
+        "grpo",
+        (START,),
+        "choice",
+        TOPR,
+        reward="random",
+        braked=True,
     ),
     "topr_shuffled_golds": Arm(
         "TOPR, control: shuffled reference answers",
@@ -123,7 +131,9 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
         "choice",
         TOPR,
         golds="shuffled",
+        braked=True,
     ),
+    "topr_braked": Arm("TOPR with the brake", "grpo", (START,), "choice", TOPR, braked=True),
     "topr_rate_zero": Arm(
         "TOPR, control: learning rate 0",
         "grpo",
@@ -139,7 +149,7 @@ for share in FLIPPED:
     title = f"{share:.0%} of the verdicts turned round".replace("%", " %")
     ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
     ARMS[f"topr_flipped_{share}"] = Arm(
-        f"TOPR, {title}", "grpo", (START,), "choice", TOPR, flipped=share
+        f"TOPR, {title}", "grpo", (START,), "choice", TOPR, flipped=share, braked=True
     )
 
 
@@ -286,6 +296,8 @@ class EvidenceConfig:
             "run_dir": folder / "train",
             "output": folder / "adapter",
         }
+        if ARMS[cell.arm].braked:
+            options |= {"eval_every": BRAKE_EVERY, "eval_samples": BRAKE_PROBLEMS}
         config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
         if config.resolved_algorithm.dynamic_sampling:
             return replace(config, batch_size=max(1, round(DYNAMIC_SHARE * self.batch_size)))

@@ -21,6 +21,7 @@ from benchmarks import harness
 from benchmarks.evidence.judging import Judge
 from benchmarks.evidence.plan import (
     ARMS,
+    BRAKE_PROBLEMS,
     OURS,
     START,
     Cell,
@@ -28,7 +29,7 @@ from benchmarks.evidence.plan import (
     made_once,
     read_json,
 )
-from benchmarks.evidence.pools import pools, without_golds
+from benchmarks.evidence.pools import pools, validation_problems, without_golds
 from rlm.data import Problem
 from rlm.grading import grade, split_completion
 from rlm.model import prepare_process
@@ -241,7 +242,8 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     reward = random_reward(cell.seed) if arm.reward == "random" else None
     if arm.flipped:
         reward = flipped_reward(cell.seed, arm.flipped)
-    GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
+    validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
+    GRPOTrainer(config.model, options, reward_fn=reward).train(practice, validation)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
     drawn: Counter[int] = Counter()  # DAPO draws more for some of its groups
     for group in read_lines(options.run_dir / "samples.jsonl", repair=False):

@@ -27,7 +27,7 @@ class OrchestratorConfig(GRPOConfig):
     # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
     NOT_USED = (
         *("doctor", "plan", "reward", "reward_timeout"),
-        *("num_epochs", "reasoning_format", "system_prompt", "tool"),
+        *("num_epochs", "eval_group_size", "reasoning_format", "system_prompt", "tool"),
     )
 
     model: str | None = flag(
@@ -50,13 +50,14 @@ class OrchestratorConfig(GRPOConfig):
         0.1, "weight of the KL term toward the start; 0: off", aliases=("kl-coef",), min=0
     )
     eval_samples: int = flag(50, "validation problems, always the same", min=1)
+    eval_group_size: int = flag(1, "always 1: the greedy graph", hidden=True)
     test_samples: int = flag(100, "test problems that are evaluated at the end; 0: none", min=0)
     sample_every: int = flag(10, "steps between printed graphs; 0: none", min=0)
     run_dir: Path = flag(
         Path("runs/orchestrator"), "folder for metrics, graphs, checkpoints and the adapter"
     )
     output: Path | None = flag(
-        None, "folder for the best adapter", default_text="adapters_lora in --run-dir"
+        None, "folder for the exported adapter", default_text="adapters_lora in --run-dir"
     )
 
     graph_form: str = flag(

@@ -37,7 +37,7 @@ from rlm.model import (
     prepare_process,
 )
 from rlm.runs import replace_json
-from rlm.training import Group, fit_prompts, load_data, load_policy
+from rlm.training import Group, fit_prompts, load_data, load_policy, validation_facts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -86,12 +86,14 @@ class OrchestratorTrainer(GRPOTrainer):
     def render(self, problem: Problem) -> list[int]:
         return render(self.tokenizer, problem.question, self.config.graph_form)
 
-    def count_correct(self, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
-        """Count the problems that the greedy graphs solve."""
+    def validation_scores(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> dict[str, Sequence[float | None]]:
+        """Return 1 for each problem that its greedy graph solves, else 0; k is 1."""
         runs = self.orchestrator.solve(problems, seed=self.config.seed, on_finish=advance)
         if failed := sum(run.error is not None for run in runs):
             terminal.line(f"{failed} problems count as unsolved: the agents' server failed")
-        return sum(run.solved(self.config.zero_leaks) for run in runs)
+        return {"accuracy": [float(run.solved(self.config.zero_leaks)) for run in runs]}
 
     def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
         """Add the columns of train_logs.csv, and every graph with its trace to rollouts.jsonl."""
@@ -129,13 +131,13 @@ class OrchestratorTrainer(GRPOTrainer):
         validation: Sequence[Problem] = (),
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, object]]:
-        """Train, test the best adapter, and return the lines of train_logs.csv and the summary."""
+        """Train, test what is exported, and return the lines of train_logs.csv and the summary."""
         test = fit_prompts(self, test, "test problems")
         summary = self.train(train, validation)
         logs = [as_log(row) for row in self.distributed.broadcast(self.run.metrics())]
         share = self.distributed.shard(test)
-        correct = self.count_correct(share, lambda: None) if share else 0
-        correct, total = sum(self.distributed.gather([correct])), len(test)
+        solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
+        correct, total = round(sum(self.distributed.gather(solved))), len(test)
         accuracy = correct / total if test else None
         summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
@@ -241,7 +243,7 @@ def main(config: OrchestratorConfig) -> int:
     _, summary = trainer.train_and_test(train, validation, test)
     tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not asked"
     facts = {
-        "validation accuracy": f"{summary['accuracy']:.1%} at step {summary['step']}",
+        **validation_facts(summary),
         "test accuracy": tested,
         "time": terminal.duration(summary["seconds"]),
         "peak memory": f"{summary['peak_memory_gb']:.1f} GB",

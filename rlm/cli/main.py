@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rlm.cli.flags import tell
+from rlm.cli.flags import tell, with_dashes
 from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
 
 T = TypeVar("T")
@@ -110,13 +110,20 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
     return f"; continue with: {shlex.join([*script, *typed])}"
 
 
-def command_of(script: str) -> str:
+def command_of(script: str, **options: object) -> str:
     """Return how a script is run here: from a wheel, there is no file to call.
 
-    >>> command_of("train_sft")
-    'python train_sft.py'
+    Args:
+        options: those to type, but for None; quoted for a shell.
+
+    >>> command_of("train_sft", dataset="my file.jsonl", columns=None)
+    "python train_sft.py --dataset 'my file.jsonl'"
     """
-    return f"rlm {CONSOLE[script]}" if IS_INSTALLED else f"python {script}.py"
+    command = f"rlm {CONSOLE[script]}" if IS_INSTALLED else f"python {script}.py"
+    typed = [
+        (with_dashes(name), str(value)) for name, value in options.items() if value is not None
+    ]
+    return " ".join([command, *(shlex.join(pair) for pair in typed)])
 
 
 def _what_takes_less(cls: type) -> str:

@@ -11,7 +11,7 @@ EXPORTS = {
     "records": "RowRecord open_journal",
     "report": "GRADINGS percent points show_table write_report",
     "statistics": (
-        "bootstrap_interval holm mcnemar paired_bootstrap pass_at_k summarize_scores "
+        "bootstrap_interval holm mcnemar paired_bootstrap pass_at_k summarize_scores t_interval "
         "wilson_interval"
     ),
 }

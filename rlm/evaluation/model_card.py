@@ -74,7 +74,9 @@ def _training(run: Mapping[str, Any], data: list[str]) -> list[str]:
 
 
 def _measured(run: Mapping[str, Any]) -> str:
-    """Accuracy with its interval; it chose the adapter, so it is a little too high."""
+    """The validation with its interval; where it chose the adapter, it is a little too high."""
+    if (found := run.get("validation")) and run.get("exported"):
+        return _validated(found, found[run["exported"]], run)
     accuracy, total = run.get("accuracy"), run.get("validated_on")
     if accuracy is None or not total:
         return "Nothing: `python evaluate.py` gives accuracy with intervals."
@@ -86,6 +88,22 @@ def _measured(run: Mapping[str, Any]) -> str:
     start = run.get("start_accuracy")
     text += "" if start is None else f"; {start:.1%} before this stage"
     return f"{text}. The best step was chosen on these problems, so other problems may score less."
+
+
+def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """As `rlm.training` records it in run.json: start, best and last, of which one was exported."""
+    is_accuracy = found["measure"] == "accuracy"
+
+    def shown(value: float | None) -> str:
+        return "unknown" if value is None else f"{value:.1%}" if is_accuracy else f"{value:.3f}"
+
+    text = (
+        f"Validation {found['measure']} {shown(one['mean'])} (95 % interval {shown(one['low'])} to "
+        f"{shown(one['high'])}), strict format, {found['completions']} sampled completions of each "
+        f"of {run['validated_on']} problems; {shown(found['start']['mean'])} before this stage."
+    )
+    chosen = " The step was chosen on these problems, so other problems may score less."
+    return text + (chosen if run["exported"] == "best" else "")
 
 
 def _licence(part: str) -> str:

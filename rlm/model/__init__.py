@@ -4,7 +4,7 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "adapter_info": "ADAPTER AdapterInfo",
+    "adapter_info": "ADAPTER TRAINED_ADAPTER AdapterInfo",
     "adapters": (
         "ADAPTER_FILES HOW_TO_TRAIN_SFT active_lora_tensors adapter_hash adapter_mismatch "
         "adapter_tensors check_adapter check_base load_adapter lora_layers merged_weight "

@@ -79,12 +79,13 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
     run: dict[str, object],
+    keep_previous: bool = True,
 ) -> None:
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
     Only the adapter "default" is saved. It takes the place of what stood there once its tensors
     have been read back; that is kept beside, as `<name>.prev`, or as `shipped_rlm_lora` if it is
-    the one that came with the project.
+    the one that came with the project. Without `keep_previous` it is deleted.
 
     Raises:
         UsageError: it cannot be written, or does not read back; what stood there stays.
@@ -111,7 +112,9 @@ def save_adapter(
                 moved = True
             scratch.rename(path)
             sync(path.parent)
-            if previous.name == SHIPPED and moved:
+            if not keep_previous:
+                shutil.rmtree(previous, ignore_errors=True)
+            elif previous.name == SHIPPED and moved:
                 terminal.line(f"the adapter that came with the project is now in {previous}")
         except BaseException:
             if moved and not path.exists():

@@ -17,7 +17,8 @@ EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Of run.json: what loading needs, and what was measured. The rest names places on this machine.
 PUBLISHED = (
     "stage", "base_model", "base_hash", "quantize", "dataset", "step", "examples", "commit",
-    "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on", "seconds",
+    "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on",
+    "validation", "exported", "seconds",
 )  # fmt: skip
 PUBLISHED_CONFIG = (
     "reasoning_format", "system_prompt", "tool", "algorithm", "steps", "batch_size", "group_size",

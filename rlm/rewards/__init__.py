@@ -10,7 +10,7 @@ EXPORTS = {
         "ReasoningQualityReward StepsReward"
     ),
     "loading": "as_reward load_reward write_reward_template",
-    "scorer": "Scorer Scores",
+    "scorer": "Scorer Scores is_built_in",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

@@ -107,10 +107,14 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
     """Up to six panels over the steps of a GRPO run, from the rows of its metrics.jsonl.
 
     Every axis begins at 0, so that noise looks small. A metric that was not measured has no panel.
+    Validation is of the reward where that is the user's own.
     """
+    by_reward = any("eval/reward" in row for row in metrics)
+    validation = "eval/reward" if by_reward else "eval/accuracy"
+    right = "reward" if by_reward else "accuracy, %"
     panels = {
         "reward/mean": f"reward; mean of {RUNNING_MEAN_STEPS} steps with 95 % interval",
-        "eval/accuracy": "validation accuracy, greedy, %",
+        validation: f"validation with 95 % interval, {right}",
         "completion/length_mean": "completion length, tokens",
         "policy/entropy": "policy entropy, nats",
         "reward/zero_signal_share": "groups whose rewards are all equal, %",
@@ -126,16 +130,43 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
         if key is None:
             axes.set_axis_off()
             continue
-        steps, values = measured[key]
-        if key == "eval/accuracy" and metrics[0].get("eval/start_accuracy") is not None:
-            steps, values = [0, *steps], [metrics[0]["eval/start_accuracy"], *values]
-        _draw_metric(axes, panels[key], steps, values, running_mean=key == "reward/mean")
+        (steps, values), bounds = measured[key], []
+        if key == validation:
+            steps, values = _with_start(metrics, key)
+            bounds = _draw_band(axes, metrics, key, 1 if by_reward else 100)
+        _draw_metric(axes, panels[key], steps, values, bounds, running_mean=key == "reward/mean")
         axes.set_xlim(*_step_range(metrics))
     _save(figure, path)
 
 
+def _with_start(
+    metrics: Sequence[Mapping[str, float]], key: str
+) -> tuple[list[float], list[float]]:
+    """As `_series`, with the value before the first step, where it was measured."""
+    steps, values = _series(metrics, key)
+    start = metrics[0].get(key.replace("eval/", "eval/start_"))
+    return (steps, values) if start is None else ([0, *steps], [start, *values])
+
+
+def _draw_band(
+    axes: Axes, metrics: Sequence[Mapping[str, float]], key: str, scale: float
+) -> list[float]:
+    """Draw the intervals of a validation, where they were recorded, and return their bounds."""
+    (steps, low), (others, high) = (_with_start(metrics, f"{key}_{end}") for end in ("low", "high"))
+    if steps != others:
+        return []
+    band = ([scale * value for value in end] for end in (low, high))
+    axes.fill_between(steps, *band, color=BLUE, alpha=0.18, linewidth=0)
+    return [*low, *high]
+
+
 def _draw_metric(
-    axes: Axes, title: str, steps: Sequence[float], values: Sequence[float], running_mean: bool
+    axes: Axes,
+    title: str,
+    steps: Sequence[float],
+    values: Sequence[float],
+    bounds: Sequence[float],
+    running_mean: bool,
 ) -> None:
     _tidy(axes)
     axes.set_title(title, fontsize=10, loc="left")
@@ -149,7 +180,7 @@ def _draw_metric(
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
         axes.plot(steps, means, color=ORANGE, lw=2)
     floor = 5 if scale == 100 else 0  # a single completion in a hundred is no cliff
-    bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max(values))
+    bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max([*values, *bounds]))
     if top > bottom:
         axes.set_ylim(bottom, top)
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -31,6 +31,8 @@ ATTENTIONS = ("auto", "sdpa", "eager")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # of the command line, where neither steps nor passes are said
+EXPORTS = ("auto", "best", "last")
+EVAL_GROUP_SIZES = 2, 16  # completions of a validation problem, at least and at most
 ALGORITHMS_OWN = "as --algorithm says"
 
 
@@ -268,8 +270,15 @@ class GRPOConfig:
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "always 0 in training", hidden=True)
 
-    eval_every: int = flag(10, "steps between validations; 0: only first and last", min=0)
+    eval_every: int = flag(5, "steps between validations; 0: only first and last", min=0)
     eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
+    eval_group_size: int | None = flag(
+        None,
+        "completions of each validation problem, sampled at --temperature",
+        min=1,
+        default_text=f"together about as many as a step samples, {EVAL_GROUP_SIZES[0]} to "
+        f"{EVAL_GROUP_SIZES[1]} each",
+    )
     save_every: int = flag(10, "steps between checkpoints; 0: only at the end", min=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints are kept", min=1)
     sample_every: int = flag(5, "steps between printed completions; 0: none", min=0)
@@ -285,7 +294,13 @@ class GRPOConfig:
     )
     seed: int = flag(0, "random seed of problem order and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "folder for metrics, completions and checkpoints")
-    output: Path = flag(Path("weights/final_rlm_lora"), "folder for the best adapter")
+    output: Path = flag(Path("weights/final_rlm_lora"), "folder for the exported adapter")
+    export: str = flag(
+        "auto",
+        "adapter to export; auto: the last, or the best on validation where its lead is more than "
+        "chance; both are kept in --run-dir",
+        choices=EXPORTS,
+    )
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -371,6 +386,16 @@ class GRPOConfig:
         """Return the number of steps: as given, else what the passes (one by default) take."""
         passes = self.num_epochs or 1
         return self.steps or math.ceil(passes * problem_count / self.batch_size)
+
+    def eval_group_size_for(self, problem_count: int) -> int:
+        """Return the completions of each validation problem: as given, else few for many problems.
+
+        A problem more says more than a completion more, so these only fill up a validation that
+        costs about as much as the sampling of a step.
+        """
+        low, high = EVAL_GROUP_SIZES
+        filling = round(self.batch_size * self.group_size / max(1, problem_count))
+        return self.eval_group_size or min(high, max(low, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
         """Return the rate: linear warm-up, then constant or down to min_lr_ratio of the peak.

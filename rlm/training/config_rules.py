@@ -18,6 +18,7 @@ MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {ON_GPU} on a GPU and {ON_CPU} without one"
 )
 
+KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 # What --deterministic needs: other number types and other code add in another order.
 DETERMINISTIC = {
     "dtype": "float32",
@@ -130,6 +131,7 @@ def refuse_contradictions(config: Any) -> None:
     """
     looks, by_vllm = config.doctor or config.plan, config.sampler == "vllm"
     starts_server = by_vllm and config.sampler_url is None
+    kept = {(config.run_dir / name).resolve() for name in KEPT_AS.values()}
     overwrites = config.output.resolve() == (config.sft_adapter or Path()).resolve()
     refused = {
         "--steps and --num-epochs contradict each other; give one of them": (
@@ -166,6 +168,9 @@ def refuse_contradictions(config: Any) -> None:
         "--plan times our own sampler; leave out --sampler vllm": config.plan and by_vllm,
         "--output would overwrite --sft-adapter; type another folder, such as --output "
         "runs/mine/adapter": overwrites,
+        f"--output {config.output} is a folder that the run writes itself; name another": (
+            config.output.resolve() in kept
+        ),
     }
     for reason, is_so in refused.items():
         if is_so:

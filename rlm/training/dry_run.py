@@ -57,7 +57,8 @@ def run_plan(trainer: Any, dataset: Sequence[Problem], eval_dataset: Sequence[Pr
     tokens, speed = config.max_new_tokens, time_sampling(trainer, drawn)
     sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
     learning, micro_batches = time_learning(trainer, drawn)
-    a_step, validation = sampling + learning, speed.of(len(shard(eval_problems)), tokens)
+    evaluated = len(shard(eval_problems)) * config.eval_group_size_for(len(eval_problems))
+    a_step, validation = sampling + learning, speed.of(evaluated, tokens)
     steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
     place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.sampler_dtype)
     if dtype != trainer.sampler.dtype:

@@ -1,50 +1,102 @@
-"""Validates a GRPO run between its steps, and exports its best adapter with history and curves."""
+"""Validates a GRPO run between its steps, and exports the adapter that `choose_export` names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlm.cli import terminal, to_dict
 from rlm.data import Problem
 from rlm.evaluation import evaluate
 from rlm.model import peak_memory_gb, save_adapter
-from rlm.runs import git_commit, learning_curves
+from rlm.rewards import Scorer, is_built_in
+from rlm.runs import git_commit
 from rlm.sampling import SamplingParams
-from rlm.training.metrics import timer
+from rlm.training.config_rules import KEPT_AS
+from rlm.training.metrics import draw_curves, timer
+from rlm.training.selection import Scores, Validation, choose_export, describe_mean, sample_count
+
+
+def validation_measure(trainer: Any) -> str:
+    """Return what chooses a `train_grpo.GRPOTrainer`'s adapter: "reward" if that is the user's own,
+    else "accuracy"."""
+    scorer = trainer.scorer
+    is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
+    return "reward" if is_own else "accuracy"
 
 
 def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:
-    """Measure the accuracy of a `train_grpo.GRPOTrainer` after `step` steps; {} without problems.
+    """Validate a `train_grpo.GRPOTrainer` after `step` steps; {} without problems.
 
-    The processes of a run share the problems. After step 0 the best adapter so far is kept.
+    The processes of a run share the problems. The best adapter so far is kept; the start is one.
     """
     if not problems:
         return {}
-    distributed = trainer.distributed
-    mine = distributed.shard(problems)
+    distributed, validations = trainer.distributed, trainer.state.validations
+    mine, k = distributed.shard(problems), trainer.config.eval_group_size_for(len(problems))
     seconds: dict[str, float] = {}
-    with timer(seconds, "time/evaluate"), terminal.progress("evaluating", len(mine)) as advance:
-        correct = trainer.count_correct(mine, advance) if mine else 0
+    with timer(seconds, "time/evaluate"), terminal.progress("evaluating", k * len(mine)) as advance:
+        measured = trainer.validation_scores(mine, k, advance) if mine else {}
     trainer.sampler.release()
-    correct, total = sum(distributed.gather([correct])), len(problems)
-    accuracy = correct / total
-    trainer.state.keep_if_best(accuracy, step)  # the start, too
-    if step == 0:
-        terminal.line(f"start: validation accuracy {accuracy:.1%} ({correct} of {total})")
-        return {"eval/start_accuracy": accuracy} | seconds
-    return {"eval/accuracy": accuracy} | seconds
+    metrics: dict[str, float] = {}
+    for name in distributed.broadcast(list(measured)):  # the main process has a problem
+        scores = distributed.gather(measured.get(name, []))
+        found = Validation(step, scores).summary(name)
+        start = "" if step else "start_"
+        metrics[f"eval/{start}{name}"] = found["mean"]
+        metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
+        if name == "accuracy":
+            validations.add_accuracy(step, scores)
+        if name == validations.measure:
+            trainer.state.keep_validation(step, scores)
+            if step == 0:
+                shown = describe_mean(found["mean"], name)
+                samples = sample_count(k, len(problems))
+                terminal.line(f"start: validation {name} {shown}, {samples}")
+    return metrics | seconds
 
 
-def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
-    """Export the best adapter of a `train_grpo.GRPOTrainer`, which `validated_on` problems chose;
-    return what its run.json says."""
-    trainer.state.load_best()
-    if trainer.state.best_step == 0:
-        terminal.line("no step was better than the start on validation: the start is exported")
+def validation_scores(
+    trainer: Any, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+) -> dict[str, Scores]:
+    """Sample k completions of each problem as a `train_grpo.GRPOTrainer` does in training, and
+    return each problem's strict accuracy, and its mean reward where that is the user's own."""
+    config = trainer.config
+    result = evaluate(
+        trainer.sampler,
+        trainer.tokenizer,
+        problems,
+        trainer.format,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        k=k,
+        seed=config.seed,
+        on_finish=advance,
+    )
+    scores: dict[str, Scores] = {"accuracy": result.per_problem(strict=True)}
+    if validation_measure(trainer) == "reward":
+        texts = [[graded.text for graded in group] for group in result.groups]
+        truncated = [[graded.truncated for graded in group] for group in result.groups]
+        rewards = trainer.scorer(problems, texts, truncated).rewards
+        judged = [[reward for reward in row if reward is not None] for row in rewards]
+        scores["reward"] = [sum(row) / len(row) if row else None for row in judged]
+    return scores
+
+
+def export_run(trainer: Any, validated_on: int, stopped: str = "") -> dict[str, object]:
+    """Export an adapter of a `train_grpo.GRPOTrainer`, keep the best and the last in --run-dir, and
+    return what its run.json says.
+
+    Args:
+        validated_on: the number of validation problems.
+        stopped: why the run ended early, as `choose_export` takes it.
+    """
     rows = trainer.distributed.broadcast(trainer.run.metrics())  # of all steps
     config, state = trainer.config, trainer.state
-    summary = {
+    validations, last_step = state.validations, len(rows)
+    choice = choose_export(validations, last_step, config.export, stopped)
+    summary: dict[str, Any] = {
         "stage": "grpo",
         "base_model": trainer.model_name,
         "base_hash": state.base_hash,
@@ -52,22 +104,38 @@ def export_run(trainer: Any, validated_on: int) -> dict[str, object]:
         "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
         "start_adapter_hash": trainer.start_hash,
         "dataset": config.dataset,
-        "step": state.best_step if state.best else len(rows),
-        "accuracy": state.best_accuracy if state.best else None,
         "start_accuracy": rows[0].get("eval/start_accuracy"),
         "validated_on": validated_on,
-        "steps_run": len(rows),
+        "validation": validations.summary(config.eval_group_size_for(validated_on)),
+        "exported": choice.name,
+        "reason": choice.reason,
+        "steps_run": last_step,
         "commit": git_commit(),
         "seconds": state.seconds,
         "peak_memory_gb": peak_memory_gb(),
         "config": to_dict(config),
     }
+    last = {name: tensor.detach().clone() for name, tensor in state.adapter.items()}
+    found = {"last": (last_step, last)}
+    if validations.best:
+        found["best"] = validations.best.step, state.best
+
+    def save(name: str, path: Path, keep_previous: bool) -> dict[str, object]:
+        step, tensors = found[name]
+        state.put_on_model(tensors)
+        accuracy = rows[step - 1].get("eval/accuracy") if step else summary["start_accuracy"]
+        of_step = summary | {"step": step, "accuracy": accuracy}
+        if trainer.distributed.is_main:
+            parts = trainer.policy, trainer.tokenizer, path, of_step
+            save_adapter(*parts, keep_previous=keep_previous)
+        return of_step
+
+    for name in found:
+        save(name, config.run_dir / KEPT_AS[name], keep_previous=False)
     if trainer.distributed.is_main:
-        save_adapter(trainer.policy, trainer.tokenizer, config.output, summary)
         trainer.run.write_csv(rows)
-        title = f"GRPO of {trainer.model_name} on {config.dataset}, {len(rows)} steps"
-        learning_curves(rows, trainer.run.path / "curves.png", title)
-    return summary
+        draw_curves(trainer)
+    return save(choice.name, config.output, keep_previous=True)
 
 
 def generate_text(trainer: Any, question: str) -> str:
@@ -83,16 +151,3 @@ def generate_text(trainer: Any, question: str) -> str:
     [[completion]] = trainer.sampler.sample([prompt], 1, params, [trainer.config.seed])
     trainer.sampler.release()
     return trainer.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-
-
-def count_solved(trainer: Any, problems: Sequence[Problem], advance: Callable[[], None]) -> int:
-    """Count the problems that a `train_grpo.GRPOTrainer` solves greedily, in the strict format."""
-    result = evaluate(
-        trainer.sampler,
-        trainer.tokenizer,
-        problems,
-        trainer.format,
-        max_new_tokens=trainer.config.max_new_tokens,
-        on_finish=advance,
-    )
-    return result.accuracy(strict=True)["correct"]

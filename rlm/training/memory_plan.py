@@ -91,7 +91,10 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
         trainer.sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
-        for count, n in ((config.batch_size, config.group_size), (evaluated, 1))
+        for count, n in (
+            (config.batch_size, config.group_size),
+            (evaluated, config.eval_group_size_for(evaluated)),
+        )
         if count
     )
     # Of servers that have been started for this run by now; the memory they take is not free.

@@ -16,13 +16,14 @@ from rlm.cli import command_of, terminal
 from rlm.data import FORMATS
 from rlm.grading import grade
 from rlm.model import pick_device
-from rlm.runs import new_alerts
+from rlm.runs import learning_curves, new_alerts
 from rlm.sampling import tool_spans
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
+from rlm.training.selection import validation_facts
 
 PHASES = ("sample", "score", "learn")  # of a step
 RECENT_STEPS = 5  # of which the time that is left is estimated
@@ -62,21 +63,14 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
     """Print what happened, and what to do next."""
-    accuracy, at_start = summary["accuracy"], summary["start_accuracy"]
-    validated = "not measured"
-    if accuracy is not None:
-        validated = f"{accuracy:.1%} at step {summary['step']}"
-        validated += "" if at_start is None else f", {at_start:.1%} at the start"
-        if at_start is not None and at_start > accuracy:
-            validated += "; no step was better: try a lower --learning-rate"
     terminal.facts(
         "Stage 2 done",
         {
-            "validation accuracy": validated,
+            **validation_facts(summary),
             "time": terminal.duration(summary["seconds"]),
             "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
             "curves": config.run_dir / "curves.png",
-            "adapter": config.output,
+            "adapter": f"{config.output} (best and last are in {config.run_dir})",
             "next": f'{command_of("inference")} --adapter {config.output} "your question"',
         },
     )
@@ -255,9 +249,18 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     )
     if left:
         parts.append(terminal.time_left(left))
-    if "eval/accuracy" in metrics:
+    if "eval/reward" in metrics:
+        parts.append(f"validation reward {metrics['eval/reward']:.3f}")
+    elif "eval/accuracy" in metrics:
         parts.append(f"validation {metrics['eval/accuracy']:.1%}")
     return "  ".join(parts)
+
+
+def draw_curves(trainer: Any) -> None:
+    """Draw curves.png of a `train_grpo.GRPOTrainer`'s run so far."""
+    rows, config = trainer.run.metrics(), trainer.config
+    title = f"GRPO of {trainer.model_name} on {config.dataset}, {len(rows)} steps"
+    learning_curves(rows, trainer.run.path / "curves.png", title)
 
 
 def log_step(
@@ -277,6 +280,8 @@ def log_step(
         terminal.line(step_line(metrics, config.steps, left))
         for warning in new_alerts(rows):
             terminal.line(f"warning: {warning}")
+        if "eval/accuracy" in metrics and metrics["step"] + 1 < config.steps:
+            draw_curves(trainer)
     run.log_samples(
         [
             {

@@ -12,7 +12,7 @@ from rlm.model import adapter_hash, check_output, context_window, set_gradient_c
 from rlm.rewards import CorrectnessReward, Scorer
 from rlm.runs import RunDirectory, check_resumable
 from rlm.training.config import GRPOConfig
-from rlm.training.finish import validate
+from rlm.training.finish import validate, validation_measure
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run
 
@@ -119,11 +119,12 @@ def set_memory_plan(
 def begin_run(
     trainer: Any, problems: Sequence[Problem], eval_problems: Sequence[Problem]
 ) -> tuple[int, dict[str, float]]:
-    """Return the first step of a `train_grpo.GRPOTrainer`, and the accuracy before the very first.
+    """Return the first step of a `train_grpo.GRPOTrainer`, and the validation before the first.
 
     Writes the first checkpoint or loads the newest, and plans the memory.
     """
     run, distributed = trainer.run, trainer.distributed
+    trainer.state.validations.measure = validation_measure(trainer)
     first_step = trainer.state.begin(run, trainer.config, problems, eval_problems)
     set_memory_plan(trainer, problems, eval_problems)
     metrics = validate(trainer, eval_problems, 0) if first_step == 0 else {}

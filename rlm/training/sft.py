@@ -112,7 +112,7 @@ def make_trainer(
     steps, gpu = config.steps(len(examples)), device.type == "cuda"
     arguments = trl.SFTConfig(
         output_dir=str(config.run_dir),
-        num_train_epochs=config.epochs,
+        num_train_epochs=config.epochs_for(len(examples)),
         per_device_train_batch_size=micro_batch,
         per_device_eval_batch_size=micro_batch,
         gradient_accumulation_steps=config.batch_size // micro_batch,

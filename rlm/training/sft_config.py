@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlm.training.config_rules import follow_start
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 MAX_SAMPLES = 400  # where the data is no file of the user's
+ENOUGH_STEPS = 20  # 11 examples taught nothing in one step, and a text task in twenty
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
@@ -70,7 +72,12 @@ class SFTConfig:
         default_text="that of --adapter",
     )
     max_length: int = flag(1024, "leave out examples with more tokens", min=1)
-    epochs: int = flag(1, "passes over the examples", min=1)
+    epochs: int | None = flag(
+        None,
+        "passes over the examples",
+        min=1,
+        default_text=f"1; of a file of yours as many as make {ENOUGH_STEPS} steps",
+    )
     batch_size: int = flag(16, "examples in an optimizer step", min=1)
     micro_batch: int = flag(8, "examples in a forward pass", min=1)
     learning_rate: float = flag(
@@ -149,6 +156,12 @@ class SFTConfig:
             values["max_samples"] = None
         return values
 
+    def epochs_for(self, examples: int) -> int:
+        """Return the passes over so many examples: as given, else one, or what a small file of the
+        user's needs for ENOUGH_STEPS."""
+        enough = math.ceil(ENOUGH_STEPS / math.ceil(examples / self.batch_size))
+        return self.epochs or (enough if self.dataset and own_files(self.dataset) else 1)
+
     def steps(self, examples: int) -> int:
         """Optimizer steps of a run over so many examples."""
-        return self.epochs * -(-examples // self.batch_size)
+        return self.epochs_for(examples) * math.ceil(examples / self.batch_size)

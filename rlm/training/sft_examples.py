@@ -28,24 +28,36 @@ if TYPE_CHECKING:
 Example = dict[str, list[int]]  # input_ids and labels
 
 
+def drop_unsolved(
+    problems: Sequence[Problem], dataset: str, what: str = "problems"
+) -> list[Problem]:
+    """Return the problems that have a solution to learn from, and say how many have none.
+
+    Raises:
+        UsageError: none has one.
+    """
+    solved = [problem for problem in problems if problem.solution]
+    missing = len(problems) - len(solved)
+    if problems and not solved:
+        raise UsageError(
+            f"--dataset {dataset}: none of {len(problems)} {what} has a solution to learn from; "
+            "write a `solution` (the reasoning, in words) for a dozen of the rows"
+        )
+    if missing:
+        terminal.line(
+            f"{missing} of {len(problems)} {what} have no solution: SFT learns from the other "
+            f"{len(solved)}"
+        )
+    return solved
+
+
 def to_examples(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     format: Format,
-    dataset: str,
     max_length: int,
 ) -> list[Example]:
-    """Problems as examples to learn from, without those that are too long.
-
-    Raises:
-        UsageError: a problem has no solution.
-    """
-    unsolved = sum(not problem.solution for problem in problems)
-    if unsolved:
-        raise UsageError(
-            f"--dataset {dataset}: {unsolved} of {len(problems)} problems have no solution "
-            "to learn from; SFT needs a `solution` field"
-        )
+    """Problems with solutions as examples to learn from, without those that are too long."""
     examples = [to_example(tokenizer, problem, format) for problem in problems]
     return [e for e in examples if len(e["input_ids"]) <= max_length]
 

@@ -26,6 +26,7 @@ from rlm.runs import (
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.selection import Scores, Validations
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
@@ -33,6 +34,7 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
+    *("eval_group_size", "export"),
     *("max_prompt_length", "use_4bit", "use_8bit"),  # the data's hash and --quantize say it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
@@ -40,10 +42,7 @@ MAY_CHANGE = {
     "vllm_command",
 }
 # What a checkpoint's JSON has of the state, beside the run's origin.
-SAVED = (
-    *("best_accuracy", "best_step", "skipped_total", "consecutive_skips"),
-    *("last_finite", "lr_scale", "kl_weight"),
-)
+SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_weight"),)
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class TrainingState:
     base_hash: str
     kl_weight: float = 0.0  # changes where the run has a target
     distributed: Distributed = field(default_factory=Distributed)
-    best_accuracy: float = -1.0
-    best_step: int | None = None
+    validations: Validations = field(default_factory=Validations)
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     consecutive_skips: int = 0
@@ -114,10 +112,10 @@ class TrainingState:
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
-            # Adapter, best adapter and two moments; beside those kept, one that is protected and
-            # the one that is being written.
+            # Adapter, best adapter and two moments; beside those kept, one that is protected, the
+            # one that is being written, and the exported best and last.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
-            check_space("--run-dir", run.path, (config.keep_checkpoints + 2) * size + LOG_BYTES)
+            check_space("--run-dir", run.path, (config.keep_checkpoints + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
         data = {
@@ -125,6 +123,8 @@ class TrainingState:
             for split, listed in (("training", problems), ("validation", eval_problems))
         }
         self.origin = run_origin(to_dict(config), self.base_hash, start_weights, **data)
+        if eval_problems:
+            self.validations.data = f"{data['validation']}, {config.reward}"
         self._compare_origins()
         if config.resume:
             step = self.restore(run, to_dict(type(config)()))
@@ -222,16 +222,25 @@ class TrainingState:
         if kl is not None and target is not None:
             self.kl_weight *= 1 + 0.1 * min(0.2, max(-0.2, kl / target - 1))
 
-    def keep_if_best(self, accuracy: float, step: int) -> None:
-        """Remember the adapter as it is, if no earlier one did better; of equals the later."""
-        if accuracy >= self.best_accuracy:
-            self.best_accuracy, self.best_step = accuracy, step
+    def brake(self, step: int) -> str:
+        """Return why the run is to end with this step, and say it: see `Validations.fall`."""
+        fall = self.validations.fall()
+        if fall:
+            terminal.line(
+                f"stopped after step {step}: {fall}; see what the reward prefers (samples.jsonl), "
+                "or lower --learning-rate"
+            )
+        return fall
+
+    def keep_validation(self, step: int, scores: Scores) -> None:
+        """Record what a validation found, and remember the adapter if no earlier one was better."""
+        if self.validations.add(step, scores):
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
-    def load_best(self) -> None:
-        """Put the best adapter's tensors on the model; the present ones where none was kept."""
-        for name, tensor in self.best.items():
+    def put_on_model(self, adapter: Mapping[str, Tensor]) -> None:
+        """Train from here on, and sample, with these tensors, named as those of `adapter`."""
+        for name, tensor in adapter.items():
             self.adapter[name].copy_(tensor)
         self.weights.copy_to_model()
 
@@ -242,6 +251,7 @@ class TrainingState:
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
+        state["validations"] = self.validations.to_dict()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
@@ -273,10 +283,22 @@ class TrainingState:
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted
         self._load(tensors)
+        self._restore_validations(tensors, state)
+        return state["step"]
+
+    def _restore_validations(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Take the validations of a checkpoint and its best adapter over, where what is validated
+        now can be compared with them; a run that validates nothing any more keeps them."""
+        saved = Validations.from_dict(state.get("validations", {}))
+        now = self.validations
+        if now.data and (saved.data, saved.measure) != (now.data, now.measure):
+            if saved.count or "validations" not in state:
+                terminal.line("what was validated before is not compared with what is from now on")
+            return
+        self.validations = saved
         self.best = {
             k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
         }
-        return state["step"]
 
     def _load_checkpoint(
         self, run: RunDirectory, **options: Any

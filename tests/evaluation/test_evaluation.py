@@ -279,11 +279,21 @@ def test_learning_curves_show_what_was_measured_from_zero_on(tmp_path, monkeypat
         for s in range(3)
     ]
     rows[0]["eval/start_accuracy"], rows[2]["eval/accuracy"] = 0.25, 0.5
+    for name, bounds in {"start_accuracy": (0.1, 0.3), "accuracy": (0.4, 0.7)}.items():
+        row = rows[0 if "start" in name else 2]
+        row |= {f"eval/{name}_{end}": v for end, v in zip(("low", "high"), bounds, strict=True)}
     learning_curves(rows, tmp_path / "curves.png", "a run")
     panels = [axes for axes in figures[0].axes if axes.axison]
     titles = [axes.get_title(loc="left").split(",")[0] for axes in panels]
-    assert titles == ["validation accuracy", "completion length", "completions cut off"]
-    assert [axes.get_ylim() for axes in panels] == [(0, 54), (0, pytest.approx(34.56)), (0, 5)]
+    assert titles == ["validation with 95 % interval", "completion length", "completions cut off"]
+    (band,) = panels[0].collections
+    corners = {tuple(map(round, point)) for point in band.get_paths()[0].vertices}
+    assert corners == {(0, 10), (0, 30), (3, 40), (3, 70)}
+    assert [axes.get_ylim() for axes in panels] == [
+        (0, pytest.approx(75.6)),
+        (0, pytest.approx(34.56)),
+        (0, 5),
+    ]
     assert panels[0].lines[0].get_xydata().tolist() == [[0, 25], [3, 50]]
 
 

@@ -12,6 +12,8 @@ from rlm.evaluation.statistics import (
     paired_bootstrap,
     pass_at_k,
     summarize_scores,
+    t_interval,
+    t_quantile,
     wilson_interval,
 )
 
@@ -34,6 +36,27 @@ def test_wilson_interval(correct, total, low, high):
     assert wilson_interval(correct, total) == pytest.approx((low, high), abs=2e-5)
     for n in (1, 2, 7, total, 1319):  # no rounding past what a share can be
         assert (wilson_interval(0, n)[0], wilson_interval(n, n)[1]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("p", "df", "t"),
+    [
+        # Fisher's table, as every textbook prints it; df 1 is Cauchy's tan(π (p - 1/2)).
+        (0.975, 1, 12.7062), (0.975, 2, 4.3027), (0.975, 5, 2.5706), (0.975, 30, 2.0423),
+        (0.995, 5, 4.0321), (0.9, 4, 1.5332), (0.975, 1000, 1.9623), (0.5, 7, 0.0),
+    ],
+)  # fmt: skip
+def test_quantiles_of_t(p, df, t):
+    assert t_quantile(p, df) == pytest.approx(t, abs=5e-5)
+
+
+def test_t_interval():
+    """1, 2, 3: mean 2, s = 1, so 2 ± 4.3027 / √3; a single value says nothing of the others."""
+    assert t_interval([1, 2, 3]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert t_interval([1, 2, 3], 0.8)[0] > t_interval([1, 2, 3])[0]
+    assert t_interval([4.0]) == (-np.inf, np.inf)
+    with pytest.raises(ValueError, match="no quantile"):
+        t_quantile(0.4, 3)
 
 
 @pytest.mark.parametrize(("correct", "total"), [(0, 0), (3, 2), (-1, 2)])

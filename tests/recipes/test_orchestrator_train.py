@@ -235,7 +235,8 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
     graphs = [LEAKING, Graph.chain("solve", "gold"), LEAKING]
     runs = [Trajectory(PROBLEMS[0], graph, replies=replies) for graph in graphs]
     monkeypatch.setattr(trainer.orchestrator, "solve", lambda *_, **__: runs)
-    assert trainer.count_correct(PROBLEMS[:3], lambda: None) == (1 if zero_leaks else 3)
+    found = trainer.validation_scores(PROBLEMS[:3], 1, lambda: None)
+    assert found == {"accuracy": [0.0, 1.0, 0.0] if zero_leaks else [1.0] * 3}
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
@@ -260,7 +261,8 @@ def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, 
 
     down = ScriptedLLM(lambda call: Reply("", error="out of order"))
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start), down)
-    assert trainer.count_correct(PROBLEMS[:4], lambda: None) == 0
+    found = trainer.validation_scores(PROBLEMS[:4], 1, lambda: None)
+    assert found == {"accuracy": [0.0] * 4}
     assert "problems count as unsolved: the agents' server failed" in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
         train(options(base, tmp_path, "broken", sft_adapter=start), ScriptedLLM(broken))
@@ -272,6 +274,7 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
     assert {file.name for file in config.run_dir.iterdir()} == {
         "config.json", "metrics.jsonl", "train_logs.csv", "samples.jsonl", "rollouts.jsonl",
         "curves.png", "checkpoints", "adapters_lora", "summary.json", ".lock",
+        "adapter_best", "adapter_last",
     }  # fmt: skip
     rows = list(csv.DictReader((config.run_dir / "train_logs.csv").open()))
     assert list(rows[0]) == list(LOGS)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlm.training.logprobs
 import rlm.training.sft
+import train_grpo
 import train_sft
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
@@ -27,6 +29,7 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
+from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import pack_examples, to_example
 from tests.test_scripts import DATA, run
 from tests.test_train_grpo import CPU, a_start_adapter, a_trainer
@@ -142,6 +145,62 @@ def sft(model_dir, tmp_path):
         )  # fmt: skip
 
     return start
+
+
+def own_file(path, rows, solved):
+    """A file of the user's own, in which the first rows have a solution."""
+    lines = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(rows)]
+    lines = [{**row, "solution": f"so {row['answer']}"} if i < solved else row
+             for i, row in enumerate(lines)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "said"),
+    [
+        ((), "20 of 16 examples, 20 passes (--epochs)", None),
+        (("--epochs", 2), "2 of 16 examples, 2 passes", "warning: 2 steps, which teaches little: "
+         "type --epochs 20"),
+    ],
+)  # fmt: skip
+def test_a_dozen_solutions_of_ones_own_are_enough(
+    model_dir, tmp_path, monkeypatch, capsys, more, steps, said
+):
+    """The rest of the file is for stage 2, whose command is printed so that it works as it is."""
+    monkeypatch.chdir(tmp_path)
+    own_file(tmp_path / "my sums.jsonl", 30, 13)
+    argv = ("--model", model_dir, "--dataset", "my sums.jsonl", "--output", "sft", *more)
+    assert run(train_sft, *argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"1\d of 27 problems have no solution: SFT learns from the other 1\d\n", out)
+    assert f"steps: {steps}" in out
+    assert (said or "done") in out
+    assert ("warning" in out) == (said is not None)
+    recorded = history(tmp_path / "sft")
+    assert recorded["step"] == recorded["config"]["epochs"] == int(steps.split()[0])
+    command = re.search(r"next: python train_grpo.py (.*)\n", out)[1]
+    assert command == "--sft-adapter sft --dataset 'my sums.jsonl'"
+    tiny = ("--steps", 1, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4)
+    assert run(train_grpo, *shlex.split(command), *tiny, "--eval-samples", 0) == 0
+
+
+def test_a_file_without_solutions_is_refused(model_dir, tmp_path, capsys):
+    file = own_file(tmp_path / "mine.jsonl", 30, 0)
+    argv = ("--model", model_dir, "--dataset", file, "--output", tmp_path / "sft")
+    assert run(train_sft, *argv) == 2
+    error = capsys.readouterr().err
+    assert "none of 27 problems has a solution to learn from; write a `solution`" in error
+
+
+@pytest.mark.parametrize(
+    ("dataset", "examples", "epochs"),
+    [("mine.jsonl", 11, 20), ("mine.jsonl", 300, 2), ("mine.jsonl", 400, 1), ("gsm8k", 11, 1)],
+)
+def test_passes_over_a_small_file(dataset, examples, epochs):
+    """16 examples a step: 1, 19 and 25 steps a pass."""
+    assert SFTConfig(dataset=dataset).epochs_for(examples) == epochs
+    assert SFTConfig(dataset=dataset, epochs=3).epochs_for(examples) == 3
 
 
 def history(folder):

@@ -1,0 +1,257 @@
+"""Chooses the step of a GRPO run that is exported, by a paired interval over validation problems.
+
+The best of several validations looks better than it is: on six problems chance alone moves the mean
+by tens of points. So the last step is exported, unless the best is ahead of it beyond chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlm.evaluation import t_interval
+
+CONFIDENCE = 0.95
+# Even if all of them agree, fewer problems are no evidence: a sign test of 5 has p = 2 / 2⁵ > 0.05.
+MIN_PROBLEMS = 6
+Scores = Sequence[float | None]  # of each problem the mean of its completions; None: no verdict
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What the adapter scored after `step` steps, on each of the problems in their order."""
+
+    step: int
+    scores: Scores
+
+    @property
+    def mean(self) -> float:
+        """Mean over the problems that have a score; 0 if none has."""
+        scores = [score for score in self.scores if score is not None]
+        return sum(scores) / len(scores) if scores else 0.0
+
+    def summary(self, measure: str) -> dict[str, float]:
+        """Return mean, low and high; the interval of an accuracy stays in 0…1."""
+        scores = [score for score in self.scores if score is not None]
+        low, high = t_interval(scores) if scores else (-math.inf, math.inf)
+        if measure == "accuracy":
+            low, high = max(0.0, low), min(1.0, high)
+        return {"mean": self.mean, "low": low, "high": high}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How far one validation is ahead of another: mean of the differences, and its interval.
+
+    comparisons: of how many the other is the best.
+    """
+
+    mean: float
+    low: float
+    high: float
+    comparisons: int = 1
+
+
+def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
+    """Compare two validations problem by problem.
+
+    Args:
+        comparisons: of how many `after` is the best, which is ahead by chance already: the
+            interval is widened so that it would hold for all of them (Bonferroni).
+    """
+    pairs = zip(before.scores, after.scores, strict=True)
+    differences = [b - a for a, b in pairs if a is not None and b is not None]
+    mean = sum(differences) / max(1, len(differences))
+    if len(differences) < MIN_PROBLEMS:
+        return Gain(mean, -math.inf, math.inf, comparisons)
+    interval = t_interval(differences, 1 - (1 - CONFIDENCE) / comparisons)
+    return Gain(mean, *interval, comparisons)
+
+
+@dataclass
+class Validations:
+    """The validations of a run that a choice needs: the start's, the best and the last.
+
+    measure: of what the scores are the mean, "accuracy" or "reward".
+    data: identifies the problems and the reward; "": there is nothing to validate on.
+    count: how many there were, the start's included.
+    """
+
+    measure: str = "accuracy"
+    data: str = ""
+    count: int = 0
+    start: Validation | None = None
+    best: Validation | None = None
+    last: Validation | None = None
+    # Of the verdict, whatever the measure is.
+    start_accuracy: Validation | None = None
+    last_accuracy: Validation | None = None
+
+    def add_accuracy(self, step: int, scores: Scores) -> None:
+        """Record the accuracy of a validation, which `fall` compares with the start's."""
+        self.last_accuracy = Validation(step, list(scores))
+        if step == 0:
+            self.start_accuracy = self.last_accuracy
+
+    def fall(self) -> str:
+        """Say how far the accuracy is below the start's; "" if that may be chance, or if the
+        measure has risen beyond chance: then a reward is worth its price.
+
+        A reward that says nothing of the answers ruins a model, and its own mean does not show it.
+        """
+        if not (self.start_accuracy and self.last_accuracy and self.start and self.last):
+            return ""
+        looks = max(1, self.count - 1)
+        lost = gain(self.start_accuracy, self.last_accuracy, looks)
+        if lost.high >= 0 or gain(self.start, self.last).low > 0:
+            return ""
+        return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
+
+    def add(self, step: int, scores: Scores) -> bool:
+        """Record a validation; return whether it is the best so far (of equals the later)."""
+        self.last, self.count = Validation(step, list(scores)), self.count + 1
+        if step == 0:
+            self.start = self.last
+        is_best = self.best is None or self.last.mean >= self.best.mean
+        if is_best:
+            self.best = self.last
+        return is_best
+
+    def summary(self, completions: int) -> dict[str, Any] | None:
+        """Return what run.json says of them: each with its interval, and how far it is ahead of the
+        start; None without any.
+
+        Args:
+            completions: of each problem.
+        """
+        if self.start is None or self.best is None or self.last is None:
+            return None
+        said: dict[str, Any] = {"measure": self.measure, "completions": completions}
+        for name, one in {"start": self.start, "best": self.best, "last": self.last}.items():
+            said[name] = {"step": one.step, **_finite(one.summary(self.measure))}
+        tried = max(1, self.count - 1)
+        gains = {"best": gain(self.start, self.best, tried), "last": gain(self.start, self.last)}
+        return said | {f"{name}_gain": _finite(asdict(one)) for name, one in gains.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON holds of it; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Validations:
+        names = ("start", "best", "last", "start_accuracy", "last_accuracy")
+        kept = {name: values.get(name) and Validation(**values[name]) for name in names}
+        return cls(**{**values, **kept})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which adapter is exported, `best` or `last`, of which step, and why in one line."""
+
+    name: str
+    step: int
+    reason: str
+
+
+def choose_export(
+    validations: Validations, last_step: int, asked: str = "auto", stopped: str = ""
+) -> Choice:
+    """Choose between the best validated step and the last one.
+
+    Args:
+        last_step: steps that were run.
+        asked: as --export says; "auto" takes the best only where its lead has an interval above
+            zero.
+        stopped: why the run was ended early, if the weights of its last step are not to be
+            trusted: then "auto" takes the best.
+    """
+    best, last = validations.best, validations.last
+    the_last = f"the last step, {last_step}"
+    if best is None or last is None:
+        return Choice("last", last_step, f"{the_last}: nothing was validated")
+    named = f"step {best.step}" if best.step else "the start"
+    if last.step != last_step:  # resumed without validation problems
+        if asked == "best":
+            return Choice("best", best.step, f"{named}: --export best")
+        return Choice("last", last_step, f"{the_last}: it was not validated")
+    if best.step == last_step:
+        return Choice("last", last_step, f"{the_last}: it is the best, too")
+    lead = gain(last, best, validations.count - 1)  # the best of all but the last
+    by, is_sure = describe(lead, validations.measure), lead.low > 0
+    if asked == "best" or (asked == "auto" and (stopped or is_sure)):
+        why = "more than chance" if best.step else "no step was better; try a lower --learning-rate"
+        why = "--export best" if asked == "best" else stopped or why
+        return Choice("best", best.step, f"{named}: ahead of {the_last}, by {by}; {why}")
+    why = "which may be chance"
+    if asked == "last":
+        why = "--export last"
+    elif math.isinf(lead.low):
+        why = f"fewer than {MIN_PROBLEMS} problems decide nothing"
+    return Choice("last", last_step, f"{the_last}: {named} was ahead by {by}; {why}")
+
+
+def describe_mean(mean: float, measure: str) -> str:
+    """Write a mean, an accuracy's in per cent.
+
+    >>> describe_mean(0.5, "accuracy"), describe_mean(-1, "reward")
+    ('50.0%', '-1.000')
+    """
+    return f"{mean:.1%}" if measure == "accuracy" else f"{mean:.3f}"
+
+
+def sample_count(completions: int, problems: int) -> str:
+    """Say how large a validation is.
+
+    >>> sample_count(1, 50)
+    '1 completion of each of 50 problems'
+    """
+    return f"{completions} completion{'s' * (completions > 1)} of each of {problems} problems"
+
+
+def describe(gain: Gain, measure: str) -> str:
+    """Write a gain with its interval, an accuracy's in points.
+
+    >>> describe(Gain(0.07, 0.015, 0.125), "accuracy"), describe(Gain(0.25, -0.5, 1.0), "reward")
+    ('+7.0 points (95 % interval +1.5 to +12.5)', '+0.250 (95 % interval -0.500 to +1.000)')
+    """
+    scale, digits, unit = (100, 1, " points") if measure == "accuracy" else (1, 3, "")
+    mean, low, high = (f"{scale * x:+.{digits}f}" for x in (gain.mean, gain.low, gain.high))
+    of = f", best of {gain.comparisons}" if gain.comparisons > 1 else ""
+    interval = f"95 % interval {low} to {high}" if gain.low > -math.inf else "no interval"
+    return f"{mean}{unit} ({interval}{of})"
+
+
+def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the closing lines of a run: start, best and last, the gains, what was exported.
+
+    Args:
+        summary: of `export_run`.
+    """
+    said = summary["validation"]
+    if said is None:
+        return {"validation": "not measured", "exported": summary["reason"]}
+    measure = said["measure"]
+
+    def text(name: str) -> str:
+        one = said[name]
+        at = f" (step {one['step']})" if one["step"] else ""
+        return f"{name} {describe_mean(one['mean'], measure)}{at}"
+
+    def gained(name: str) -> str:
+        known = {k: v for k, v in said[f"{name}_gain"].items() if v is not None}
+        return f"{name} {describe(Gain(**{'low': -math.inf, 'high': math.inf} | known), measure)}"
+
+    names = ["last"] if said["best"]["step"] in (0, said["last"]["step"]) else ["best", "last"]
+    samples = sample_count(said["completions"], summary["validated_on"])
+    return {
+        f"validation {measure}": f"{', '.join(map(text, ('start', 'best', 'last')))}; {samples}",
+        "against the start": ", ".join(map(gained, names)),
+        "exported": summary["reason"],
+    }
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Return None for what JSON cannot hold."""
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
