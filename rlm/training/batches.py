@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -163,7 +163,7 @@ def make_rollouts(
     masked = [config.mask_truncated and row[2].truncated for row in rows]
     lengths = [0 if out else row[2].own_tokens for row, out in zip(rows, masked, strict=True)]
     weights = row_weights(lengths, config.aggregation, config.fixed_length_normalizer)
-    return [
+    rollouts = [
         Rollout(
             problem, prompt, drawn.token_ids, advantage, weight, drawn.logprobs, drawn.tool_mask
         )
@@ -172,6 +172,19 @@ def make_rollouts(
         )
         if (config.kl_weight > 0 or advantage != 0) and length
     ]
+    return merge_copies(rollouts) if config.distinct else rollouts
+
+
+def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Compute equal completions of a problem, with equal advantages, once, with all their weight:
+    the same loss, for less."""
+    merged: dict[tuple[int, float, tuple[int, ...]], Rollout] = {}
+    for rollout in rollouts:
+        key = (rollout.problem, rollout.advantage, tuple(rollout.completion))
+        known = merged.get(key)
+        total = rollout.weight + (known.weight if known else 0.0)
+        merged[key] = replace(known or rollout, weight=total)
+    return list(merged.values())
 
 
 def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:

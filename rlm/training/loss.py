@@ -113,6 +113,7 @@ def policy_loss(
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
     low = ((rho < lowest) & (advantage < 0)) * mask
-    high = ((rho > highest) & (advantage > 0)) * mask
+    bounded = advantage < 0 if algorithm.objective == "tapered" else advantage > 0
+    high = ((rho > highest) & bounded) * mask
     sums = (policy, kl, kl_total, low.sum(), high.sum())
     return loss, LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))

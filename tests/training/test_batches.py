@@ -255,6 +255,18 @@ def place_of(groups, rollout):
     return sampled.index(rollout.sampler_logprobs)
 
 
+def test_equal_completions_are_computed_once():
+    """Three bad copies and a good one: the loss is that of four rollouts, of two rows."""
+    group = a_group([9], [1, 2], [1, 2], [1, 2], [3], [1, 2])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0]])
+    advantages = group_advantages(rewards, "share", 0.25)
+    rows = rollouts_of([group], advantages.tolist(), algorithm="topr")
+    found = sorted((list(row.completion), round(row.advantage, 4), row.weight) for row in rows)
+    assert [(ids, a) for ids, a, _ in found] == [([1, 2], -0.4167), ([1, 2], 2.5), ([3], 2.5)]
+    assert [weight for *_, weight in found] == pytest.approx([3 / 10, 1 / 10, 1 / 5])
+    assert len(rollouts_of([group], advantages.tolist(), algorithm="topr", distinct=False)) == 5
+
+
 def test_copies_of_a_good_completion_lose_their_verdict():
     groups, _ = random_step()
     found = without_copies(groups, REWARDS)
