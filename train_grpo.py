@@ -67,21 +67,21 @@ from rlm.training import (
     load_data,
     load_policy,
     log_step,
-    make_rollouts,
     make_sampler,
     mean_metrics,
+    mini_batches,
     open_run,
     ordered_gradients,
     overlong_penalties,
     policy_loss,
     prepare_run,
-    reference_logprobs,
     repeat_if_out_of_memory,
     resolve_start,
     reward_tensor,
     rollout_seeds,
     run_doctor,
     run_plan,
+    set_constant_logprobs,
     shard_rollouts,
     split_rollouts,
     step_metrics,
@@ -91,6 +91,7 @@ from rlm.training import (
     use_fused_layers,
     validate,
     validation_scores,
+    without_copies,
 )
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class GRPOTrainer:
         self.run = run = open_run(self)
         with run, closing(self.sampler):  # from here on a signal waits for the end of a step
             first_step, start_metrics = begin_run(self, problems, eval_problems)
+            fall = ""
             for step in range(first_step, config.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -183,14 +185,17 @@ class GRPOTrainer:
                 # 3. compare, inside each group
                 rewards = reward_tensor(groups)  # (P, G), as the verifier gave them
                 penalties = overlong_penalties(groups, config)  # (P, G)
-                advantages = group_advantages(rewards + penalties, algorithm.scale_by_std)
+                scored = rewards + penalties
+                if algorithm.distinct:
+                    scored = without_copies(groups, scored)
+                advantages = group_advantages(scored, *algorithm.scaling)
                 kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
                 advantages[~kept] = 0.0  # replaced groups: the log is to say so
 
-                # 4. learn from the rollouts whose loss is not exactly zero
-                rollouts = make_rollouts(groups, advantages, kept, config)
+                # 4. learn from the rollouts whose loss is not exactly zero: an update a mini-batch
+                batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
-                    learn_metrics = repeat_if_out_of_memory(self, self._learn, rollouts, step)
+                    learn_metrics = repeat_if_out_of_memory(self, self._learn, batches, step)
                 self.state.restore_if_diverged(run, step)
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
@@ -199,12 +204,13 @@ class GRPOTrainer:
                 if control.should_evaluate:
                     metrics |= validate(self, eval_problems, step + 1)
                 self.log(metrics, groups, advantages)
-                if control.should_save:
+                fall = self.state.brake(step + 1) if control.should_evaluate else ""
+                if control.should_save or fall:
                     self.state.save(run, step + 1, keep=config.keep_checkpoints)
-                if control.should_stop:
+                if control.should_stop or fall:
                     break
                 run.raise_if_interrupted(control.interrupted)
-            return export_run(self, len(eval_problems))
+            return export_run(self, len(eval_problems), fall)
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
@@ -237,38 +243,42 @@ class GRPOTrainer:
         self.sampler.release()  # its memory is for learning now
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
-    def _learn(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-        """Make `updates_per_batch` passes over the rollouts, one optimizer update each."""
-        config, algorithm, metrics = self.config, self.config.resolved_algorithm, LearnMetrics()
+    def _learn(self, batches: Sequence[Sequence[Rollout]], step: int) -> dict[str, float]:
+        """Make `updates_per_batch` passes over the mini-batches, an optimizer update for each."""
+        config, algorithm = self.config, self.config.resolved_algorithm
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
-        lr = self.state.lr_scale * config.learning_rate_at(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        micro_batches = split_rollouts(self, shard_rollouts(rollouts, self.distributed))
-        for micro in micro_batches if config.kl_weight else ():
-            micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
+        updates = [split_rollouts(self, shard_rollouts(b, self.distributed)) for b in batches]
+        metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
+        differs = set_constant_logprobs(self, updates)
 
         def forward(micro: MicroBatch) -> tuple:
             logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
             if micro.old_logprobs is None:  # first update: the current ones are the old ones
                 micro.old_logprobs = logprobs.detach()
-            differs = not self.sampler.matches_trainer  # from the model that computes these
             loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
             return micro, loss, logprobs.detach(), entropy, sums
 
         losses = self.ordered.losses if self.ordered else map
-        for update in range(config.updates_per_batch if rollouts else 0):
+        lr = self._set_learning_rate(step)
+        for update, micro_batches in enumerate(updates * config.updates_per_batch):
+            lr = self._set_learning_rate(step + update / count)
             for micro, loss, *measured in losses(forward, micro_batches):
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
                 metrics.add(update, micro, *measured)
-            metrics.grad_norm = self._optimizer_step()
-            if not math.isfinite(metrics.grad_norm):
+            metrics.grad_norms.append(self._optimizer_step())
+            if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are as before, another pass would give the same
         self.sampler.invalidate_weights()
         release_memory()  # the sampler's turn
         learned = metrics.as_dict(self.distributed)
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
+
+    def _set_learning_rate(self, step: float) -> float:
+        lr = self.state.lr_scale * self.config.learning_rate_at(step, self.state.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""

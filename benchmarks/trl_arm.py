@@ -113,7 +113,7 @@ def train(
     policy, tokenizer = load_policy(config, settings["attn"])
     optimizer = torch.optim.AdamW(adapter_tensors(policy).values(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: config.learning_rate_at(step) / rate
+        optimizer, lambda step: config.learning_rate_at(step, step) / rate
     )
     trainer = TimedTrainer(
         Clock(config.run_dir / STEPS),

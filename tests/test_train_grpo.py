@@ -23,6 +23,7 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
+from rlm.training import logprobs
 from rlm.training import metrics as report
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
@@ -149,7 +150,7 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     trainer.train(PROBLEMS)
     rates, decays, norms = zip(*stepped, strict=True)
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0075])
-    assert rates == pytest.approx([config.learning_rate_at(step) for step in range(4)])
+    assert rates == pytest.approx([config.learning_rate_at(step, step) for step in range(4)])
     assert decays == (0.3,) * 4
     assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
     assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates)
@@ -306,6 +307,31 @@ def test_best_and_last_are_kept_and_survive_a_resume(model_dir, tmp_path, monkey
     assert not list(config.run_dir.glob("*.prev"))
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "topr"])
+def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
+    model_dir, tmp_path, monkeypatch, algorithm
+):
+    options = {"algorithm": algorithm, "mini_batch_size": 1, "warmup_steps": 5}
+    whole = a_config(tmp_path, "whole", **options)
+    train(model_dir, whole)
+    norms = torch.nn.utils.clip_grad_norm_
+    calls = iter(range(99))
+
+    def power_cut(*arguments):
+        if next(calls) == 5:  # of at most 4 updates a step
+            raise ConnectionResetError
+        return norms(*arguments)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", power_cut)
+    with pytest.raises(ConnectionResetError):
+        train(model_dir, a_config(tmp_path, "cut", **options))
+    resumed = a_config(tmp_path, "cut", resume=True, **options)
+    train(model_dir, resumed)
+    assert without_clock(rows(resumed)) == without_clock(rows(whole))
+    one, two = (load_file(c.output / "adapter_model.safetensors") for c in (whole, resumed))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
 def test_other_validation_problems_begin_a_new_comparison(model_dir, tmp_path, monkeypatch, capsys):
     """Scores of other problems cannot be paired with those that were kept."""
     scripted(monkeypatch, 3, 9, 2, 5, 4)
@@ -319,7 +345,7 @@ def test_other_validation_problems_begin_a_new_comparison(model_dir, tmp_path, m
 
 
 def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, monkeypatch):
-    scripted(monkeypatch, 20, 2, 1)
+    scripted(monkeypatch, 20, 19, 1)
     config = a_config(tmp_path, steps=2, eval_every=1)
     trainer = a_trainer(model_dir, config)
     start = {name: tensor.clone() for name, tensor in trainer.adapter.items()}
@@ -327,6 +353,34 @@ def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, mo
     assert (summary["step"], summary["accuracy"]) == (0, 1.0)
     assert "the start: ahead of the last step, 2, by +0.950 (" in summary["reason"]
     assert all(torch.equal(t, start[name]) for name, t in trainer.adapter.items())
+
+
+def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypatch, capsys):
+    """By the accuracy, where the reward says nothing; a reward that rises is worth a fall."""
+
+    def train_to(name, accuracies, rewards):
+        left = iter(list(zip(accuracies, rewards, strict=True)))
+
+        def scores(self, problems, k, advance):
+            right, liked = next(left)
+            return {
+                kind: [float(i < count) for i in range(len(problems))]
+                for kind, count in {"accuracy": right, "reward": liked}.items()
+            }
+
+        monkeypatch.setattr(GRPOTrainer, "validation_scores", scores)
+        config = a_config(tmp_path, name, steps=3, eval_every=1, save_every=0)
+        _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:20])
+        assert (config.run_dir / f"checkpoints/step_00000{summary['steps_run']}").exists()
+        return summary["steps_run"], summary["step"]
+
+    assert train_to("noise", [12, 11, 3], [10, 10, 10]) == (2, 2)  # its own mean says no step
+    said = capsys.readouterr().out
+    assert "stopped after step 2: the accuracy fell by -45.0 points (95 % interval -7" in said
+    assert train_to("both", [12, 11, 3], [10, 9, 3]) == (2, 0)  # the start is exported
+    assert train_to("another aim", [12, 8, 3, 2], [3, 12, 15, 17]) == (3, 3)
+    assert train_to("honest", [3, 4, 2, 5], [3, 4, 2, 5]) == (3, 3)
+    assert "stopped after step" not in capsys.readouterr().out.split("another aim")[-1]
 
 
 def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
@@ -355,15 +409,18 @@ def test_few_validation_problems_have_many_completions(problems, given, samples)
 def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeypatch, kl_weight):
     calls = {"token_logprobs": 0, "reference_logprobs": 0, "policy_loss": 0}
 
-    def count(name, function):
+    def count(module, name):
+        function = getattr(module, name)
+
         def counted(*arguments, **options):
             calls[name] += 1
             return function(*arguments, **options)
 
-        monkeypatch.setattr(train_grpo, name, counted)
+        monkeypatch.setattr(module, name, counted)
 
-    for name in calls:
-        count(name, getattr(train_grpo, name))
+    for name in ("token_logprobs", "policy_loss"):
+        count(train_grpo, name)
+    count(logprobs, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
     batches = calls["policy_loss"] // 2  # an update; the reference is scored in the first alone
     assert batches
@@ -625,7 +682,7 @@ def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tm
 )
 def test_learning_rate_schedules(schedule, rates):
     config = GRPOConfig(steps=6, warmup_steps=2, learning_rate=1.0, lr_schedule=schedule)
-    assert [config.learning_rate_at(s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
+    assert [config.learning_rate_at(s, s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
 
 
 def test_passes_over_the_problems_become_steps(model_dir, tmp_path, capsys):
@@ -780,6 +837,15 @@ def no_signal_for_odd_problems(prompts, completions, **_):
 REWARDS = {
     "even": lambda completions, **_: likes_letters(completions),
     "uneven": no_signal_for_odd_problems,
+    "mini": no_signal_for_odd_problems,
+    "mini KL": lambda completions, **_: likes_letters(completions),
+}
+
+
+OPTIONS = {
+    "uneven": {"algorithm": "dapo"},
+    "mini": {"algorithm": "topr", "mini_batch_size": 2, "learning_rate": 1e-3},
+    "mini KL": {"algorithm": "grpo", "mini_batch_size": 3, "kl_weight": 0.1},
 }
 
 
@@ -787,7 +853,7 @@ def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     """Uneven: one process has no signal, so with dynamic sampling both must agree to refill, and
     none of the validation problems."""
     options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
-    options |= {"algorithm": "dapo"} if kind == "uneven" else {}
+    options |= OPTIONS.get(kind, {})
     config = a_config(folder, name, **options)
     train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
 

@@ -33,8 +33,23 @@ class Arm(NamedTuple):
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
     rounds: int = 1  # of rejection sampling: each draws with what the one before has learned
     solvable: bool = False  # GRPO takes the problems that the start solves at times
+    flipped: float = 0.0  # share of the verdicts that are turned round
+    golds: str = ""  # "shuffled": each problem has another one's
+    reward: str = ""  # "random": a coin decides
+    braked: bool = False  # GRPO validates on the way, and stops where the accuracy falls
 
 
+# The learning half of the trials: as many completions, 10 larger steps, an update every two groups.
+MINI_BATCHES: dict[str, Any] = {
+    "steps": 10,
+    "batch_size": 32,
+    "mini_batch_size": 4,  # of which two have a signal
+    "learning_rate": 3e-4,
+    "warmup_steps": 5,
+}
+TOPR = MINI_BATCHES | {"algorithm": "topr", "mini_batch_size": 2}
+BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps, validation problems
+FLIPPED = (0.05, 0.1, 0.2, 0.5)
 START = "sft"
 OURS = "grpo"
 # DAPO's share of the problems of a step: it draws others for groups without a difference, four in
@@ -51,8 +66,10 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
         "rejection sampling in 3 rounds", "rejection", (START, OURS), "rival", rounds=3
     ),
     "harvest": Arm("SFT on GRPO's right completions", "harvest", (START, OURS), "rival"),
-    "random_reward": Arm("control: random reward", "grpo", (START,), "control"),
-    "shuffled_golds": Arm("control: shuffled reference answers", "grpo", (START,), "control"),
+    "random_reward": Arm("control: random reward", "grpo", (START,), "control", reward="random"),
+    "shuffled_golds": Arm(
+        "control: shuffled reference answers", "grpo", (START,), "control", golds="shuffled"
+    ),
     "rate_zero": Arm(
         "control: learning rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}
     ),
@@ -97,9 +114,43 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "solvable": Arm(
         "GRPO, problems solved at times", "grpo", (START, OURS), "choice", solvable=True
     ),
+    "topr": Arm("TOPR in mini-batches", "grpo", (START,), "choice", TOPR),
+    "topr_random_reward": Arm(
+        "TOPR, control: random reward",
+        "grpo",
+        (START,),
+        "choice",
+        TOPR,
+        reward="random",
+        braked=True,
+    ),
+    "topr_shuffled_golds": Arm(
+        "TOPR, control: shuffled reference answers",
+        "grpo",
+        (START,),
+        "choice",
+        TOPR,
+        golds="shuffled",
+        braked=True,
+    ),
+    "topr_braked": Arm("TOPR with the brake", "grpo", (START,), "choice", TOPR, braked=True),
+    "topr_rate_zero": Arm(
+        "TOPR, control: learning rate 0",
+        "grpo",
+        (START,),
+        "choice",
+        TOPR | {"learning_rate": 0.0},
+    ),
+    "mini_batches": Arm("GRPO in mini-batches", "grpo", (START,), "choice", MINI_BATCHES),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
+for share in FLIPPED:
+    title = f"{share:.0%} of the verdicts turned round".replace("%", " %")
+    ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
+    ARMS[f"topr_flipped_{share}"] = Arm(
+        f"TOPR, {title}", "grpo", (START,), "choice", TOPR, flipped=share, braked=True
+    )
 
 
 class Cell(NamedTuple):
@@ -235,6 +286,7 @@ class EvidenceConfig:
             "group_size": self.group_size,
             "max_new_tokens": self.max_new_tokens,
             "max_num_seqs": self.batch_size * self.group_size,
+            "algorithm": "grpo",
             "learning_rate": self.learning_rate,
             "eval_every": 0,
             "save_every": self.curve_every,
@@ -244,6 +296,8 @@ class EvidenceConfig:
             "run_dir": folder / "train",
             "output": folder / "adapter",
         }
+        if ARMS[cell.arm].braked:
+            options |= {"eval_every": BRAKE_EVERY, "eval_samples": BRAKE_PROBLEMS}
         config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
         if config.resolved_algorithm.dynamic_sampling:
             return replace(config, batch_size=max(1, round(DYNAMIC_SHARE * self.batch_size)))

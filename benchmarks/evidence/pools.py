@@ -85,14 +85,19 @@ def pools(config: EvidenceConfig, seed: int) -> Pools:
         more = made("train", wanted + config.solved, seed + 1000, TAUGHT)
         known = [problem for problem in more if problem.question not in shown]
         practice = [problem for pair in zip(new, known, strict=False) for problem in pair][:wanted]
-        validation = made("validation", config.curve_problems, 0, TAUGHT + PRACTISED)
     else:
         check_gsm8k(config.dataset)
         rows = load_problems(config.dataset, "train", seed=seed)
         solved, practice = rows[: config.solved], rows[config.solved :][:wanted]
-        validation = load_problems(config.dataset, "validation", max_samples=config.curve_problems)
     answers = [replace(problem, solution="") for problem in practice]
-    return Pools(solved, answers, practice, validation)
+    return Pools(solved, answers, practice, validation_problems(config, config.curve_problems))
+
+
+def validation_problems(config: EvidenceConfig, count: int) -> list[Problem]:
+    """Problems to validate on along the way."""
+    if config.dataset == "word-problems":
+        return made("validation", count, 0, TAUGHT + PRACTISED)
+    return load_problems(config.dataset, "validation", max_samples=count)
 
 
 def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet]:

@@ -21,6 +21,7 @@ from benchmarks import harness
 from benchmarks.evidence.judging import Judge
 from benchmarks.evidence.plan import (
     ARMS,
+    BRAKE_PROBLEMS,
     OURS,
     START,
     Cell,
@@ -28,7 +29,7 @@ from benchmarks.evidence.plan import (
     made_once,
     read_json,
 )
-from benchmarks.evidence.pools import pools, without_golds
+from benchmarks.evidence.pools import pools, validation_problems, without_golds
 from rlm.data import Problem
 from rlm.grading import grade, split_completion
 from rlm.model import prepare_process
@@ -231,14 +232,18 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     if not options.resume:
         shutil.rmtree(options.run_dir, ignore_errors=True)
     practice, spent = pools(config, cell.seed).practice, 0.0
-    if cell.arm == "shuffled_golds":
+    arm = ARMS[cell.arm]
+    if arm.golds == "shuffled":
         practice = without_golds(practice, cell.seed)
-    if ARMS[cell.arm].solvable:
+    if arm.solvable:
         practice, spent = _solvable(config, cell, practice)
         share = 1 - spent / _budget(config, cell)
         options = replace(options, steps=max(1, round(share * config.steps)))
-    reward = random_reward(cell.seed) if cell.arm == "random_reward" else None
-    GRPOTrainer(config.model, options, reward_fn=reward).train(practice)
+    reward = random_reward(cell.seed) if arm.reward == "random" else None
+    if arm.flipped:
+        reward = flipped_reward(cell.seed, arm.flipped)
+    validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
+    GRPOTrainer(config.model, options, reward_fn=reward).train(practice, validation)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
     drawn: Counter[int] = Counter()  # DAPO draws more for some of its groups
     for group in read_lines(options.run_dir / "samples.jsonl", repair=False):
@@ -283,12 +288,33 @@ def random_reward(seed: int) -> Callable[..., list[float]]:
     """A reward that knows nothing: a coin for each completion, the same again after a resume."""
 
     def coin(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        rows = enumerate(zip(prompts, completions, strict=True))
-        texts = (f"{seed}\0{place}\0{prompt}\0{text}" for place, (prompt, text) in rows)
-        digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-        return [float(digest[0] < 256 * RANDOM_SHARE) for digest in digests]
+        return [float(hit) for hit in _coins(seed, prompts, completions, RANDOM_SHARE)]
 
     return coin
+
+
+def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:
+    """The strict verdict, turned round for this share of the completions, whatever their text."""
+
+    def flipped(
+        prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any
+    ) -> list[float]:
+        rows = zip(completions, answer, strict=True)
+        verdicts = [grade(text, gold, strict=True).correct for text, gold in rows]
+        coins = _coins(seed, prompts, completions, share)
+        return [float(verdict != hit) for verdict, hit in zip(verdicts, coins, strict=True)]
+
+    return flipped
+
+
+def _coins(
+    seed: int, prompts: Sequence[str], completions: Sequence[str], share: float
+) -> list[bool]:
+    """A coin for each completion, the same again after a resume."""
+    rows = enumerate(zip(prompts, completions, strict=True))
+    texts = (f"{seed}\0{place}\0{prompt}\0{text}" for place, (prompt, text) in rows)
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    return [digest[0] < 256 * share for digest in digests]
 
 
 def _trl(config: EvidenceConfig, cell: Cell) -> Record:

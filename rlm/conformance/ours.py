@@ -30,8 +30,17 @@ def ours(formula: str, given: SimpleNamespace) -> Tensor:
 
 
 def _advantages(given: SimpleNamespace) -> Tensor:
-    rewards = torch.tensor(given.rewards, dtype=torch.float32)
-    return group_advantages(rewards, given.scale)
+    return group_advantages(
+        torch.tensor(given.rewards).float(), "std" if given.scale else "centred"
+    )
+
+
+def _maxrl_advantages(given: SimpleNamespace) -> Tensor:
+    return group_advantages(torch.tensor(given.rewards).float(), "mean")
+
+
+def _topr_advantages(given: SimpleNamespace) -> Tensor:
+    return group_advantages(torch.tensor(given.rewards).float(), "share", given.negative_weight)
 
 
 def _overlong(given: SimpleNamespace) -> Tensor:
@@ -75,9 +84,10 @@ def _sampling_logprobs(given: SimpleNamespace) -> Tensor:
 
 def _loss(given: SimpleNamespace) -> Tensor:
     """Return what the rows of a part add to the loss of the step."""
-    algorithm = {"sequence": "gspo", "token": "grpo"}[given.ratio]
+    by_ratio = {"sequence": "gspo", "token": "grpo"}[given.ratio]
+    algorithm = {"weighted": "cispo", "tapered": "topr"}.get(given.objective, by_ratio)
     config = GRPOConfig(
-        algorithm="cispo" if given.objective == "weighted" else algorithm,
+        algorithm=algorithm,
         token_level_loss=given.aggregation == "token",
         fixed_length_normalizer=given.constant if given.aggregation == "constant" else None,
         clip_eps_low=given.clip_low,
@@ -129,6 +139,8 @@ def _batch(rollouts: list[Rollout]) -> MicroBatch:
 
 FORMULAS: dict[str, Any] = {
     "advantages": _advantages,
+    "maxrl_advantages": _maxrl_advantages,
+    "topr_advantages": _topr_advantages,
     "overlong": _overlong,
     "mask": _mask,
     "scoring_logprobs": _scoring_logprobs,

@@ -41,7 +41,7 @@ def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
         width = max(map(len, given.completions))
         ids = torch.tensor([row + [given.pad] * (width - len(row)) for row in given.completions])
         return get_response_mask(ids, given.end)
-    return _loss(given) if formula == "loss" else None
+    return _loss(given) if formula == "loss" and given.objective != "tapered" else None
 
 
 def _loss(given: SimpleNamespace) -> Tensor:

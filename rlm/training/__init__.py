@@ -5,11 +5,13 @@ import lazy_loader
 
 # File → what other packages import of it.
 EXPORTS = {
-    "advantages": "Group group_advantages has_signal overlong_penalties reward_tensor",
+    "advantages": (
+        "Group group_advantages has_signal overlong_penalties reward_tensor without_copies"
+    ),
     "algorithms": "PRESETS algorithms_help",
     "batches": (
-        "MicroBatch Rollout draw_problems make_micro_batches make_rollouts problems_for_step "
-        "rollout_seeds shard_rollouts split_rollouts"
+        "MicroBatch Rollout draw_problems make_micro_batches make_rollouts mini_batches "
+        "problems_for_step rollout_seeds shard_rollouts split_rollouts"
     ),
     "config": "GRPOConfig",
     "deterministic": "check_deterministic ordered_gradients",
@@ -18,7 +20,7 @@ EXPORTS = {
     "dry_run": "run_plan",
     "finish": "export_run generate_text validate validation_scores",
     "fused_layers": "use_fused_layers",
-    "logprobs": "reference_logprobs score_tokens token_logprobs",
+    "logprobs": "reference_logprobs score_tokens set_constant_logprobs token_logprobs",
     "loss": "policy_loss",
     "memory_plan": "micro_batch_tokens plan_memory repeat_if_out_of_memory",
     "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",

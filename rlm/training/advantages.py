@@ -36,24 +36,56 @@ def reward_tensor(groups: Sequence[Group]) -> Tensor:
     return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
 
 
-def group_advantages(rewards: Tensor, scale_by_std: bool) -> Tensor:
+def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -> Tensor:
     """Compute how much better each rollout is than its group: (P, G) → (P, G).
 
-    A = r - mean, divided by (std + 1e-4) where scaled; std with n - 1, as in TRL. A rollout
-    without a verdict (NaN) stays out of the group's mean and std and gets 0; so does the rest of
-    a group that has fewer than two verdicts. A group without a difference gets exactly 0.
+        std      (r - mean) / (std + 1e-4), std with n - 1, as in TRL
+        centred  r - mean                                                  Dr. GRPO
+        mean     (r - mean) / mean, of rewards that are shifted up to 0 where some are below: at
+                 most G - 1                                                MaxRL
+        share    G · (r - mean) / Σ |r - mean| of those on its side of the mean: +G / K for each of
+                 K right ones and -G / W for each of W wrong ones, with rewards 0 and 1     TOPR
 
-    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), scale_by_std=False)
+    Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
+    stays out of the group's mean and std and gets 0; so does the rest of a group that has fewer
+    than two verdicts. A group without a difference gets exactly 0.
+
+    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), "centred")
     tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
     """
     judged = ~rewards.isnan()
     count = judged.sum(1, keepdim=True)  # (P, 1)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(judged, rewards - mean, 0.0)
-    if scale_by_std:
-        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + ADVANTAGE_EPS)
-    return torch.where((count >= 2) & has_signal(rewards)[:, None], centred, 0.0)
+    advantages = torch.where(judged, rewards - mean, 0.0)
+    if kind == "std":
+        std = (advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (std + ADVANTAGE_EPS)
+    elif kind == "mean":
+        lowest = rewards.nan_to_num(nan=torch.inf).amin(1, keepdim=True).clamp(max=0)
+        advantages = advantages / (mean - lowest)  # 0 only in a group without a difference
+    elif kind == "share":
+        above, below = (advantages * sign > 0 for sign in (1, -1))
+        sums = [(advantages * side).sum(1, keepdim=True).abs() for side in (above, below)]
+        advantages = rewards.shape[1] * advantages / torch.where(above, *sums)
+    advantages = torch.where(advantages < 0, negative_weight * advantages, advantages)
+    return torch.where((count >= 2) & has_signal(rewards)[:, None], advantages, 0.0)
+
+
+def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
+    """Take the verdict from each copy of a completion above its group's mean: (P, G) → (P, G).
+
+    Of equal completions the first one stays, for all of them: the others need no computing.
+    """
+    mean = rewards.nanmean(1)
+    rewards = rewards.clone()
+    for place, group in enumerate(groups):
+        seen: set[tuple[int, ...]] = set()
+        for row, completion in enumerate(group.completions):
+            tokens = tuple(completion.token_ids)
+            if rewards[place, row] > mean[place] and tokens in seen:
+                rewards[place, row] = math.nan
+            seen.add(tokens)
+    return rewards
 
 
 def has_signal(rewards: Tensor) -> Tensor:

@@ -14,14 +14,28 @@ class Algorithm:
     """The choices that tell the members of the family apart."""
 
     source: str
-    scale_by_std: bool  # of the group; else rewards are only centred
+    advantage: str  # "std", "centred", "mean" or "share": `rlm.training.advantages`
     aggregation: str  # "sequence", "constant" or "token": `rlm.training.batches.row_weights`
     clip_eps_low: float  # the ratio is clipped at 1 - this; 1 is no bound
     clip_eps_high: float  # and at 1 + this
     ratio: str = "token"  # new to old probability of each "token", or of the "sequence"
-    objective: str = "ppo"  # or "weighted": the clipped ratio is a constant weight
+    # "weighted": the clipped ratio is a constant weight; "tapered": so it is where A < 0, and
+    # where A > 0 the weight is 1
+    objective: str = "ppo"
+    negative_weight: float = 1.0  # negative advantages are multiplied by this
+    distinct: bool = False  # of equal completions that are above the mean, the first alone counts
+    signal_only: bool = False  # groups without a difference are in no denominator
     dynamic_sampling: bool = False  # groups without a difference are replaced
     overlong_share: float = 0.0  # of max_new_tokens, where the soft penalty rises
+    # How it learns, where no option says it.
+    mini_batch_size: int | None = None  # problems in an optimizer update; None: all of a step
+    learning_rate: float = 1e-4
+    warmup_steps: int = 1
+
+    @property
+    def scaling(self) -> tuple[str, float]:
+        """Return how advantages are made, as `advantages.group_advantages` takes it."""
+        return self.advantage, self.negative_weight
 
     def formula(self, length: str = "max_new_tokens") -> str:
         """Write the effective objective in a line, as --help, a run and the docs show it.
@@ -32,10 +46,16 @@ class Algorithm:
         low, high = f"{1 - self.clip_eps_low:g}", f"{1 + self.clip_eps_high:g}"
         bounds = f"clip(ρ, {low}, {high})" if self.clip_eps_low < 1 else f"min(ρ, {high})"
         parts = [
-            "A = (r − mean)/(std + 1e-4)" if self.scale_by_std else "A = r − mean",
+            {
+                "std": "A = (r − mean)/(std + 1e-4)",
+                "centred": "A = r − mean",
+                "mean": "A = (r − mean)/mean",
+                "share": "A = (r − mean)/mean(|r − mean| on its side of the mean)",
+            }[self.advantage],
             {
                 "ppo": f"l = −min(ρ A, {bounds} A)",
                 "weighted": f"l = −constant[{bounds}] A log π",
+                "tapered": f"l = −A log π where A > 0, −constant[{bounds}] A log π where A < 0",
             }[self.objective],
             {
                 "token": "ρ of each token",
@@ -47,6 +67,12 @@ class Algorithm:
                 "token": "mean over all tokens of the step",
             }[self.aggregation],
         ]
+        if self.negative_weight != 1:
+            parts.insert(1, f"A < 0 times {self.negative_weight:g}")
+        if self.distinct:
+            parts.append("equal completions above the mean count once")
+        if self.signal_only:
+            parts.append("groups without a difference do not count")
         if self.dynamic_sampling:
             parts.append("groups without a difference are replaced")
         if self.overlong_share:
@@ -56,21 +82,40 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    "grpo": Algorithm("DeepSeekMath, arXiv 2402.03300", True, "sequence", 0.2, 0.2),
-    "drgrpo": Algorithm("Dr. GRPO, arXiv 2503.20783", False, "constant", 0.2, 0.2),
+    "grpo": Algorithm("DeepSeekMath, arXiv 2402.03300", "std", "sequence", 0.2, 0.2),
+    "drgrpo": Algorithm("Dr. GRPO, arXiv 2503.20783", "centred", "constant", 0.2, 0.2),
     "dapo": Algorithm(
         "DAPO, arXiv 2503.14476",
-        True,
+        "std",
         "token",
         0.2,
         0.28,
         dynamic_sampling=True,
         overlong_share=0.2,
     ),
-    "gspo": Algorithm("GSPO, arXiv 2507.18071", True, "sequence", 3e-4, 4e-4, ratio="sequence"),
+    "gspo": Algorithm("GSPO, arXiv 2507.18071", "std", "sequence", 3e-4, 4e-4, ratio="sequence"),
     # The bound of the weight is ScaleRL's (arXiv 2510.13786): at most 5, at least nothing.
     "cispo": Algorithm(
-        "CISPO in MiniMax-M1, arXiv 2506.13585", True, "token", 1.0, 4.0, objective="weighted"
+        "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
+    ),
+    "maxrl": Algorithm("MaxRL, arXiv 2602.02710", "mean", "token", 0.2, 0.2),
+    # Against Shao et al. (arXiv 2402.03300): a group's right completions share one unit of weight
+    # and its wrong ones a quarter, so that a rare right answer counts most; right ones are learned
+    # by their likelihood, without a clip, because many small updates would soon be at its bounds;
+    # wrong ones are pushed down only while they are likely, because no push makes a right one.
+    "topr": Algorithm(
+        "TOPR, arXiv 2503.14286",
+        "share",
+        "sequence",
+        1.0,
+        0.0,
+        objective="tapered",
+        negative_weight=0.25,
+        distinct=True,
+        signal_only=True,
+        mini_batch_size=2,
+        learning_rate=3e-4,
+        warmup_steps=5,
     ),
 }
 
@@ -79,6 +124,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "grpo": {"algorithm": "grpo"},
     "drgrpo": {"algorithm": "drgrpo"},
     "dapo": {"algorithm": "dapo"},
+    "maxrl": {"algorithm": "maxrl"},
+    "topr": {"algorithm": "topr"},
     "reasoning_small": {  # models of 0.5 to 3 billion parameters
         "algorithm": "drgrpo",
         "group_size": 8,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -93,11 +93,11 @@ class Rollout:
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
     """Weights of the rollouts: what one token of each counts in the loss of the step.
 
-    The denominator is the whole step's, so the gradient does not depend on how the rollouts are
+    The denominator is the whole update's, so the gradient does not depend on how the rollouts are
     cut into micro-batches:
         sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
         constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
-        token     1 / Σ |o_i|              DAPO: every token counts the same within the step
+        token     1 / Σ |o_i|              DAPO: every token counts the same within the update
     Rollouts that are left out of the batch (no signal) must be in `lengths`: they are samples.
     A length counts the model's own tokens, not those of a tool. One whose tokens are masked has
     length 0: it is a sample without tokens.
@@ -113,10 +113,36 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
     return [1 / max(sum(lengths), 1)] * samples
 
 
+def mini_batches(
+    groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig, step: int
+) -> list[list[Rollout]]:
+    """Make the mini-batches of a step: the rollouts of one optimizer update each, whole groups.
+
+    Their order is a pure function of (seed, step), so a resumed step repeats them. The last one
+    may be smaller. A mini-batch without a rollout to learn from is no update.
+
+    Args:
+        advantages: (P, G).
+        kept: (P,) of bool, which groups take part.
+    """
+    if config.resolved_algorithm.signal_only:
+        kept = kept & (advantages != 0).any(1)
+    places = kept.nonzero().flatten().tolist()
+    size = config.mini_batch_size or len(places)
+    if size < len(places):
+        random.Random(f"mini-batches {config.seed} {step}").shuffle(places)
+    made = []
+    for start in range(0, len(places), max(size, 1)):
+        chosen = torch.zeros_like(kept)
+        chosen[places[start : start + size]] = True
+        made.append(make_rollouts(groups, advantages, chosen, config))
+    return [rollouts for rollouts in made if rollouts]
+
+
 def make_rollouts(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
 ) -> list[Rollout]:
-    """Make the rollouts that the loss needs, with the weights that the whole step gives them.
+    """Make the rollouts that an update needs, with the weights that all of its groups give them.
 
     A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
     still counts in the denominator, so the update equals the textbook's at a fraction of the
@@ -126,7 +152,7 @@ def make_rollouts(
 
     Args:
         advantages: (P, G).
-        kept: (P,) of bool, which groups take part; one that was replaced counts nowhere.
+        kept: (P,) of bool, which groups are of this update; others count nowhere.
     """
     rows = [
         (problem, group.prompt, completion, advantage)
@@ -137,7 +163,7 @@ def make_rollouts(
     masked = [config.mask_truncated and row[2].truncated for row in rows]
     lengths = [0 if out else row[2].own_tokens for row, out in zip(rows, masked, strict=True)]
     weights = row_weights(lengths, config.aggregation, config.fixed_length_normalizer)
-    return [
+    rollouts = [
         Rollout(
             problem, prompt, drawn.token_ids, advantage, weight, drawn.logprobs, drawn.tool_mask
         )
@@ -146,6 +172,19 @@ def make_rollouts(
         )
         if (config.kl_weight > 0 or advantage != 0) and length
     ]
+    return merge_copies(rollouts) if config.distinct else rollouts
+
+
+def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Compute equal completions of a problem, with equal advantages, once, with all their weight:
+    the same loss, for less."""
+    merged: dict[tuple[int, float, tuple[int, ...]], Rollout] = {}
+    for rollout in rollouts:
+        key = (rollout.problem, rollout.advantage, tuple(rollout.completion))
+        known = merged.get(key)
+        total = rollout.weight + (known.weight if known else 0.0)
+        merged[key] = replace(known or rollout, weight=total)
+    return list(merged.values())
 
 
 def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:

@@ -125,8 +125,23 @@ class GRPOConfig:
     algorithm: str = flag(
         "grpo", "how the loss is computed; the table is below", choices=tuple(ALGORITHMS)
     )
+    advantage: str | None = flag(
+        None,
+        "what advantages are divided by: the group's std, nothing, its mean, or its sum on either "
+        "side of the mean",
+        choices=("std", "centred", "mean", "share"),
+        default_text=ALGORITHMS_OWN,
+    )
     use_std_normalization: bool | None = flag(
         None, "divide advantages by the group's standard deviation", default_text=ALGORITHMS_OWN
+    )
+    negative_weight: float | None = flag(
+        None, "multiply negative advantages by this", min=0, default_text=ALGORITHMS_OWN
+    )
+    distinct: bool | None = flag(
+        None,
+        "count equal completions above their group's mean once",
+        default_text=ALGORITHMS_OWN,
     )
     token_level_loss: bool | None = flag(
         None, "average the loss over all tokens of a step", default_text=ALGORITHMS_OWN
@@ -207,11 +222,18 @@ class GRPOConfig:
     )
     vllm_command: str = flag("vllm serve", "command that starts that server, with its options")
 
-    learning_rate: float = flag(
-        1e-4,
+    mini_batch_size: int | None = flag(
+        None,
+        "problems in an optimizer update",
+        min=1,
+        default_text=f"{ALGORITHMS_OWN}; else all of a step",
+    )
+    learning_rate: float | None = flag(
+        None,
         "peak learning rate; LoRA needs about ten times that of full fine-tuning",
         min=0,
-        default_text=f"0.0001, or {GPU_DEFAULTS['learning_rate']:g} if a GPU picks the model",
+        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} if a GPU picks the "
+        "model",
     )
     lr_schedule: str = flag(
         "linear", "learning rate after warm-up", choices=("constant", "linear", "cosine")
@@ -219,10 +241,15 @@ class GRPOConfig:
     min_lr_ratio: float = flag(
         0.1, "where linear and cosine end, as a share of the peak", min=0, max=1
     )
-    warmup_steps: int = flag(1, "steps in which the learning rate rises to its peak", min=0)
+    warmup_steps: int | None = flag(
+        None,
+        "optimizer updates in which the learning rate rises to its peak",
+        min=0,
+        default_text=ALGORITHMS_OWN,
+    )
     weight_decay: float = flag(0.0, "weight decay of AdamW", min=0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
-    updates_per_batch: int = flag(1, "optimizer updates on the completions of a step", min=1)
+    updates_per_batch: int = flag(1, "passes over the completions of a step", min=1)
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch", min=1, default_text="as many as fit"
     )
@@ -243,7 +270,7 @@ class GRPOConfig:
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "always 0 in training", hidden=True)
 
-    eval_every: int = flag(10, "steps between validations; 0: only first and last", min=0)
+    eval_every: int = flag(5, "steps between validations; 0: only first and last", min=0)
     eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
     eval_group_size: int | None = flag(
         None,
@@ -352,7 +379,9 @@ class GRPOConfig:
         """Return the row of ALGORITHMS, with what these options change."""
         return replace(
             ALGORITHMS[self.algorithm],
-            scale_by_std=self.use_std_normalization,
+            advantage=self.advantage,
+            negative_weight=self.negative_weight,
+            distinct=self.distinct,
             aggregation=self.aggregation,
             clip_eps_low=self.clip_eps_low,
             clip_eps_high=self.clip_eps_high,
@@ -386,11 +415,18 @@ class GRPOConfig:
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
         return self.eval_group_size or min(high, max(low, filling))
 
-    def learning_rate_at(self, step: int) -> float:
-        """Return the rate: linear warm-up, then constant or down to min_lr_ratio of the peak."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+    def learning_rate_at(self, step: float, updates: int) -> float:
+        """Return the rate: linear warm-up, then constant or down to min_lr_ratio of the peak.
+
+        Args:
+            step: with the share of its updates that are made.
+            updates: that were made so far; the warm-up counts them.
+        """
+        if updates < self.warmup_steps:
+            return self.learning_rate * (updates + 1) / self.warmup_steps
+        a_step = math.ceil(self.batch_size / (self.mini_batch_size or self.batch_size))
+        warmup = self.warmup_steps / (a_step * self.updates_per_batch)  # in steps
+        done = max(0.0, step - warmup) / max(1, self.steps - warmup)
         height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         share = self.min_lr_ratio + (1 - self.min_lr_ratio) * height[self.lr_schedule]
         return self.learning_rate * share

@@ -94,14 +94,24 @@ def follow_algorithm(config: Any) -> None:
     algorithm = ALGORITHMS[config.algorithm]
     token_level = config.fixed_length_normalizer is None and algorithm.aggregation == "token"
     by_constant = not config.token_level_loss and algorithm.aggregation == "constant"
+    by_std = config.use_std_normalization
+    advantage = config.advantage or algorithm.advantage
+    if config.advantage is None and by_std is not None and by_std != (advantage == "std"):
+        advantage = "std" if by_std else "centred"
     values = {
-        "use_std_normalization": algorithm.scale_by_std,
+        "advantage": advantage,
+        "use_std_normalization": advantage == "std",
+        "negative_weight": algorithm.negative_weight,
+        "distinct": algorithm.distinct,
         "token_level_loss": token_level,
         "fixed_length_normalizer": config.max_new_tokens if by_constant else None,
         "clip_eps_low": algorithm.clip_eps_low,
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,
         "overlong_buffer": int(algorithm.overlong_share * config.max_new_tokens),
+        "mini_batch_size": algorithm.mini_batch_size,
+        "learning_rate": algorithm.learning_rate,
+        "warmup_steps": algorithm.warmup_steps,
     }
     for name, value in values.items():
         if getattr(config, name) is None:
@@ -154,6 +164,10 @@ def refuse_contradictions(config: Any) -> None:
         f"{config.max_new_tokens}: every completion would be punished": (
             config.overlong_buffer > config.max_new_tokens
         ),
+        f"--advantage {config.advantage} and --use-std-normalization contradict each other; give "
+        "one of them": config.use_std_normalization != (config.advantage == "std"),
+        f"--mini-batch-size {config.mini_batch_size} is more than --batch-size "
+        f"{config.batch_size}": (config.mini_batch_size or 0) > config.batch_size,
         "--sampler-url needs --sampler vllm": config.sampler_url is not None and not by_vllm,
         "--vllm-command needs --sampler vllm, and no --sampler-url": (
             config.vllm_command != "vllm serve" and not starts_server

@@ -116,7 +116,10 @@ def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, lis
         for i, p in enumerate(problems)
         for j in range(config.group_size)
     ]
-    micro_batches = split_rollouts(trainer, rollouts)
+    size = config.group_size * (config.mini_batch_size or len(problems))
+    mini_batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+    micro_batches = [micro for mini in mini_batches for micro in split_rollouts(trainer, mini)]
+    micro_batches.sort(key=lambda micro: -micro.input_ids.numel())
     times: list[float] = []
     while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first also warms up
         began = time.monotonic()

@@ -46,6 +46,8 @@ def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, 
         start = "" if step else "start_"
         metrics[f"eval/{start}{name}"] = found["mean"]
         metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
+        if name == "accuracy":
+            validations.add_accuracy(step, scores)
         if name == validations.measure:
             trainer.state.keep_validation(step, scores)
             if step == 0:

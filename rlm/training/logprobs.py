@@ -6,6 +6,9 @@ tokens, T padded completion length, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,6 +70,31 @@ def reference_logprobs(policy: PreTrainedModel, batch: MicroBatch, config: GRPOC
     with using_reference(policy, config.sft_adapter):
         logprobs, _ = token_logprobs(policy, batch, config.temperature)
     return logprobs
+
+
+def set_constant_logprobs(trainer: Any, updates: Sequence[Sequence[MicroBatch]]) -> bool:
+    """Set what the updates of a step compare with: log-probabilities that stay as they are now.
+
+    Those of the reference, for a KL term. The old ones, where a step has more than one mini-batch:
+    later ones are computed with other weights. The sampler's own serve if it draws as a
+    `train_grpo.GRPOTrainer` scores, or if the algorithm compares with whatever was sampled from
+    ("tapered"); else they take a pass over the step. The first pass over a single mini-batch sets
+    them by the way.
+
+    Returns:
+        Whether the loss must correct for a sampler that computes differently.
+    """
+    policy, config, sampler = trainer.policy, trainer.config, trainer.sampler
+    off_policy = config.resolved_algorithm.objective == "tapered"
+    for micro in (micro for micro_batches in updates for micro in micro_batches):
+        if config.kl_weight:
+            micro.ref_logprobs = reference_logprobs(policy, micro, config)
+        if off_policy or (sampler.matches_trainer and len(updates) > 1):
+            micro.old_logprobs = micro.sampler_logprobs
+        elif len(updates) > 1:
+            with torch.no_grad():
+                micro.old_logprobs, _ = token_logprobs(policy, micro, config.temperature)
+    return not (sampler.matches_trainer or off_policy)
 
 
 def score_tokens(

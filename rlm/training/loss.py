@@ -80,6 +80,9 @@ def policy_loss(
     group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
     objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
     loses its gradient (CISPO, arXiv 2506.13585).
+    objective "tapered": so it is where A < 0. Where A > 0, l = -A logprob: a good completion is
+    learned however likely it has become; a bad token is pushed down less the less likely it is than
+    when it was sampled (TOPR, arXiv 2503.14286, but with a ratio of each token).
     TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
 
     Args:
@@ -93,10 +96,13 @@ def policy_loss(
     rho = policy_ratio(logprobs, batch.old_logprobs, mask, algorithm.ratio)  # (n, T), or (n, 1)
     lowest, highest = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     clipped = rho.clamp(lowest, highest)
-    if algorithm.objective == "weighted":
-        per_token = -clipped.detach() * advantage * logprobs
-    else:
+    if algorithm.objective == "ppo":
         per_token = -torch.minimum(rho * advantage, clipped * advantage)
+    else:
+        weight = clipped.detach()
+        if algorithm.objective == "tapered":
+            weight = torch.where(advantage > 0, 1.0, weight)
+        per_token = -weight * advantage * logprobs
     if correct_sampler:
         per_token = per_token * importance_weights(batch.old_logprobs, batch.sampler_logprobs)
     policy = (per_token * scale).sum()
@@ -107,6 +113,7 @@ def policy_loss(
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
     low = ((rho < lowest) & (advantage < 0)) * mask
-    high = ((rho > highest) & (advantage > 0)) * mask
+    bounded = advantage < 0 if algorithm.objective == "tapered" else advantage > 0
+    high = ((rho > highest) & bounded) * mask
     sums = (policy, kl, kl_total, low.sum(), high.sum())
     return loss, LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))

@@ -154,11 +154,13 @@ def step_metrics(
 class LearnMetrics:
     """Sums over the micro-batches of a step, of which its metrics of learning are made."""
 
-    grad_norm: float = 0.0
-    update: int = 0
-    sums: list[LossSums] = field(default_factory=list)  # of the last update
-    # Of the first update: entropy, distance from the sampler's log-probabilities, the largest.
-    first: list[tuple[float, float, float]] = field(default_factory=list)
+    mini_batches: int = 1  # updates in a pass
+    passes: int = 0  # that were begun
+    grad_norms: list[float] = field(default_factory=list)  # of the updates
+    sums: list[LossSums] = field(default_factory=list)  # of the last pass
+    entropy: list[float] = field(default_factory=list)  # of the first pass
+    # Of the first update: distance from the sampler's log-probabilities, the largest, the tokens.
+    gaps: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(
         self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
@@ -168,29 +170,32 @@ class LearnMetrics:
         Args:
             logprobs, entropy: (n, T), of the policy.
         """
-        if update != self.update:
-            self.update, self.sums = update, []
+        if update // self.mini_batches == self.passes:
+            self.passes, self.sums = self.passes + 1, []
         self.sums.append(sums)
+        mask = micro.completion_mask
+        if self.passes == 1:
+            self.entropy.append((entropy * mask).sum().item())
         if update == 0:
-            mask = micro.completion_mask
             gap = (logprobs - micro.sampler_logprobs).abs()[mask]
-            self.first.append(((entropy * mask).sum().item(), gap.sum().item(), gap.max().item()))
+            self.gaps.append((gap.sum().item(), gap.max().item(), sums.tokens))
 
     def as_dict(self, distributed: Distributed) -> dict[str, float]:
         """Means over the tokens of all processes; {} where nothing was learned from."""
-        sums, first = distributed.gather(self.sums), distributed.gather(self.first)
+        sums, gaps = distributed.gather(self.sums), distributed.gather(self.gaps)
+        entropy = distributed.gather(self.entropy)
         if not sums:
             return {}
-        tokens = sum(s.tokens for s in sums)
-        entropy, gap, gap_max = zip(*first, strict=True)
+        tokens, norms = sum(s.tokens for s in sums), self.grad_norms[-self.mini_batches :]
+        gap, gap_max, compared = zip(*gaps, strict=True)
         return {
-            "loss/policy": sum(s.policy for s in sums),
+            "loss/policy": sum(s.policy for s in sums) / self.mini_batches,
             "loss/kl": sum(s.kl_total for s in sums) / tokens,
-            "loss/kl_weighted": sum(s.kl for s in sums),  # as the loss adds it up
+            "loss/kl_weighted": sum(s.kl for s in sums) / self.mini_batches,  # as the loss has it
             "policy/entropy": sum(entropy) / tokens,
             "policy/clip_fraction": sum(s.clipped_low + s.clipped_high for s in sums) / tokens,
-            "optim/grad_norm": self.grad_norm,  # the processes agree on it
-            "sampler/logprob_gap_mean": sum(gap) / tokens,
+            "optim/grad_norm": sum(norms) / len(norms),  # the processes agree on them
+            "sampler/logprob_gap_mean": sum(gap) / sum(compared),
             "sampler/logprob_gap_max": max(gap_max),
         }
 

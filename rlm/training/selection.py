@@ -85,6 +85,29 @@ class Validations:
     start: Validation | None = None
     best: Validation | None = None
     last: Validation | None = None
+    # Of the verdict, whatever the measure is.
+    start_accuracy: Validation | None = None
+    last_accuracy: Validation | None = None
+
+    def add_accuracy(self, step: int, scores: Scores) -> None:
+        """Record the accuracy of a validation, which `fall` compares with the start's."""
+        self.last_accuracy = Validation(step, list(scores))
+        if step == 0:
+            self.start_accuracy = self.last_accuracy
+
+    def fall(self) -> str:
+        """Say how far the accuracy is below the start's; "" if that may be chance, or if the
+        measure has risen beyond chance: then a reward is worth its price.
+
+        A reward that says nothing of the answers ruins a model, and its own mean does not show it.
+        """
+        if not (self.start_accuracy and self.last_accuracy and self.start and self.last):
+            return ""
+        looks = max(1, self.count - 1)
+        lost = gain(self.start_accuracy, self.last_accuracy, looks)
+        if lost.high >= 0 or gain(self.start, self.last).low > 0:
+            return ""
+        return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
 
     def add(self, step: int, scores: Scores) -> bool:
         """Record a validation; return whether it is the best so far (of equals the later)."""
@@ -118,7 +141,8 @@ class Validations:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validations:
-        kept = {n: values.get(n) and Validation(**values[n]) for n in ("start", "best", "last")}
+        names = ("start", "best", "last", "start_accuracy", "last_accuracy")
+        kept = {name: values.get(name) and Validation(**values[name]) for name in names}
         return cls(**{**values, **kept})
 
 

@@ -72,6 +72,7 @@ class TrainingState:
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     consecutive_skips: int = 0
     last_finite: int = 0  # the last step that began with weights that gave a finite gradient
+    updates: int = 0  # that were made, by which the learning rate rises
     updated: bool = False  # whether the step that runs has changed the weights
     lr_scale: float = 1.0  # of the learning rate; halved by `restore_if_diverged`
     origin: dict[str, Any] = field(default_factory=dict)  # config and data of the run
@@ -167,6 +168,7 @@ class TrainingState:
     def count_update(self, *, skipped: bool) -> None:
         """Count an update whose gradient was not finite; a finite one ends the streak, to which
         those do not count that a lower loss scale may cure."""
+        self.updates += 1
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
             self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
@@ -220,6 +222,16 @@ class TrainingState:
         if kl is not None and target is not None:
             self.kl_weight *= 1 + 0.1 * min(0.2, max(-0.2, kl / target - 1))
 
+    def brake(self, step: int) -> str:
+        """Return why the run is to end with this step, and say it: see `Validations.fall`."""
+        fall = self.validations.fall()
+        if fall:
+            terminal.line(
+                f"stopped after step {step}: {fall}; see what the reward prefers (samples.jsonl), "
+                "or lower --learning-rate"
+            )
+        return fall
+
     def keep_validation(self, step: int, scores: Scores) -> None:
         """Record what a validation found, and remember the adapter if no earlier one was better."""
         if self.validations.add(step, scores):
@@ -238,7 +250,7 @@ class TrainingState:
             return
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
+        state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
         state["validations"] = self.validations.to_dict()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
@@ -260,7 +272,11 @@ class TrainingState:
         )
         for name in SAVED:
             setattr(self, name, state[name])
-        self._seconds_before = state.get("seconds", 0.0)  # older checkpoints have neither
+        # Older checkpoints have none of the three, and one update a step.
+        self._seconds_before, self.updates = (
+            state.get("seconds", 0.0),
+            state.get("updates", state["step"]),
+        )
         if scale := state.get("loss_scale"):
             self.weights.loss_scale, self.weights.good_updates = scale
         kl_weight = self.origin["config"]["kl_weight"]

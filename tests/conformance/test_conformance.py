@@ -33,7 +33,10 @@ MUTATIONS = {
         advantages, "has_signal", lambda rewards: torch.ones(len(rewards), dtype=torch.bool)
     ),
     "clip on the wrong side": lambda patch: patch.setattr(
-        loss, "torch", SimpleNamespace(minimum=torch.maximum, zeros=torch.zeros)
+        loss, "torch", SimpleNamespace(minimum=torch.maximum, zeros=torch.zeros, where=torch.where)
+    ),
+    "a taper of the good": lambda patch: patch.setattr(
+        loss, "torch", SimpleNamespace(minimum=torch.minimum, zeros=torch.zeros, where=lambda *_: 1)
     ),
     "a denominator of the rows with a gradient": lambda patch: patch.setattr(
         batches,

@@ -13,17 +13,17 @@ NAN = math.nan
 
 
 @pytest.mark.parametrize("row", [[1.0] * 4, [0.0] * 4, [0.3] * 4, [NAN] * 4, [NAN, 1, NAN, NAN]])
-@pytest.mark.parametrize("scale_by_std", [True, False])
-def test_a_group_without_a_difference_gets_exactly_zero(row, scale_by_std):
+@pytest.mark.parametrize("kind", ["std", "centred", "mean", "share"])
+def test_a_group_without_a_difference_gets_exactly_zero(row, kind):
     rewards = torch.tensor([row])
-    assert group_advantages(rewards, scale_by_std).tolist() == [[0.0] * 4]
+    assert group_advantages(rewards, kind).tolist() == [[0.0] * 4]
     assert has_signal(rewards).tolist() == [False]
 
 
 def test_groups_do_not_mix_and_rewards_are_not_written():
     rewards = torch.tensor([[1.0, 0.0], [5.0, 3.0]])
     before = rewards.clone()
-    assert group_advantages(rewards, False).tolist() == [[0.5, -0.5], [1.0, -1.0]]
+    assert group_advantages(rewards, "centred").tolist() == [[0.5, -0.5], [1.0, -1.0]]
     assert torch.equal(rewards, before)
 
 

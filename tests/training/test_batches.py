@@ -1,22 +1,27 @@
 """What a step draws and learns from: pure functions of seed and step; denominators; packing."""
 
+import math
 import random
+import statistics
 
 import pytest
 import torch
 
 from rlm.data.problem import Problem
 from rlm.sampling import Completion, prompt_seed
-from rlm.training.advantages import Group
+from rlm.training.advantages import Group, group_advantages, has_signal, without_copies
+from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import (
     Rollout,
     draw_problems,
     make_micro_batches,
     make_rollouts,
+    mini_batches,
     problems_for_step,
     rollout_seeds,
 )
 from rlm.training.config import GRPOConfig
+from rlm.training.loss import policy_loss
 
 AGGREGATIONS = {
     "sequence": {"algorithm": "grpo"},
@@ -131,3 +136,158 @@ def test_prompt_tokens_are_no_targets_and_the_end_token_is():
     assert micro.sources.tolist() == [2, 3, 4, 2, 5]
     assert micro.targets.tolist() == [20, 21, 257, 30, 257]
     assert micro.completion_mask.tolist() == [[True] * 3, [True, True, False]]
+
+
+# --- mini-batches -------------------------------------------------------------------------------
+
+P, G, T, LIMIT = 5, 4, 3, 8
+COPY = (1, 0)  # of problem 1 the first two completions are equal, and right
+REWARDS = torch.tensor(
+    [[1.0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0], [0.25, 0.5, math.nan, 1]]
+)
+
+
+def random_step(seed=0):
+    """Groups of completions, and what the trainer now gives each of their tokens: (P, G, T)."""
+    rng = random.Random(seed)
+    groups = []
+    for p in range(P):
+        drawn = [[g, p, rng.randrange(99)][: rng.randint(1, T)] for g in range(G)]
+        if p == COPY[0]:
+            drawn[1] = drawn[COPY[1]]
+        sampled = [[rng.uniform(-3, -1) for _ in ids] for ids in drawn]
+        made = [Completion(i, lp, "stop") for i, lp in zip(drawn, sampled, strict=True)]
+        groups.append(Group(Problem(str(p), "?", "1"), [p, p], made, [], REWARDS[p].tolist()))
+    generator = torch.Generator().manual_seed(seed)
+    return groups, -3 * torch.rand(P, G, T, generator=generator)
+
+
+def loss_by_hand(name, groups, logprobs, members):
+    """The loss of an update, of these groups, as the papers write it: sums over problems, rollouts
+    and tokens. The old log-probabilities are the sampler's."""
+    terms, samples, tokens = [], 0, 0
+    for p in members:
+        rewards = [None if math.isnan(r) else r for r in REWARDS[p].tolist()]
+        if name in ("topr", "dapo") and len({r for r in rewards if r is not None}) < 2:
+            continue
+        mean = statistics.mean(r for r in rewards if r is not None)
+        samples, tokens = samples + G, tokens + sum(len(c.token_ids) for c in groups[p].completions)
+        if name == "topr" and p == COPY[0]:
+            rewards[1] = None
+            mean = statistics.mean(r for r in rewards if r is not None)
+        judged = [r for r in rewards if r is not None]
+        if len(set(judged)) < 2:
+            continue
+        above = sum(r - mean for r in judged if r > mean)
+        for g, reward in enumerate(rewards):
+            if reward is None:
+                continue
+            ids, sampled = groups[p].completions[g].token_ids, groups[p].completions[g].logprobs
+            n, a = len(ids), reward - mean
+            if name in ("grpo", "dapo", "gspo", "cispo"):
+                a /= statistics.stdev(judged) + 1e-4
+            elif name == "maxrl":
+                a /= mean
+            elif name == "topr":
+                a *= G / above * (1 if a > 0 else 0.25)
+            new = logprobs[p, g, :n]
+            ratio = (new - torch.tensor(sampled)).exp()
+            if name == "gspo":
+                ratio = (new - torch.tensor(sampled)).mean().exp().expand(n)
+            if name == "cispo":
+                each = -ratio.detach().clamp(max=5) * a * new
+            elif name == "topr":
+                each = -a * new * (1 if a > 0 else ratio.detach().clamp(max=1))
+            else:
+                low, high = {"dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}.get(
+                    name, (0.8, 1.2)
+                )
+                each = -torch.min(ratio * a, ratio.clamp(low, high) * a)
+            terms.append((each.sum(), each.mean()))
+    sums, means = (sum(term[i] for term in terms) for i in (0, 1))
+    if name in ("dapo", "cispo", "maxrl"):
+        return sums / tokens
+    return sums / (samples * LIMIT) if name == "drgrpo" else means / samples
+
+
+def compared(groups, config):
+    algorithm, rewards = config.resolved_algorithm, REWARDS
+    if algorithm.distinct:
+        rewards = without_copies(groups, rewards)
+    kept = has_signal(REWARDS) | (not algorithm.dynamic_sampling)
+    return group_advantages(rewards, *algorithm.scaling), kept
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 99])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_of_a_mini_batch_is_that_of_sums_by_hand(name, max_rows):
+    """Of every algorithm, whatever the micro-batches; the groups are each in one mini-batch."""
+    config = GRPOConfig(algorithm=name, mini_batch_size=2, batch_size=P, max_new_tokens=LIMIT)
+    groups, values = random_step()
+    advantages, kept = compared(groups, config)
+    batches = mini_batches(groups, advantages, kept, config, step=3)
+    assert batches == mini_batches(groups, advantages, kept, config, step=3)
+    counted = has_signal(REWARDS) if name in ("topr", "dapo") else torch.ones(P, dtype=torch.bool)
+    order = counted.nonzero().flatten().tolist()
+    random.Random("mini-batches 0 3").shuffle(order)
+    members = [order[i : i + 2] for i in range(0, len(order), 2)]
+    members = [m for m in members if has_signal(REWARDS[m]).any()]
+    assert len(batches) == len(members) > 1
+    for rollouts, chosen in zip(batches, members, strict=True):
+        assert {r.problem for r in rollouts} <= set(chosen)
+        by_hand, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
+        loss_by_hand(name, groups, by_hand, chosen).backward()
+        total = torch.zeros(())
+        for micro in make_micro_batches(rollouts, max_rows, 999, "cpu"):
+            places = [
+                (rollouts[row].problem, place_of(groups, rollouts[row])) for row in micro.rows
+            ]
+            width = max(micro.lengths)
+            micro.old_logprobs = micro.sampler_logprobs
+            logprobs = torch.stack([ours[p, g, :width] for p, g in places])
+            total = total + policy_loss(logprobs, micro, config.resolved_algorithm)[0]
+        total.backward()
+        assert torch.allclose(by_hand.grad, ours.grad, atol=1e-6), chosen
+
+
+def place_of(groups, rollout):
+    sampled = [completion.logprobs for completion in groups[rollout.problem].completions]
+    return sampled.index(rollout.sampler_logprobs)
+
+
+def test_equal_completions_are_computed_once():
+    """Three bad copies and a good one: the loss is that of four rollouts, of two rows."""
+    group = a_group([9], [1, 2], [1, 2], [1, 2], [3], [1, 2])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0]])
+    advantages = group_advantages(rewards, "share", 0.25)
+    rows = rollouts_of([group], advantages.tolist(), algorithm="topr")
+    found = sorted((list(row.completion), round(row.advantage, 4), row.weight) for row in rows)
+    assert [(ids, a) for ids, a, _ in found] == [([1, 2], -0.4167), ([1, 2], 2.5), ([3], 2.5)]
+    assert [weight for *_, weight in found] == pytest.approx([3 / 10, 1 / 10, 1 / 5])
+    assert len(rollouts_of([group], advantages.tolist(), algorithm="topr", distinct=False)) == 5
+
+
+def test_copies_of_a_good_completion_lose_their_verdict():
+    groups, _ = random_step()
+    found = without_copies(groups, REWARDS)
+    expected = REWARDS.clone()
+    expected[1, 1] = math.nan
+    assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
+    bad = torch.tensor([[0.0, 0, 1, 1]])
+    assert torch.equal(without_copies(groups[1:2], bad), bad)  # what was bad twice counts twice
+
+
+def test_the_order_of_mini_batches_is_of_the_step():
+    groups, _ = random_step()
+    config = GRPOConfig(mini_batch_size=1, batch_size=P)
+    advantages, kept = compared(groups, config)
+    orders = {
+        tuple(b[0].problem for b in mini_batches(groups, advantages, kept, config, step))
+        for step in range(9)
+    }
+    assert len(orders) > 1
+    assert {tuple(sorted(order)) for order in orders} == {(0, 1, 3, 4)}  # 2 has nothing to learn
+    whole = GRPOConfig(batch_size=P, algorithm="grpo")
+    (batch,) = mini_batches(groups, advantages, kept, whole, 0)
+    assert batch == make_rollouts(groups, advantages, kept, whole)
+    assert mini_batches(groups, torch.zeros(P, G), kept, whole, 0) == []

@@ -15,11 +15,11 @@ from rlm.training.sft_examples import is_countable
 
 EVERY_PRESET = {"top_p": 1.0, "top_k": 0, "lora_dropout": 0.0, "use_lora": True, "kl_weight": 0.0}
 GRPO = {
-    "algorithm": "grpo", "use_std_normalization": True, "clip_eps_high": 0.2,
+    "algorithm": "grpo", "advantage": "std", "use_std_normalization": True, "clip_eps_high": 0.2,
     "token_level_loss": False, "fixed_length_normalizer": None, "dynamic_sampling": False,
     "overlong_buffer": 0,
 }  # fmt: skip
-DRGRPO = GRPO | {"algorithm": "drgrpo", "use_std_normalization": False}
+DRGRPO = GRPO | {"algorithm": "drgrpo", "advantage": "centred", "use_std_normalization": False}
 DAPO = GRPO | {
     "algorithm": "dapo", "clip_eps_high": 0.28, "token_level_loss": True,
     "dynamic_sampling": True, "max_refill_rounds": 3, "overlong_penalty": -1.0,
@@ -125,8 +125,8 @@ def test_dynamic_sampling_rounds():
     assert GRPOConfig(dynamic_sampling=True, max_refill_rounds=0).sampling_rounds == 1
 
 
-def test_an_unknown_preset_names_the_five():
-    with pytest.raises(ValueError, match="grpo, drgrpo, dapo, reasoning_small, reasoning_large"):
+def test_an_unknown_preset_names_those_that_are():
+    with pytest.raises(ValueError, match="grpo, drgrpo, dapo, maxrl, topr, reasoning_small"):
         GRPOConfig.from_preset("best")
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_preset_names_the_five():
         ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
         ({"overlong_buffer": 97}, "longer than"),
         ({"overlong_penalty": 1.0}, "at most 0"),
-        ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo"),
+        ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo, maxrl, topr"),
         ({"reasoning_format": "xml"}, "deepseek, simple"),
         ({"kl_estimator": "k4"}, "k1, k2, k3"),
         ({"doctor": True, "resume": True}, "--resume"),

@@ -36,7 +36,8 @@ def wide_model_dir(tmp_path_factory, tokenizer) -> Path:
 def train(model_dir: Path, folder: Path, name: str, threads: int = 1, **options: object) -> None:
     usual = {
         "deterministic": True, "steps": STEPS, "batch_size": 5, "group_size": 4,
-        "updates_per_batch": 2, "kl_weight": 0.01, "kl_target": 5.0, "keep_checkpoints": STEPS + 1,
+        "updates_per_batch": 2, "mini_batch_size": 3, "kl_weight": 0.01, "kl_target": 5.0,
+        "keep_checkpoints": STEPS + 1,
         "lora_r": 300,  # matrices whose norms torch divides among threads
     }  # fmt: skip
     torch.set_num_threads(threads)

@@ -92,7 +92,7 @@ def test_leaving_out_groups_without_signal_keeps_the_gradient(policy, aggregatio
         for _ in range(4)
     ]
     rewards = torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]])
-    advantages = group_advantages(rewards, True).tolist()
+    advantages = group_advantages(rewards, "std").tolist()
     groups = [
         replace(group, completions=[replace(c, logprobs=[0.0] * len(c.token_ids))
                                     for c in group.completions])

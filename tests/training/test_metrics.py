@@ -83,8 +83,8 @@ def test_the_metrics_of_learning_by_hand():
     entropy = torch.tensor([[0.5, 0.25], [0.25, 0.0]]), torch.tensor([[2.0]])
     first = LossSums(9.0, 9.0, 9.0, 9, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, 9, tokens=1)
     last = LossSums(0.5, 0.25, 2.0, 1, 0, tokens=3), LossSums(-0.25, 0.5, 1.0, 0, 1, tokens=1)
-    learned = LearnMetrics(grad_norm=0.7)
-    mine, other = LearnMetrics(grad_norm=0.7), LearnMetrics(grad_norm=0.7)  # a micro-batch each
+    learned = LearnMetrics(grad_norms=[0.9, 0.7])
+    mine, other = (LearnMetrics(grad_norms=[0.9, 0.7]) for _ in range(2))  # a micro-batch each
     for update, sums in enumerate((first, last)):
         for i, micro in enumerate((long, short)):
             # Of the second update, log-probabilities and entropy are not what was sampled.
@@ -103,7 +103,8 @@ def test_the_metrics_of_learning_by_hand():
         "sampler/logprob_gap_max": 2.0,
     }
     assert learned.as_dict(Distributed()) == pytest.approx(expected)
-    their = {id(mine.sums): other.sums, id(mine.first): other.first}
+    lists = ("sums", "gaps", "entropy")
+    their = {id(getattr(mine, name)): getattr(other, name) for name in lists}
     two = SimpleNamespace(gather=lambda shares: [*shares, *their[id(shares)]])
     assert mine.as_dict(two) == pytest.approx(expected)  # of two processes
     assert LearnMetrics().as_dict(Distributed()) == {}

@@ -105,7 +105,7 @@ def test_nothing_depends_on_the_probabilities_of_inserted_tokens(algorithm):
         options = {"correct_sampler": True, "kl_weight": 0.1}
         loss, sums = policy_loss(logprobs, micro, ALGORITHMS[algorithm], **options)
         loss.backward()
-        metrics = LearnMetrics()
+        metrics = LearnMetrics(grad_norms=[0.0])
         entropy = torch.tensor([[0.5, 0.25, wild, wild, 1.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
         metrics.add(0, micro, NEW + torch.where(micro.completion_mask, 0, wild), entropy, sums)
         assert not logprobs.grad[~micro.completion_mask].any()
