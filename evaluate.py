@@ -21,7 +21,7 @@ if __name__ == "evaluate":  # a library means Hugging Face's package; ours is rl
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -184,15 +184,6 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
     return None
 
 
-def same_weights(adapters: Mapping[str, Path]) -> list[list[str]]:
-    """The pairs of rows whose adapters hold the same tensors."""
-    from rlm.model import ADAPTER_FILES
-    from rlm.runs import file_hash
-
-    hashes = {name: file_hash(path / ADAPTER_FILES[1]) for name, path in adapters.items()}
-    return [[a, b] for a, b in combinations(hashes, 2) if hashes[a] == hashes[b]]
-
-
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         return audit_run(config.run_dir, config.output, config.max_samples)
@@ -209,13 +200,15 @@ def main(config: EvaluateConfig) -> int:
         load_tokenizer,
         pick_device,
         prepare_process,
+        same_weights,
     )
 
     prepare_process()
     device, weights = pick_device(), base_model_hash(config.model)
     for path in config.adapters.values():
         check_base(path, config.model, weights)
-    same = same_weights(config.adapters)
+    pairs = combinations(config.adapters.items(), 2)
+    same = [[a, b] for (a, one), (b, other) in pairs if same_weights(one, other)]
     for pair in same:
         terminal.line(f"{' and '.join(pair)} hold the same weights: their rows will be the same")
     tokenizer, journal = load_tokenizer(config.model), open_journal(config.output, config.resume)

@@ -31,7 +31,7 @@ from rlm.evaluation.records import RowRecord
 from rlm.evaluation.report import write_report
 from rlm.model import base as models
 from rlm.model import hardware as machine
-from rlm.model.adapters import ADAPTER_FILES
+from rlm.model.adapters import ADAPTER_FILES, same_weights
 from rlm.runs.atomic_files import Journal
 from rlm.scripts import evaluate
 from rlm.tools import Calculator
@@ -214,10 +214,23 @@ def test_sft_teaches_the_marks_where_the_tool_is_on(model_dir, capsys):
     assert run(train_sft, *options[:-1], "abacus") == 2
 
 
+def moved(folder, tensors):
+    (folder / "moved").mkdir(exist_ok=True)
+    save_file(tensors, folder / "moved/adapter_model.safetensors")
+    return folder / "moved"
+
+
 def test_adapters_with_the_same_weights_are_named(trained, tmp_path, capsys):
     shutil.copytree(trained / "sft", tmp_path / "copy")
-    rows = {"SFT": trained / "sft", "GRPO": trained / "grpo", "other": tmp_path / "copy"}
-    assert evaluate.same_weights(rows) == [["SFT", "other"]]
+    file = tmp_path / "copy/adapter_model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(tensors, file)  # as GRPO exports in bf16 the start, which SFT wrote in fp32
+    assert same_weights(trained / "sft", tmp_path / "copy")
+    name = next(iter(tensors))
+    assert not same_weights(
+        trained / "sft", moved(tmp_path, tensors | {name: tensors[name] * 1.01})
+    )
+    assert not same_weights(trained / "sft", moved(tmp_path, {name: tensors[name]}))
     assert run(
         evaluate, "--sft-adapter", trained / "sft", "--adapter", tmp_path / "copy", *DATA,
         "--max-samples", 1, "--max-new-tokens", 2, "--few-shot", 0, "--output", tmp_path / "out",

@@ -10,7 +10,7 @@ EXPORTS = {
     "adapters": (
         "active_lora_tensors adapter_hash adapter_mismatch "
         "adapter_tensors check_base load_adapter lora_layers merged_weight "
-        "new_adapter set_gradient_checkpointing using_adapter using_reference"
+        "new_adapter same_weights set_gradient_checkpointing using_adapter using_reference"
     ),
     "attention": "ATTN_IMPLEMENTATION softmax_scale",
     "base": (

@@ -101,6 +101,18 @@ def adapter_hash(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def same_weights(a: Path, b: Path) -> bool:
+    """Whether two adapters hold the same tensors, to the digits of the narrower number type: GRPO
+    may export in bfloat16 what SFT wrote in float32."""
+    first, second = (load_file(path / ADAPTER_FILES[1]) for path in (a, b))
+
+    def is_same(name: str) -> bool:
+        narrower = min(first[name].dtype, second[name].dtype, key=lambda dtype: dtype.itemsize)
+        return torch.equal(first[name].to(narrower), second[name].to(narrower))
+
+    return first.keys() == second.keys() and all(map(is_same, first))
+
+
 def check_base(adapter: Path, model: str, model_hash: str) -> None:
     """Refuse an adapter that was trained on other weights (known from its run.json) or on prompts
     of another chat template (kept beside it).
