@@ -115,7 +115,7 @@ def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Cha
 
 
 def texts(count: int = 12) -> list[str]:
-    return [f"{QUESTION}{' ' * n}!" for n in range(1, count + 1)]
+    return [f"{QUESTION} {'!' * n}" for n in range(1, count + 1)]
 
 
 @pytest.fixture(scope="module")
