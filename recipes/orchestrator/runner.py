@@ -263,9 +263,9 @@ class GraphReward:
         self,
         problems: Sequence[Problem],
         groups: Sequence[Sequence[str]],
-        truncated: Sequence[Sequence[bool]] = (),
+        *_: Sequence[Sequence[object]],
     ) -> Scores:
-        """Score each graph. `truncated` changes nothing: a graph that was cut off is no JSON."""
+        """Score each graph by its text alone: one that was cut off is no JSON."""
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
         graphs = [parse_graph(text) for group in groups for text in group]
         # Not their places: these change with the other problems, and the processes.

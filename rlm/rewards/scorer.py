@@ -40,12 +40,15 @@ MAX_FAILED_STEPS = 3  # in a row, with every call failed, end the run; at the st
 @dataclass
 class Scores:
     """rewards[p][g] of each rollout, metrics for the log (`reward/…`, `reason/…`), and the reasons
-    of the strict verdicts, whatever the reward is; none where a recipe has verdicts of its own.
+    of the strict verdicts, whatever the reward is; empty where a recipe has verdicts of its own.
     """
 
     rewards: list[list[Reward]]
     metrics: dict[str, float] = field(default_factory=dict)
     reasons: list[list[str]] = field(default_factory=list)  # of rlm.grading, [p][g]
+
+    def __post_init__(self) -> None:
+        self.reasons = self.reasons or [[] for _ in self.rewards]
 
 
 class Scorer:
