@@ -19,11 +19,11 @@ from rlm.training.selection import Scores, Validation, choose_export, describe_m
 
 
 def validation_measure(trainer: Any) -> str:
-    """Return what chooses a `train_grpo.GRPOTrainer`'s adapter: "reward" if that is the user's own,
-    else "accuracy"."""
+    """Return what chooses a `train_grpo.GRPOTrainer`'s adapter: "reward" if that is the user's own
+    or some answers are open, else "accuracy"."""
     scorer = trainer.scorer
     is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
-    return "reward" if is_own else "accuracy"
+    return "reward" if is_own or "open" in trainer.answer_types else "accuracy"
 
 
 def validate(trainer: Any, problems: Sequence[Problem], step: int) -> dict[str, float]:
@@ -61,7 +61,8 @@ def validation_scores(
     trainer: Any, problems: Sequence[Problem], k: int, advance: Callable[[], None]
 ) -> dict[str, Scores]:
     """Sample k completions of each problem as a `train_grpo.GRPOTrainer` does in training, and
-    return each problem's strict accuracy, and its mean reward where that is the user's own."""
+    return each problem's strict accuracy, unless all answers are open, and its mean reward where
+    that is what counts (`validation_measure`)."""
     config = trainer.config
     result = evaluate(
         trainer.sampler,
@@ -74,7 +75,9 @@ def validation_scores(
         seed=config.seed,
         on_finish=advance,
     )
-    scores: dict[str, Scores] = {"accuracy": result.per_problem(strict=True)}
+    scores: dict[str, Scores] = {}
+    if result.comparable:
+        scores["accuracy"] = result.per_problem(strict=True)
     if validation_measure(trainer) == "reward":
         texts = [[graded.text for graded in group] for group in result.groups]
         truncated = [[graded.truncated for graded in group] for group in result.groups]

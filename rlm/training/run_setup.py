@@ -59,9 +59,6 @@ def prepare_run(
     if isinstance(trainer.scorer, Scorer):
         trainer.scorer.check_columns(problems)
     trainer.answer_types = answer_types(problems)
-    if any(problem.answer_type == "open" for problem in eval_problems):
-        terminal.line("open answers cannot be validated by accuracy: these problems are left out")
-        eval_problems = [p for p in eval_problems if p.answer_type != "open"]
     trainer.questions = example_questions(eval_problems or problems)
     steps = config.steps_for(len(problems))
     trainer.config = replace(config, steps=steps, num_epochs=None)  # recorded as a number

@@ -11,7 +11,6 @@ from rlm.cli.options import UsageError, parse, resolve_config, to_dict
 from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
 from rlm.training.config import GRPOConfig
 from rlm.training.sft_config import SFTConfig
-from rlm.training.sft_examples import is_countable
 
 EVERY_PRESET = {"top_p": 1.0, "top_k": 0, "lora_dropout": 0.0, "use_lora": True, "kl_weight": 0.0}
 GRPO = {
@@ -222,12 +221,6 @@ def test_the_length_of_completions_follows_the_data(dataset, on_cpu, on_gpu, mon
 )
 def test_how_many_examples_sft_learns_from(typed, limit):
     assert resolve_config(SFTConfig, ["--model", "m", *typed]).max_samples == limit
-
-
-def test_a_generator_has_no_size():
-    assert is_countable("a.jsonl")
-    assert is_countable("gsm8k")
-    assert not is_countable("gsm8k+elementary")
 
 
 def test_a_plan_needs_no_trained_adapter(tmp_path, monkeypatch):
