@@ -158,8 +158,6 @@ def main(config: InferenceConfig) -> int:
     library = load_experiences(config.experiences) if config.experiences else ()
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
-    if not config.json and (note := model.rlm_sampler.batch_note):
-        terminal.line(note)
     from rlm.sampling import SamplingParams  # with torch, as late as can be
 
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
@@ -179,6 +177,8 @@ def main(config: InferenceConfig) -> int:
         else:
             reply = ask(asked, model, tokenizer, params, **options, on_text=_write)
             _print_summary(reply, config)
+    if not config.json and (note := model.rlm_sampler.batch_note):
+        terminal.line(note)
     return 0
 
 

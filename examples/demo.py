@@ -156,7 +156,8 @@ def _expected_seconds(
     """The stages in order, with their seconds, and the limits that there are."""
     steps = grpo.steps_for(grpo.max_samples or 2000)
     rollouts = steps * grpo.batch_size * grpo.group_size
-    validations = (1 + steps // grpo.eval_every if grpo.eval_every else 1) * grpo.eval_samples
+    validations = grpo.eval_samples * grpo.eval_group_size_for(grpo.eval_samples or 1)
+    validations *= 1 + (steps // grpo.eval_every if grpo.eval_every else 0)
     answers = (1 + config.samples) * config.problems * A_COMPLETION
     expected = {
         "evaluate base": config.problems * OF_THE_BASE,

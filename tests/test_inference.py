@@ -154,6 +154,13 @@ def test_tokens_are_drawn_as_asked_for(ask, scripted, arguments, drawn):
     assert [(r.n, r.seed, r.params) for r in scripted] == [(n, prompt_seed(seed), params)]
 
 
+def test_one_line_says_that_other_code_multiplies(ask, scripted, monkeypatch):
+    monkeypatch.setattr("rlm.sampling.engine.kernels_for", lambda *_: (None, "not compiled here"))
+    note = "a completion may depend on its batch: not compiled here"
+    assert ask("two and three")[0].splitlines()[-1] == note
+    assert note not in ask("two and three", "--json")[0]
+
+
 def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypatch):
     def type_in(*lines: str | None) -> list[str | None]:
         left = list(lines)

@@ -11,12 +11,47 @@ from pathlib import Path
 import pytest
 from conftest import tiny_model
 
-from benchmarks import floor, grpo_step, harness, rollout, samplers, serving, trainers
+from benchmarks import (
+    batch_invariance,
+    floor,
+    grpo_step,
+    harness,
+    rollout,
+    samplers,
+    serving,
+    trainers,
+)
 from rlm.cli import UsageError, run_main, to_dict
 from rlm.sampling import Sampler
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, SEEDS = [[10, 11, 12, 13, 14], [10, 11, 20]], [1, 100]
+
+
+def test_a_bit_that_depends_on_the_batch_is_noticed(model_dir, tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    config = batch_invariance.BatchInvarianceConfig(
+        model=str(model_dir), json=report, rows=(1, 70), threads=(1,), repeats=1, completions=8,
+        max_new_tokens=4,
+    )  # fmt: skip
+    assert batch_invariance.main(config) == 0
+    found = json.loads(report.read_text())
+    assert found["equal"]
+    assert len(found["cells"]) == 4
+    assert {row["completions"] for row in found["completions"]["float32"]["settings"].values()} == {
+        8
+    }
+    usual = Sampler.sample
+
+    def moved(sampler, *arguments):
+        groups = usual(sampler, *arguments)
+        groups[0][5].logprobs[-1] -= 1e-6 * sampler.max_num_seqs
+        return groups
+
+    monkeypatch.setattr(Sampler, "sample", moved)
+    monkeypatch.setattr(Sampler, "batch_note", None, raising=False)
+    assert batch_invariance.main(config) == 1
+    assert "16, 1 threads: 1 of 8 completions differ" in capsys.readouterr().out
 
 
 # --- the harness --------------------------------------------------------------------------------
