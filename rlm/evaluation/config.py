@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 256
 class EvaluateConfig:
     CHANGED_FIRST = (
         *("model", "dataset", "split", "max_samples", "sft_adapter", "adapter"),
-        *("samples", "reward", "max_new_tokens", "output", "resume"),
+        *("samples", "reward", "max_new_tokens", "output"),
     )
 
     model: str | None = flag(
