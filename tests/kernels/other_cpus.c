@@ -23,6 +23,12 @@ typedef struct {
     int64_t rows, heads;
     segment parts[3];
 } step;
+typedef struct {
+    const number *queries, *keys, *values;
+    const uint8_t *hidden, *seen;
+    int64_t batch, tokens, heads, masks;
+    float scale;
+} attention;
 
 int block_columns(void);
 void multiply(const product *, int) __attribute__((weak)); /* not for every CPU */
@@ -33,7 +39,8 @@ void norm(const number *, const number *, number *, int64_t, int64_t, float, int
 void norm_back(const number *, const number *, const number *, number *, int64_t, int64_t, float, int);
 void gating(const number *, const number *, number *, int64_t, int);
 void gating_back(const number *, const number *, const number *, number *, number *, int64_t, int);
-int masked_softmax(number *, const number *, int64_t, int64_t, int64_t, int);
+int attention_forward(const attention *, number *, int);
+int attention_backward(const attention *, const number *, number *, number *, number *, int);
 int draw(const number *, int64_t, int64_t, float, int64_t, const double *, int64_t *, float *, int);
 void score_targets(number *, int64_t, int64_t, const int64_t *, float, int64_t, float *, float *, int);
 
@@ -73,7 +80,7 @@ static void products(int gated, int normed) {
     show("multiply", out, ROWS * OUT);
 }
 
-static void attention(void) {
+static void decode_attention(void) {
     int64_t slot[] = {0, 1}, length[] = {TOKENS, 5}, size = 2 * HEADS * WIDTH * TOKENS;
     step s = {2, HEADS, {{0}}};
     for (int i = 0; i < 3; i++)
@@ -85,16 +92,34 @@ static void attention(void) {
     show("attend", out, 2 * HEADS * QUERIES * WIDTH);
 }
 
+/* Causal, in blocks of 16 tokens of which the last is cut short. */
+static void learning_attention(void) {
+    enum { BLOCKS = (TOKENS + 15) / 16, PADDED = 16 * BLOCKS, KEYS = 2 * TOKENS * HEADS * WIDTH };
+    static uint8_t hidden[PADDED * PADDED], seen[BLOCKS * BLOCKS];
+    for (int key = 0; key < PADDED; key++)
+        for (int query = 0; query < PADDED; query++) {
+            hidden[key * PADDED + query] = key > query || query >= TOKENS;
+            if (key <= query) seen[query / 16 * BLOCKS + key / 16] = 1;
+        }
+    attention a = {fill(50, QUERIES * KEYS), fill(51, KEYS), fill(52, KEYS), hidden, seen,
+                   2, TOKENS, HEADS, 1, 0.3f};
+    static number out[QUERIES * KEYS], by_keys[KEYS], by_values[KEYS];
+    attention_forward(&a, out, 2), show("attention_forward", out, QUERIES * KEYS);
+    attention_backward(&a, fill(53, QUERIES * KEYS), out, by_keys, by_values, 2);
+    show("by_queries", out, QUERIES * KEYS);
+    show("by_keys", by_keys, KEYS), show("by_values", by_values, KEYS);
+}
+
 int main(void) {
     for (int i = 0; i < 4; i++) products(i & 1, i >> 1);
-    attention();
+    decode_attention();
+    learning_attention();
     int64_t n = ROWS * IN, targets[ROWS], tokens[ROWS];
     number *x = fill(1, n), *y = fill(2, n), *z = fill(3, n), out[ROWS * IN], other[ROWS * IN];
     norm(x, y, out, ROWS, IN, 1e-5f, 2), show("norm", out, n);
     norm_back(x, y, z, out, ROWS, IN, 1e-5f, 2), show("norm_back", out, n);
     gating(x, y, out, n, 2), show("gating", out, n);
     gating_back(x, y, z, out, other, n, 2), show("by_gate", out, n), show("by_up", other, n);
-    masked_softmax(z, y, 1, ROWS, IN, 2), show("masked_softmax", z, n);
     number *heads = fill(4, ROWS * HEADS * WIDTH);
     rotate(heads, fill(5, ROWS * WIDTH), fill(6, ROWS * WIDTH), ROWS, HEADS, HEADS * WIDTH, 2);
     show("rotate", heads, ROWS * HEADS * WIDTH);
