@@ -139,6 +139,13 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.fixture(autouse=True)
+def logging_is_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that a test runs in this process turns on the lines about data."""
+    monkeypatch.setattr(logging.getLogger("rlm"), "level", logging.NOTSET)
+    logging.getLogger("rlm").manager._clear_cache()
+
+
 @pytest.fixture(params=[1, 2, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """On so many threads."""

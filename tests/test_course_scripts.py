@@ -105,7 +105,7 @@ def test_other_tags_than_the_adapters_are_refused(name, simple, tmp_path, capsys
 
 
 def test_the_same_in_python(simple, model_dir, tmp_path, capsys):
-    config = a_config(tmp_path, sft_adapter=simple)
+    config = a_config(tmp_path, sft_adapter=simple, lora_r=16, lora_alpha=32)  # as it has
     trainer = a_trainer(model_dir, config)
     assert (trainer.config.reasoning_format, trainer.format) == ("simple", FORMATS["simple"])
     assert trainer.scorer.reasoning_format == "simple"
@@ -229,7 +229,7 @@ def test_the_courses_data_sets_are_read(monkeypatch):
         "gsm8k": [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(300)],
         "openmathinstruct": [json.loads(line) for line in OPENMATH.open(encoding="utf-8")],
     }
-    monkeypatch.setattr(loaders, "read_hub", lambda name, split: enumerate(rows[name], 1))
+    monkeypatch.setattr(loaders, "read_hub", lambda name, split, config: enumerate(rows[name], 1))
     assert len(load_problems("openai/gsm8k")) == 270  # the others are for validation
     assert len(load_problems("nvidia/OpenMathInstruct-1", max_samples=5)) == 2
 

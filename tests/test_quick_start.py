@@ -120,7 +120,7 @@ def here(tmp_path, monkeypatch):
     """An empty working directory, and a hub that has GSM8K's fields with our problems in them."""
     monkeypatch.chdir(tmp_path)
     rows = list(map(vars, word_problems.generate_word_problems("train", 40, 0, [1])))
-    monkeypatch.setattr(data, "read_hub", lambda name, split: enumerate(rows, 1))
+    monkeypatch.setattr(data, "read_hub", lambda name, split, config: enumerate(rows, 1))
     torch.manual_seed(0)
     return tmp_path
 

@@ -117,7 +117,7 @@ def parse_rows(
                 if problem.id in problems:
                     raise ValueError(f"the id is there twice: {problem.id!r}")
                 problems[problem.id] = problem
-            if columns is not None:
+            if columns is not None and isinstance(row, Mapping):  # no Problem of a user's list
                 layout = layout or describe_layout(row, columns)
                 with_system += has_system_message(renamed)
         except LeftOut as kind:

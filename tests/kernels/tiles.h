@@ -2,12 +2,21 @@
  * with -include. Each does what the Intel 64 and IA-32 Architectures Software Developer's Manual says of
  * it, and what would be an exception there ends the process. */
 #pragma once
+#include <immintrin.h> /* before its names get other meanings */
+
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig stand_in_loadconfig
+#define _tile_release stand_in_release
 
 typedef struct {
     uint8_t palette, start, reserved[14];

@@ -125,13 +125,13 @@ def test_the_page_runs_its_own_script_alone(tmp_path):
 def test_a_directory_without_rollouts_is_a_mistake(tmp_path, name):
     if name:
         write_run(tmp_path / name)
-    which = f"one of {tmp_path}/one" if name else "the directory of a run"
-    with pytest.raises(UsageError, match=f"holds no rollouts; name {which}"):
+    which = f"runs that do, .*: {tmp_path}/one" if name else "name the directory of a run"
+    with pytest.raises(UsageError, match=f"holds no rollouts; {which}"):
         view.main(view.ViewConfig(tmp_path))
     for number, name in enumerate(("first", "second", "old.prev")):
         write_run(tmp_path / name)
         os.utime(tmp_path / name / "samples.jsonl", (number, number))
-    listed = f"the newest first: {tmp_path / 'second'}, {tmp_path / 'first'}$"
+    listed = f"the newest first: .*{tmp_path / 'second'}, {tmp_path / 'first'}$"
     for path in (tmp_path, tmp_path / "typo"):
         with pytest.raises(UsageError, match=listed):
             view.main(view.ViewConfig(path))
