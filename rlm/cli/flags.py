@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import argparse
 import dataclasses
 import io
@@ -235,7 +236,8 @@ def replace_unencodable(stream: TextIO) -> None:
     Python does so itself for stderr.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-        stream.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # nobody reads it, so it cannot be flushed
+            stream.reconfigure(errors="replace")
 
 
 def with_dashes(name: str) -> str:
