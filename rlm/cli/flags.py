@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import argparse
+import contextlib
 import dataclasses
 import io
 import operator
