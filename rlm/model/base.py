@@ -12,11 +12,12 @@ import_bitsandbytes()  # before peft does: it says there why
 
 import hashlib
 import importlib.util
+import io
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 
 import torch
@@ -87,13 +88,15 @@ def _embedded_model() -> Path:
 
     folder, name = files[0].parent, files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    # Without dequantize=True the model keeps quantised weights and refuses save_pretrained.
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        gguf_file=name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    )
+    terminal.line(f"unpacking {EMBEDDED_MODEL} into {target}, once (0.5 GB)")
+    with redirect_stderr(io.StringIO()):  # the reader's progress bar, which has no switch
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=name,
+            # Without it the model keeps quantised weights and refuses save_pretrained.
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
     # Another process may do the same work at the same time: the rename decides, nothing half-made.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "made"
