@@ -64,6 +64,7 @@ class GRPOStepConfig(harness.BenchmarkConfig):
             batch_size=self.batch_size,
             group_size=self.group_size,
             max_new_tokens=self.max_new_tokens,
+            algorithm="grpo",
             learning_rate=1e-6,
             lr_schedule="constant",
             warmup_steps=0,

@@ -47,10 +47,10 @@ def test_the_command_and_the_python_block_say_the_same():
 
 def test_the_defaults_of_the_table_are_ours():
     grpo, sft = GRPOConfig(), SFTConfig()
-    assert (grpo.learning_rate, sft.learning_rate) == (1e-4, 1e-3)
+    assert (grpo.learning_rate, sft.learning_rate) == (3e-4, 1e-3)
     assert (grpo.batch_size, grpo.group_size, grpo.max_new_tokens) == (20, 8, 96)
     assert (grpo.save_every, grpo.eval_samples, grpo.kl_weight) == (10, 100, 0)
-    assert (grpo.lora_r, grpo.lora_alpha, grpo.algorithm) == (16, 32, "grpo")
+    assert (grpo.lora_r, grpo.lora_alpha, grpo.algorithm) == (16, 32, "topr")
 
 
 def test_the_defaults_of_the_table_are_trls():

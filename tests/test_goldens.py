@@ -71,7 +71,7 @@ GRPO = (
     "--learning-rate 1e-2 --eval-every 0 --save-every 1 --sample-every 0 --eval-samples 4"
 )
 RUNS = {
-    "grpo": f"{GRPO} --lora-r 4 --sft-adapter none",
+    "grpo": f"{GRPO} --algorithm grpo --lora-r 4 --sft-adapter none",
     "kl": f"{GRPO} --sft-adapter SFT --algorithm drgrpo --kl-weight 0.1 --sampler unmerged",
     "dapo": f"{GRPO} --sft-adapter SFT --algorithm dapo --updates-per-batch 2 --temperature 0.8",
 }

@@ -92,7 +92,7 @@ trainer = GRPOTrainer(
 """,
 ]
 COMMANDS = {  # and what the run's config must say
-    "train_grpo.py --model MODEL": {"algorithm": "grpo", "tracker": "none"},
+    "train_grpo.py --model MODEL": {"algorithm": "topr", "tracker": "none"},
     "train_grpo.py --model MODEL --algorithm drgrpo --use_wandb --max_samples 5000": {
         "algorithm": "drgrpo", "tracker": "wandb", "max_samples": 5000,
     },

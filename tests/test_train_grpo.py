@@ -44,6 +44,7 @@ def likes_letters(completions, **_):
 
 def a_config(tmp_path: Path, name: str = "run", **options) -> GRPOConfig:
     defaults = {
+        "algorithm": "grpo",
         "sft_adapter": None,
         "steps": 3,
         "batch_size": 4,
@@ -681,7 +682,9 @@ def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tm
     ],
 )
 def test_learning_rate_schedules(schedule, rates):
-    config = GRPOConfig(steps=6, warmup_steps=2, learning_rate=1.0, lr_schedule=schedule)
+    config = GRPOConfig(
+        algorithm="grpo", steps=6, warmup_steps=2, learning_rate=1.0, lr_schedule=schedule
+    )
     assert [config.learning_rate_at(s, s) for s in range(6)] == pytest.approx(rates, abs=1e-4)
 
 

@@ -54,7 +54,8 @@ def _mask(given: SimpleNamespace) -> Tensor:
         Completion(ids, [0.0] * len(ids), "stop" if ids[-1] == given.end else "length")
         for ids in given.completions
     ]
-    rollouts = _rollouts(drawn, [1.0] * len(drawn), GRPOConfig(mask_truncated=given.mask_truncated))
+    config = GRPOConfig(algorithm="grpo", mask_truncated=given.mask_truncated)
+    rollouts = _rollouts(drawn, [1.0] * len(drawn), config)
     whole = torch.zeros(len(drawn), max(map(len, given.completions)))  # (n, T)
     batch = _batch(rollouts)
     for row, mask in zip(batch.rows, batch.completion_mask, strict=True):

@@ -123,7 +123,7 @@ class GRPOConfig:
     plan: bool = flag(False, "train nothing; estimate memory and time", aliases=["dry_run"])
 
     algorithm: str = flag(
-        "grpo", "how the loss is computed; the table is below", choices=tuple(ALGORITHMS)
+        "topr", "how the loss is computed; the table is below", choices=tuple(ALGORITHMS)
     )
     advantage: str | None = flag(
         None,

@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = (
 )
 
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
-USUAL_RATES = "--learning-rate 1e-5 to 2e-4: about ten times that of full fine-tuning"
+USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 # What --deterministic needs: other number types and other code add in another order.
 DETERMINISTIC = {
@@ -109,7 +109,8 @@ def follow_algorithm(config: Any) -> None:
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,
         "overlong_buffer": int(algorithm.overlong_share * config.max_new_tokens),
-        "mini_batch_size": algorithm.mini_batch_size,
+        "mini_batch_size": algorithm.mini_batch_size
+        and min(algorithm.mini_batch_size, config.batch_size),
         "learning_rate": algorithm.learning_rate,
         "warmup_steps": algorithm.warmup_steps,
     }

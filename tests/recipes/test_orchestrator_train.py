@@ -91,6 +91,7 @@ def base(tmp_path_factory):
 def options(base, tmp_path, name="run", **more):
     quick = {
         "model": str(base), "sft_adapter": None, "agent_adapter": None, "run_dir": tmp_path / name,
+        "algorithm": "grpo",
         "steps": 3, "batch_size": 4, "group_size": 4, "max_new_tokens": 12, "agent_max_tokens": 6,
         "learning_rate": 3e-3, "kl_weight": 0.05, "warmup_steps": 0, "lr_schedule": "constant",
         "lora_r": 8, "eval_every": 0, "eval_samples": 4, "sample_every": 0, "save_every": 1,
