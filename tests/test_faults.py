@@ -60,6 +60,7 @@ class Runs:
     def options(self, name: str, **changes: object) -> list[str]:
         options = {
             "model": self.model, "sft_adapter": "none", "steps": 3, "batch_size": 4,
+            "algorithm": "grpo",
             "group_size": 4, "max_new_tokens": 6, "learning_rate": 0.01, "lora_r": 4,
             "eval_every": 2, "sample_every": 0, "save_every": 1, "seed": 3,
             "run_dir": self.folder / name, "output": self.folder / f"{name}_adapter",
