@@ -28,9 +28,8 @@ from rlm.cli import check_values, flag, parse, resolve_config, run_main, termina
 
 if TYPE_CHECKING:
     from rlm.data import Problem
-    from rlm.evaluation import Evaluation
+    from rlm.evaluation import EvaluateConfig, Evaluation
     from rlm.grading import Verdict
-    from rlm.scripts import evaluate
     from rlm.training import GRPOConfig, SFTConfig
 
     Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy", "sampled"
@@ -60,10 +59,11 @@ class DemoConfig:
 
 
 def main(config: DemoConfig) -> int:
+    import train_grpo
+    import train_sft
     from rlm.data import load_problems
     from rlm.evaluation import write_report
     from rlm.model import peak_memory_gb, pick_device, prepare_process
-    from rlm.scripts import train_grpo, train_sft
 
     prepare_process()
     adapters = {"sft": config.output / "sft_lora", "grpo": config.output / "final_rlm_lora"}
@@ -172,14 +172,12 @@ def _expected_seconds(
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-def _evaluation_settings(
-    config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
-) -> evaluate.EvaluateConfig:
+def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -> EvaluateConfig:
+    from rlm.evaluation import EvaluateConfig
     from rlm.model import AdapterInfo
-    from rlm.scripts import evaluate
 
     start = AdapterInfo.load(sft.adapter) if sft.adapter else AdapterInfo(Path())
-    return evaluate.EvaluateConfig(
+    return EvaluateConfig(
         model=sft.model,
         dataset=grpo.dataset or sft.dataset,
         reasoning_format=start.resolve_format(sft.reasoning_format),
@@ -191,7 +189,7 @@ def _evaluation_settings(
 
 
 def _evaluate(
-    settings: evaluate.EvaluateConfig,
+    settings: EvaluateConfig,
     problems: list[Problem],
     adapters: Mapping[str, Path | None],
     clock: Clock,
@@ -200,8 +198,8 @@ def _evaluate(
 
     The base is not sampled, which would say little.
     """
+    from eval import evaluate_row
     from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
-    from rlm.scripts import evaluate
 
     tokenizer, results = load_tokenizer(settings.model), {}
     base = load_base(settings.model, pick_device())
@@ -210,7 +208,7 @@ def _evaluate(
             model = load_adapter(base, adapter, trainable=False) if adapter else base
             kinds = ("greedy", "sampled") if adapter else ("greedy",)
             arguments = (row, model, tokenizer, problems, (), settings, kinds)
-            results[row] = evaluate.evaluate_row(*arguments)
+            results[row] = evaluate_row(*arguments)
             base = model.unload() if adapter else base
     del base, model
     release_memory()  # the next stage loads its own
@@ -344,7 +342,7 @@ def _say_what_was_found(
         f"{gain['high']:+.1f}); {terminal.duration(seconds)} in all\n"
         f"The picture of it: {config.output}/learning.png; all figures: summary.json beside it\n"
         f'\nNext:\n  python inference.py --adapter {adapters["grpo"]} "your question"\n'
-        f"  python evaluate.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "
+        f"  python eval.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "
         "--samples 8\n"
         "  python train_sft.py --output runs/longer/sft_lora    # longer, then\n"
         "  python train_grpo.py --sft-adapter runs/longer/sft_lora "

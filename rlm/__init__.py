@@ -29,7 +29,7 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "load_gsm8k"]
 def __getattr__(name: str) -> Any:
     """Load GRPOTrainer from its script, and torch with it, at first use."""
     if name == "GRPOTrainer":
-        from rlm.scripts import load_script
+        from train_grpo import GRPOTrainer
 
-        return load_script("train_grpo").GRPOTrainer
+        return GRPOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import re
 from golden import ROOT, run
 
 REFERENCE = ROOT / "docs" / "reference"
-SCRIPTS = ("train_sft.py", "train_grpo.py", "evaluate.py", "inference.py", "server.py")
+SCRIPTS = ("train_sft.py", "train_grpo.py", "eval.py", "inference.py", "server.py")
 MODULES = (
     "recipes.orchestrator.train",
     "recipes.orchestrator.evaluate",

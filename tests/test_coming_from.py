@@ -7,14 +7,14 @@ import re
 import shlex
 from pathlib import Path
 
+import eval as evaluate
 from rlm.cli.options import parse, read_options
-from rlm.scripts import evaluate
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 
 PAGE = Path(__file__).parent.parent / "docs/how-to/coming-from.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 CLASSES = {
-    "train_sft.py": SFTConfig, "train_grpo.py": GRPOConfig, "evaluate.py": evaluate.EvaluateConfig
+    "train_sft.py": SFTConfig, "train_grpo.py": GRPOConfig, "eval.py": evaluate.EvaluateConfig
 }  # fmt: skip
 
 

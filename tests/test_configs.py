@@ -11,11 +11,11 @@ from empty_models import empty_model
 from pretended_cards import pretended_cards
 from transformers import AutoConfig
 
+import eval as evaluate
 import train_grpo
 from rlm.cli.options import parse
 from rlm.data import Problem
 from rlm.model import new_adapter
-from rlm.scripts import evaluate
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 from rlm.training.memory_plan import activation_bytes, plan_memory, plan_sft
 
@@ -146,7 +146,7 @@ def test_the_lines_at_the_head_are_parsed(name):
     classes = {
         "train_sft.py": SFTConfig,
         "train_grpo.py": GRPOConfig,
-        "evaluate.py": evaluate.EvaluateConfig,
+        "eval.py": evaluate.EvaluateConfig,
     }
     assert [line.split()[1] for line in head] == [*classes]
     for line in head:

@@ -1,4 +1,4 @@
-"""The console command `rlm`, the wheel that brings it, and whose module `evaluate` is."""
+"""The console command `rlm` and the wheel that brings it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rlm.cli import CONSOLE
 from rlm.cli import main as command_lines
+from rlm.console import COMMANDS, main
 from rlm.rewards import load_reward
-from rlm.scripts import COMMANDS, SCRIPTS, load_script, main
 from rlm.training import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +33,7 @@ def test_a_command_runs_its_script(monkeypatch, capsys, command):
     assert console(monkeypatch, command, "--hlep") == 2
     assert "unknown option --hlep" in capsys.readouterr().err
     assert console(monkeypatch, command, "--help") == 0
-    described, said = load_script(COMMANDS[command][0]).__doc__, capsys.readouterr().out
+    described, said = importlib.import_module(COMMANDS[command][0]).__doc__, capsys.readouterr().out
     assert said.startswith(f"usage: rlm {command} [")
     assert described.splitlines()[0] in said
 
@@ -50,8 +51,7 @@ def test_the_command_itself_answers(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("rlm 0.")
     assert console(monkeypatch, "fly") == 2
     assert capsys.readouterr().err == (
-        "error: unknown command 'fly': one of sft, grpo, evaluate, ask, serve, doctor, "
-        "reward, view\n"
+        "error: unknown command 'fly': one of sft, grpo, eval, ask, serve, doctor, reward, view\n"
     )
 
 
@@ -94,67 +94,30 @@ def test_a_run_goes_on_by_the_command_that_started_it(monkeypatch, called, comma
     assert command_lines._how_to_resume(GRPOConfig, None) == f"; continue with: {command}"
 
 
-@pytest.fixture
-def as_a_script(monkeypatch):
-    """sys.path as `python train_grpo.py` has it: our folder is first."""
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
-    yield
-    sys.modules.pop("evaluate", None)
-
-
-def test_a_library_that_imports_evaluate_gets_the_package(as_a_script, tmp_path, monkeypatch):
-    (tmp_path / "evaluate").mkdir()
-    (tmp_path / "evaluate" / "__init__.py").write_text("from evaluate.inner import load")
-    (tmp_path / "evaluate" / "inner.py").write_text("def load(): return 'theirs'")
-    sys.path.append(str(tmp_path))
-    import evaluate
-
-    assert evaluate.load() == "theirs"
-    assert not hasattr(evaluate, "EvaluateConfig")
-    monkeypatch.delitem(sys.modules, "evaluate.inner")
-
-
-def test_where_there_is_no_such_package_ours_is_not_taken_for_it(as_a_script):
-    with pytest.raises(ModuleNotFoundError, match="No module named 'evaluate'") as error:
-        importlib.import_module("evaluate")
-    assert error.value.name == "evaluate"
-    assert "evaluate" not in sys.modules
-    assert load_script("evaluate").main.__module__ == "rlm.scripts.evaluate"
-
-
-def test_of_a_checkout_a_script_is_one_module():
-    import train_grpo
-    from rlm import GRPOTrainer
-
-    assert load_script("train_grpo") is train_grpo
-    assert GRPOTrainer is train_grpo.GRPOTrainer
-    with pytest.raises(ImportError):
-        from rlm.scripts import train_dpo  # noqa: F401
-
-
-def test_what_is_installed_hides_no_module_of_others(tmp_path):
-    build = ["setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib"]
-    subprocess.run([sys.executable, *build, tmp_path / "lib"], cwd=ROOT, check=True)
-    assert sorted(path.name for path in (tmp_path / "lib").iterdir()) == ["recipes", "rlm"]
-    for script in SCRIPTS:
-        ours, theirs = ROOT / f"{script}.py", tmp_path / "lib/rlm/scripts" / f"{script}.py"
-        assert theirs.read_text() == ours.read_text()
+def test_a_wheel_holds_the_scripts_and_the_shipped_adapter(tmp_path):
+    """It is installed as `pip install .` does, and asked elsewhere."""
+    build = ["egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
+    build += ["install_lib", "--install-dir", tmp_path / "lib"]
+    build += ["install_data", "--install-dir", tmp_path]
+    setup = "from setuptools import setup; setup()"
+    subprocess.run([sys.executable, "-c", setup, "-q", *build], cwd=ROOT, check=True)
+    scripts = {f"{script}.py" for script in CONSOLE}
+    assert {path.name for path in (tmp_path / "lib").iterdir()} == {"recipes", "rlm", *scripts}
     code = (
-        "import sys; sys.path.insert(0, 'lib')\n"
-        "from rlm.scripts import inference, main\n"
-        "print(inference.ADAPTER, inference.__name__, inference.ADAPTER.is_dir())\n"
+        "import sys; sys.path.insert(0, 'lib'); sys.prefix = '.'\n"
+        "import inference\n"
+        "from rlm.console import main\n"
         "from rlm.evaluation import EvaluateConfig\n"
         "from rlm.model import HOW_TO_TRAIN_SFT\n"
-        "print(HOW_TO_TRAIN_SFT, EvaluateConfig.adapter)\n"
+        "assert EvaluateConfig.adapter == inference.ADAPTER\n"
+        "print(inference.ADAPTER, inference.ADAPTER.is_dir(), HOW_TO_TRAIN_SFT)\n"
         "sys.argv = ['rlm', 'ask', '--json']\n"
         "main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    adapter = tmp_path / "lib/rlm/weights/final_rlm_lora"
-    assert done.stdout == f"{adapter} rlm.scripts.inference True\nrun: rlm sft {adapter}\n"
+    assert done.stdout == "share/rlm/weights/final_rlm_lora True run: rlm sft\n"
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--json answers one question" in done.stderr
 

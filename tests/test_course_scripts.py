@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import eval as evaluate
 import inference
 import server
 import train_grpo
@@ -14,7 +15,6 @@ from rlm.cli.options import UsageError
 from rlm.data import loaders
 from rlm.data.loaders import dataset_name, load_problems
 from rlm.data.prompts import FORMATS, render_prompt
-from rlm.scripts import evaluate
 from rlm.training.sft_config import SFTConfig
 from tests.test_scripts import DATA, ROOT, no_hub, run  # noqa: F401  a fixture for all
 from tests.test_train_grpo import a_config, a_trainer
@@ -50,7 +50,7 @@ def prompted(monkeypatch):
         seen.append(format.reasoning_tag)
         return render(tokenizer, problem, format, **options)
 
-    for module in ("rlm.training.sft_examples", "train_grpo", "rlm.scripts.evaluate"):
+    for module in ("rlm.training.sft_examples", "train_grpo", "eval"):
         monkeypatch.setattr(f"{module}.render_problem", watched)
     monkeypatch.setattr("rlm.evaluation.evaluator.render_problem", watched)
 

@@ -9,7 +9,6 @@ import pytest
 
 from rlm.cli.flags import flags_of
 from rlm.cli.foreign_names import with_underscores
-from rlm.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -37,13 +36,13 @@ OTHER_PROGRAMS = {"logprobs_mode"}  # vLLM's
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 COMMAND = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(?:\S*python|torchrun .*?|rlm) (?:-m )?"
-    r"(train_sft|train_grpo|evaluate|inference|server)(?:\.py)?\b(.*)",
+    r"(train_sft|train_grpo|eval|inference|server)(?:\.py)?\b(.*)",
     re.M,
 )
 SCRIPT_CONFIGS = {
     "train_sft": ("rlm.training", "SFTConfig"),
     "train_grpo": ("rlm.training", "GRPOConfig"),
-    "evaluate": ("evaluate", "EvaluateConfig"),
+    "eval": ("eval", "EvaluateConfig"),
     "inference": ("inference", "InferenceConfig"),
     "server": ("server", "ServerConfig"),
 }
@@ -95,7 +94,7 @@ def test_named_files_exist(page: Path):
 def options_of(script: str) -> set[str]:
     """Every name that a script's options have, with underscores."""
     module, name = SCRIPT_CONFIGS[script]
-    found = load_script(module) if module in SCRIPTS else import_module(module)
+    found = import_module(module)
     flags = flags_of(getattr(found, name))
     return {"config", "preset", "help"} | {key for flag in flags for key in flag.keys}
 

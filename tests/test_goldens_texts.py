@@ -87,7 +87,7 @@ def test_verdicts():
 
 # --- command lines --------------------------------------------------------------------------------
 
-SCRIPTS = ["train_sft.py", "train_grpo.py", "evaluate.py", "inference.py", "server.py"]
+SCRIPTS = ["train_sft.py", "train_grpo.py", "eval.py", "inference.py", "server.py"]
 SCRIPTS += [
     f"recipes.{recipe}.{module}"
     for recipe in ("orchestrator", "experience")

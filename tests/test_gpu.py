@@ -15,6 +15,7 @@ from pretended_cards import CONTEXT, card_of, pretended_cards
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import eval as evaluate
 import inference
 import server
 import train_grpo
@@ -27,7 +28,6 @@ from rlm.sampling.draw import sample_rows
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.params import SamplingParams
 from rlm.sampling.weights import copy_bytes
-from rlm.scripts import evaluate
 from rlm.serving import models as serving_models
 from rlm.serving.models import find_models, load_replicas
 from rlm.training.batches import Rollout, make_micro_batches

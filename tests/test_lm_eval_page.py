@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import eval as evaluate
 from inference import InferenceConfig
 from rlm.cli.options import read_options
 from rlm.data import FORMATS
-from rlm.scripts import evaluate
 from server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ TASK = yaml.safe_load((ROOT / "examples/lm_eval/rlm_numbers.yaml").read_text(enc
 CLASSES = {
     "server.py": ServerConfig,
     "inference.py": InferenceConfig,
-    "evaluate.py": evaluate.EvaluateConfig,
+    "eval.py": evaluate.EvaluateConfig,
 }
 
 
@@ -37,7 +37,7 @@ def commands():
 def test_our_commands_are_parsed():
     ours = [words for words in commands() if words[0] == "python"]
     scripts = [words[1] for words in ours]
-    assert scripts == ["server.py", "evaluate.py", "inference.py", "evaluate.py"]
+    assert scripts == ["server.py", "eval.py", "inference.py", "eval.py"]
     for _, script, *argv in ours:
         assert read_options(CLASSES[script], argv)
 

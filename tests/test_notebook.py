@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CELLS = json.loads((ROOT / "notebooks/colab.ipynb").read_text(encoding="utf-8"))["cells"]
-LINKED = ("evaluate.py", "inference.py", "server.py", "train_sft.py", "train_grpo.py", "rlm")
+LINKED = ("eval.py", "inference.py", "server.py", "train_sft.py", "train_grpo.py", "rlm")
 SMALL = {
     "DATA": "word-problems:1", "SFT_EXAMPLES": 16, "STEPS": 2, "PROBLEMS": 2, "COMPLETIONS": 2,
     "NEW_TOKENS": 24, "TEST_PROBLEMS": 6,
@@ -85,7 +85,7 @@ def test_the_cells_run_in_order(model_dir, tmp_path, monkeypatch):
                 space |= SMALL | {"MODEL": str(model_dir)}
     scripts = [re.search(r"python (\w+)\.py", command)[1] for command in commands]
     assert scripts == [
-        "evaluate", "train_sft", "train_grpo", "train_grpo", "evaluate", "inference", "inference"
+        "eval", "train_sft", "train_grpo", "train_grpo", "eval", "inference", "inference"
     ]  # fmt: skip
     assert [picture.name for picture in shown] == ["curves.png", "accuracy.png"]
     assert all((tmp_path / picture).stat().st_size > 1000 for picture in shown)

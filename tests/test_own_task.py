@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from golden import ROOT
 
+import eval as evaluate
 import inference
 import server
 import train_grpo
@@ -19,7 +20,6 @@ from rlm import scripts
 from rlm.cli import resolve_config
 from rlm.cli.main import run_main
 from rlm.data import load_problems
-from rlm.scripts import evaluate
 
 PAGE = (ROOT / "docs/tutorials/your-own-task.md").read_text(encoding="utf-8")
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE, re.S))
@@ -31,7 +31,7 @@ SCRIPTS = {
         train_grpo.GRPOConfig,
         "--steps 1 --batch-size 2 --group-size 2 --max-new-tokens 8 --eval-samples 2",
     ),
-    "evaluate.py": (evaluate, evaluate.EvaluateConfig, "--max-samples 2 --max-new-tokens 8"),
+    "eval.py": (evaluate, evaluate.EvaluateConfig, "--max-samples 2 --max-new-tokens 8"),
     "inference.py": (inference, inference.InferenceConfig, "--max-new-tokens 8"),
 }
 

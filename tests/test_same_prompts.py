@@ -12,6 +12,7 @@ import pytest
 from golden import check
 from live_server import live
 
+import eval as evaluate
 import inference
 import server
 import train_grpo
@@ -22,7 +23,6 @@ from rlm.evaluation import model_card
 from rlm.grading import AnswerType
 from rlm.model import AdapterInfo
 from rlm.sampling import Sampler
-from rlm.scripts import evaluate
 
 OWN = "You are a careful clerk.<|im_end|>\nThink in <think>, answer in <answer>."
 QUESTION = "How many eggs are in 7 boxes of 6?"

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from scripted_sampler import END, ScriptedSampler
 from transformers import AutoModelForCausalLM
 
+import eval as evaluate
 import inference
 import train_grpo
 import train_sft
@@ -33,13 +34,12 @@ from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES, same_weights
 from rlm.runs.atomic_files import Journal
-from rlm.scripts import evaluate
 from rlm.tools import Calculator
 from tests.evaluation.test_evaluation import graded, problem
 from tests.test_train_grpo import a_start_adapter
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train_sft", "train_grpo", "evaluate", "inference", "server")
+SCRIPTS = ("train_sft", "train_grpo", "eval", "inference", "server")
 DATA = ["--dataset", "word-problems:1"]
 ROWS = ("base", "SFT", "GRPO")
 
@@ -665,7 +665,7 @@ def test_sft_under_a_launcher_is_refused(model_dir, monkeypatch, capsys):
 CONFIGS = [
     "train_sft.SFTConfig",
     "rlm.training.config.GRPOConfig",
-    "rlm.scripts.evaluate.EvaluateConfig",
+    "eval.EvaluateConfig",
     "inference.InferenceConfig",
     "server.ServerConfig",
     "examples.demo.DemoConfig",

@@ -23,11 +23,11 @@ T = TypeVar("T")
 CONSOLE = {
     "train_sft": "sft",
     "train_grpo": "grpo",
-    "evaluate": "evaluate",
+    "eval": "eval",
     "inference": "ask",
     "server": "serve",
 }
-IS_INSTALLED = (Path(__file__).parents[1] / "scripts" / "train_grpo.py").exists()  # as a wheel
+IS_INSTALLED = not (Path(__file__).parents[2] / "requirements.txt").exists()  # from a wheel
 
 
 def check_command_line(cls: type, **parse_options: Any) -> None:

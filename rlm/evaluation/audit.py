@@ -1,4 +1,4 @@
-"""Audits the verifier (`evaluate.py --audit-reward`): where graders disagree on a run's samples.
+"""Audits the verifier (`eval.py --audit-reward`): where graders disagree on a run's samples.
 
 A verifier that misses right answers looks like a model that does not learn. Every completion of a
 run's samples.jsonl is graded strictly, leniently, and by math-verify where it is installed. That

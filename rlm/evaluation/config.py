@@ -1,4 +1,4 @@
-"""The options of evaluation: what `evaluate.py --help` lists."""
+"""The options of evaluation: what `eval.py --help` lists."""
 
 from __future__ import annotations
 

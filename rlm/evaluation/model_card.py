@@ -78,7 +78,7 @@ def _measured(run: Mapping[str, Any]) -> str:
         return _validated(found, found[run["exported"]], run)
     accuracy, total = run.get("accuracy"), run.get("validated_on")
     if accuracy is None or not total:
-        return "Nothing: `python evaluate.py` gives accuracy with intervals."
+        return "Nothing: `python eval.py` gives accuracy with intervals."
     low, high = wilson_interval(round(accuracy * total), total)
     text = (
         f"{accuracy:.1%} of {total} validation problems answered right, greedily and in the strict "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlm.tools import Calculator
 
 ConfigType = TypeVar("ConfigType")  # GRPOConfig or SFTConfig, which a later layer has
 TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
-SHIPPED_ADAPTER = Path(__file__).parents[1] / TRAINED_ADAPTER  # in an installed wheel
+SHIPPED_ADAPTER = Path(sys.prefix, "share/rlm") / TRAINED_ADAPTER  # of an installed wheel
 # The default of what evaluates, asks and serves.
 ADAPTER = (
     SHIPPED_ADAPTER

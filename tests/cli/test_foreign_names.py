@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import eval as evaluate
 from inference import InferenceConfig
 from rlm.cli import foreign_names
 from rlm.cli.flags import flags_of
@@ -14,7 +15,6 @@ from rlm.data import FORMATS
 from rlm.grading import grade
 from rlm.reasoner.parser import ReasoningParser
 from rlm.rewards import CorrectnessReward, FormatReward, GSM8KReward, ReasoningQualityReward
-from rlm.scripts import evaluate
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 from server import ServerConfig
 
@@ -101,7 +101,7 @@ def test_other_synonyms(cls, typed, values):
 
 
 REFUSED = {
-    "dataset_test_split": "evaluate.py takes any split",
+    "dataset_test_split": "eval.py takes any split",
     "dataset_config": "--dataset NAME:CONFIG",
     "gradient_accumulation": "an update is over all completions of a step",
     "gradient_accumulation_steps": "--train-batch-size",

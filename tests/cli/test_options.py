@@ -344,7 +344,7 @@ def test_help_names_every_field_and_default(capsys, monkeypatch):
 SCRIPTS = {
     "train_sft.py": SFTConfig,
     "train_grpo.py": GRPOConfig,
-    "evaluate.py": EvaluateConfig,
+    "eval.py": EvaluateConfig,
     "inference.py": InferenceConfig,
     "server.py": ServerConfig,
     "-m recipes.orchestrator.train": OrchestratorConfig,

@@ -1,4 +1,4 @@
-"""`evaluate.py --audit-reward`: what graders make of a run's own samples."""
+"""`eval.py --audit-reward`: what graders make of a run's own samples."""
 
 import json
 import time
@@ -6,12 +6,12 @@ from contextlib import closing
 
 import pytest
 
+import eval as evaluate
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS
 from rlm.evaluation import audit as module
 from rlm.evaluation.audit import MathVerify, audit_run, audit_samples
-from rlm.scripts import evaluate
 
 TAGS = FORMATS["deepseek"]
 GROUPS = [

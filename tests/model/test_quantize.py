@@ -11,6 +11,7 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from conftest import tiny_model
 from safetensors.torch import load_file
 
+import eval as evaluate
 import inference
 import train_grpo
 import train_sft
@@ -19,7 +20,6 @@ from rlm.model.adapters import merged_weight, new_adapter
 from rlm.model.base import load_base
 from rlm.model.quantize import QUANTIZATIONS, dequantized_weight
 from rlm.sampling import Sampler, SamplingParams
-from rlm.scripts import evaluate
 from rlm.training.config import GRPOConfig
 from rlm.training.fused_layers import use_fused_layers
 from tests.test_scripts import run

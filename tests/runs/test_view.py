@@ -83,7 +83,7 @@ def test_the_page_holds_the_run(tmp_path, capsys):
 
 def test_the_command_takes_the_run_without_a_flag(tmp_path):
     run = write_run(tmp_path / "run")
-    rlm = "from rlm.scripts import main; main()"
+    rlm = "from rlm.console import main; main()"
     command = [sys.executable, "-c", rlm, "view", str(run), "--compare", str(run)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"written: {run}/rollouts.html (48 rollouts" in said

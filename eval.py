@@ -4,19 +4,14 @@ Each row has greedy accuracy with a 95 % interval, and is compared with the row 
 adds mean@k, maj@k and pass@k. Model, data set, tags and 4-bit loading are those of the last
 adapter's training unless you name others.
 
-    python evaluate.py                                   # weights/sft_lora, weights/final_rlm_lora
-    python evaluate.py --dataset gsm8k --max-samples 500 --samples 8
-    python evaluate.py --base-only --model smollm2-135m  # how good is it before any training?
-    python evaluate.py --samples 8 --resume              # keep the rows that are still valid
-    python evaluate.py --audit-reward                    # does the grader miss right answers?
+    python eval.py                                   # weights/sft_lora, weights/final_rlm_lora
+    python eval.py --dataset gsm8k --max-samples 500 --samples 8
+    python eval.py --base-only --model smollm2-135m  # how good is it before any training?
+    python eval.py --samples 8 --resume              # keep the rows that are still valid
+    python eval.py --audit-reward                    # does the grader miss right answers?
 """
 
 from __future__ import annotations
-
-if __name__ == "evaluate":  # a library means Hugging Face's package; ours is rlm.scripts.evaluate
-    from rlm.scripts import give_way
-
-    give_way(__name__)
 
 import signal
 import sys
