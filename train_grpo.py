@@ -53,7 +53,6 @@ from rlm.training import (
     Distributed,
     Group,
     LearnMetrics,
-    MicroBatch,
     MixedPrecisionAdapter,
     Rollout,
     TrainingState,
@@ -71,7 +70,6 @@ from rlm.training import (
     mean_metrics,
     mini_batches,
     open_run,
-    ordered_gradients,
     overlong_penalties,
     policy_loss,
     prepare_run,
@@ -142,7 +140,6 @@ class GRPOTrainer:
         self.weights = MixedPrecisionAdapter(self.policy)
         self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed, tool)
-        self.ordered = ordered_gradients(self)  # None without --deterministic
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -251,21 +248,17 @@ class GRPOTrainer:
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
         differs = set_constant_logprobs(self, updates)
 
-        def forward(micro: MicroBatch) -> tuple:
-            logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
-            if micro.old_logprobs is None:  # first update: the current ones are the old ones
-                micro.old_logprobs = logprobs.detach()
-            loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
-            return micro, loss, logprobs.detach(), entropy, sums
-
-        losses = self.ordered.losses if self.ordered else map
         lr = self._set_learning_rate(step)
         for update, micro_batches in enumerate(updates * config.updates_per_batch):
             lr = self._set_learning_rate(step + update / count)
-            for micro, loss, *measured in losses(forward, micro_batches):
+            for micro in micro_batches:
+                logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
+                if micro.old_logprobs is None:  # first update: the current ones are the old ones
+                    micro.old_logprobs = logprobs.detach()
+                loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
-                metrics.add(update, micro, *measured)
+                metrics.add(update, micro, logprobs.detach(), entropy, sums)
             metrics.grad_norms.append(self._optimizer_step())
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are as before, another pass would give the same
@@ -282,8 +275,7 @@ class GRPOTrainer:
 
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
-        if not self.ordered:  # which has added the gradients of all processes
-            self.distributed.all_reduce(self.adapter.values())
+        self.distributed.all_reduce(self.adapter.values())
         norm = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         if norm.isfinite():
             self.optimizer.step()

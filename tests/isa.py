@@ -44,7 +44,7 @@ SETTINGS = {
 # Kernels, sampling, the learning pass, goldens, answers, the choice of a number type.
 NUMBERS = (
     "kernels", "sampling/test_linear.py", "sampling/test_engine.py", "model/test_attention.py",
-    "model/test_number_types.py", "training/test_batches.py", "training/test_deterministic.py",
+    "model/test_number_types.py", "training/test_batches.py",
     "training/test_logprobs.py", "training/test_loss.py", "training/test_same_completions.py",
     "training/test_tool_mask.py", "test_goldens.py", "test_goldens_texts.py", "test_inference.py",
     "test_train_grpo.py",

@@ -9,7 +9,6 @@ rounding, and slower.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import os
@@ -103,7 +102,6 @@ class Kernels:
     ) -> None:
         self.dtype = dtype
         self._head_shape = head_shape  # queries per key-value head, and the width of both
-        self._threads: int | None = None  # as many as torch
         self._columns = library.block_columns()
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
@@ -130,13 +128,6 @@ class Kernels:
             "oneDNN multiplies bf16 numbers on this CPU with AMX; RLM_TILES=1 lets our own code do "
             "it, which `make test-tiles` checks"
         )
-
-    def on_threads(self, threads: int) -> Kernels:
-        """Return the same functions on so many threads, whatever torch has. The results are the
-        same."""
-        same = copy.copy(self)
-        same._threads = threads
-        return same
 
     def linear(
         self,
@@ -359,7 +350,7 @@ class Kernels:
     def _call(self, name: str, *values: object) -> int:
         """Call a C function with the addresses of tensors, numbers, and the number of threads."""
         passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        return getattr(self._library, name)(*passed, self._threads or torch.get_num_threads())
+        return getattr(self._library, name)(*passed, torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:

@@ -51,7 +51,6 @@ class Sampler:
         dtype: torch.dtype | None = None,
         share: float = 1.0,
         tool: Tool | None = None,
-        threads: int | None = None,
     ) -> None:
         """
         Args:
@@ -60,7 +59,6 @@ class Sampler:
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
             dtype: number type of a merged copy (None: the model's): see `sampling_dtype`.
-            threads: of compiled code, which must be there then (None: as many as torch has).
 
         Raises:
             UsageError: a merged copy was asked for and this architecture has no fast path; or the
@@ -79,8 +77,6 @@ class Sampler:
         self._config = model.config.get_text_config()
         dtype = dtype or model.dtype
         self._kernels, compiled = kernels_for(model, dtype)
-        if threads:
-            self._kernels = self._kernels.on_threads(threads)
         self._weights, weights = choose_weights(model, merged, self._kernels, dtype, share)
         self.dtype = self._weights.dtype
         if self.dtype != dtype:

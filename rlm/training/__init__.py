@@ -14,7 +14,6 @@ EXPORTS = {
         "problems_for_step rollout_seeds shard_rollouts split_rollouts"
     ),
     "config": "GRPOConfig",
-    "deterministic": "check_deterministic ordered_gradients",
     "distributed": "Distributed",
     "doctor": "run_doctor",
     "dry_run": "run_plan",

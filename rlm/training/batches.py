@@ -230,16 +230,12 @@ class MicroBatch:
 
 
 def split_rollouts(trainer: Any, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
-    """Cut rollouts of a `train_grpo.GRPOTrainer` into micro-batches: by size, or, if they must not
-    depend on an option, into those of one problem each."""
-    config, device = trainer.config, trainer.policy.device.type
-    if not config.deterministic:
-        limits = (config.train_batch_size or len(rollouts), trainer.memory_plan.train_batch_tokens)
-        return make_micro_batches(rollouts, *limits, device)
-    groups: dict[int, list[int]] = {}
-    for row, rollout in enumerate(rollouts):
-        groups.setdefault(rollout.problem, []).append(row)
-    return [pack_rollouts(rollouts, [rows], device) for rows in groups.values()]
+    """Cut rollouts of a `train_grpo.GRPOTrainer` into micro-batches that fit into memory."""
+    limits = (
+        trainer.config.train_batch_size or len(rollouts),
+        trainer.memory_plan.train_batch_tokens,
+    )
+    return make_micro_batches(rollouts, *limits, trainer.policy.device.type)
 
 
 def make_micro_batches(

@@ -18,7 +18,6 @@ from rlm.training.config_rules import (
     SHORT,
     choose_max_new_tokens,
     follow_algorithm,
-    follow_deterministic,
     follow_start,
     refuse_contradictions,
     set_clip_bounds,
@@ -256,10 +255,6 @@ class GRPOConfig:
     train_batch_tokens: int | None = flag(
         None, "tokens in a micro-batch, padding included", min=1, default_text="as many as fit"
     )
-    deterministic: bool = flag(
-        False,
-        "get the same bits with any number of threads, processes and batch limits (CPU, fp32)",
-    )
     checkpointing: bool | None = flag(
         None,
         "recompute activations in the backward pass, which saves memory",
@@ -307,7 +302,6 @@ class GRPOConfig:
         check_project(self.wandb_project, self.tracker)
         set_clip_bounds(self)
         follow_algorithm(self)
-        follow_deterministic(self)
         refuse_contradictions(self)
 
     @classmethod

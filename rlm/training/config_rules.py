@@ -21,13 +21,6 @@ MAX_NEW_TOKENS = (
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
-# What --deterministic needs: other number types and other code add in another order.
-DETERMINISTIC = {
-    "dtype": "float32",
-    "sampler_dtype": "float32",
-    "sampler": "merged",
-    "quantize": "none",
-}
 
 
 def follow_start(
@@ -117,22 +110,6 @@ def follow_algorithm(config: Any) -> None:
     for name, value in values.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
-
-
-def follow_deterministic(config: Any) -> None:
-    """Set the options of a GRPOConfig that are on auto to what --deterministic needs.
-
-    Raises:
-        ValueError: one of them has another value.
-    """
-    for name, value in DETERMINISTIC.items() if config.deterministic else ():
-        if getattr(config, name) == "auto":
-            object.__setattr__(config, name, value)
-        elif getattr(config, name) != value:
-            raise ValueError(
-                f"--deterministic needs --{name.replace('_', '-')} {value}: only fp32 on a CPU, "
-                "with our own sampler, adds in the same order every time"
-            )
 
 
 def refuse_contradictions(config: Any) -> None:

@@ -101,29 +101,6 @@ class Distributed:
         """Whether the value is true in any process: a signal may reach one of them."""
         return True in self.gather([value])
 
-    def owns(self, turn: int) -> bool:
-        """Whether `shard` gives item number `turn` to this process."""
-        return turn % self.size == self.rank
-
-    def share_gradients(
-        self, turn: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor] | None
-    ) -> None:
-        """Send the gradients of item number `turn` to the other processes, which add them up.
-
-        Args:
-            gradients: of the parameters, in the process that owns the item, whose caller adds them.
-        """
-        if self.size == 1:
-            return
-        sizes = [p.numel() for p in parameters]
-        mine = gradients is not None
-        flat = torch.cat([g.flatten() for g in gradients]) if mine else torch.empty(sum(sizes))
-        with _explain_lost_process():
-            dist.broadcast(flat, turn % self.size)
-        for parameter, part in zip(() if mine else parameters, flat.split(sizes), strict=False):
-            part = part.view_as(parameter)
-            parameter.grad = part.clone() if parameter.grad is None else parameter.grad + part
-
     def all_reduce(self, parameters: Iterable[Tensor]) -> None:
         """Sum every gradient over the processes; None counts as zero."""
         if self.size == 1:

@@ -127,7 +127,7 @@ def time_learning(trainer: Any, problems: Sequence[Problem]) -> tuple[float, lis
         times.append(time.monotonic() - began)
     tokens = [micro.input_ids.numel() for micro in micro_batches]
     seconds = config.updates_per_batch * min(times) * sum(tokens) / tokens[0]
-    return seconds / (trainer.ordered.threads if trainer.ordered else 1), micro_batches
+    return seconds, micro_batches
 
 
 def _forward_and_backward(trainer: Any, micro: MicroBatch) -> None:

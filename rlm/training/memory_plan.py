@@ -111,14 +111,10 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
     optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
     code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
-    limit, at_once = config.train_batch_tokens, 1
-    if config.deterministic:  # a micro-batch is a group, and a thread has one
-        limit = longest + config.group_size * config.max_new_tokens
-        at_once = trainer.ordered.threads
+    limits = config.train_batch_tokens, config.checkpointing
     tokens, checkpointing, learning = _fit_micro_batch(
-        policy, longest + config.max_new_tokens, room // at_once, limit, config.checkpointing
+        policy, longest + config.max_new_tokens, room, *limits
     )
-    learning *= at_once
     plan = MemoryPlan(
         loaded=_allocated(device),
         sampling=sampling,

@@ -32,7 +32,6 @@ from rlm.model import (
 from rlm.sampling import Sampler, VLLMSampler, sampling_dtype, split_command
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
-from rlm.training.deterministic import check_deterministic
 from rlm.training.distributed import Distributed
 from rlm.training.run_servers import RunServers
 
@@ -147,18 +146,13 @@ def make_sampler(
     """Make the sampler that the config asks for.
 
     Raises:
-        UsageError: no server answers, or this model has no fast path and --sampler asks for it, or
-            --deterministic asks for what this machine cannot do.
+        UsageError: no server answers, or this model has no fast path and --sampler asks for it.
     """
-    threads = None  # as many as torch has
-    if config.deterministic:
-        check_deterministic(policy)
-        threads = torch.get_num_threads()  # torch itself will have one
     if config.sampler != "vllm":
         merged = {"merged": True, "unmerged": False}.get(config.sampler)
         dtype = sampling_dtype(policy, config.sampler_dtype)
         options = {"max_num_seqs": config.max_num_seqs, "merged": merged, "dtype": dtype}
-        return Sampler(policy, tokenizer, **options, tool=tool, threads=threads)
+        return Sampler(policy, tokenizer, **options, tool=tool)
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
             f"warning: --quantize {config.quantize} changes the model that is trained, but not the "

@@ -150,14 +150,6 @@ def test_an_unknown_preset_names_those_that_are():
         ({"group_size": 1}, "at least 2"),
         ({"temperature": 0.0}, "above 0"),
         ({"kl_target": 0.1}, "--kl-weight"),
-        ({"deterministic": True, "quantize": "4bit"}, "--quantize none"),
-        ({"deterministic": True, "dtype": "bfloat16"}, "--dtype float32"),
-        ({"deterministic": True, "sampler_dtype": "bfloat16"}, "--sampler-dtype float32"),
-        ({"deterministic": True, "sampler": "unmerged"}, "--sampler merged"),
-        (
-            {"deterministic": True, "sampler": "vllm", "sampler_url": "http://x/v1"},
-            "--sampler merged",
-        ),
         ({"quantize": "8bit", "use_4bit": True}, "contradict"),
     ],
 )
