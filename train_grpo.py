@@ -20,11 +20,10 @@ GRPO are left out:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlm.cli import check_command_line, run_main
 from rlm.training import PRESETS, GRPOConfig, algorithms_help
@@ -39,7 +38,6 @@ from torch import Tensor
 from rlm.cli import terminal
 from rlm.data import FORMATS, Problem, render_problem
 from rlm.model import (
-    AdapterInfo,
     Device,
     base_model_hash,
     load_tokenizer,
@@ -55,46 +53,40 @@ from rlm.training import (
     LearnMetrics,
     MixedPrecisionAdapter,
     Rollout,
+    StepScorer,
+    TrainingData,
+    TrainingRun,
     TrainingState,
-    begin_run,
+    Validator,
     check_arguments,
     draw_problems,
-    export_run,
-    generate_text,
     group_advantages,
     has_signal,
     load_data,
     load_policy,
-    log_step,
     make_sampler,
     mean_metrics,
     mini_batches,
-    open_run,
     overlong_penalties,
     policy_loss,
-    prepare_run,
-    repeat_if_out_of_memory,
     resolve_start,
     reward_tensor,
     rollout_seeds,
-    run_doctor,
-    run_plan,
     set_constant_logprobs,
-    shard_rollouts,
-    split_rollouts,
     step_metrics,
     summary_card,
     timer,
     token_logprobs,
     use_fused_layers,
-    validate,
-    validation_scores,
+    validation_measure,
     without_copies,
 )
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+
+    from rlm.training import ProblemScores
 
 
 class GRPOTrainer:
@@ -111,7 +103,6 @@ class GRPOTrainer:
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: Device | None = None,
         tool: Tool | None = None,
-        **others: object,
     ) -> None:
         """Load the model and the adapter to start from.
 
@@ -122,19 +113,19 @@ class GRPOTrainer:
         Raises:
             TypeError, ValueError: an argument is not what it should be; nothing was loaded.
         """
-        check_arguments(model_name, config, others)
+        check_arguments(model_name, config)
         prepare_process()
-        reward, self.tokenizer = as_reward(reward_fn), tokenizer
-        self.distributed, self.model_name = Distributed.from_env(), str(model_name)
-        self.base_hash = base_model_hash(self.model_name)
-        start = tool, self.model_name, self.base_hash, self.distributed.size
-        self.config, tool = resolve_start(config or GRPOConfig(), *start)
+        reward = as_reward(reward_fn)
+        self.distributed = Distributed.from_env()
+        self.base_hash = base_model_hash(str(model_name))
+        self.config, start, tool = resolve_start(
+            config or GRPOConfig(), str(model_name), self.base_hash, tool, self.distributed.size
+        )
         config = self.config
-        self.format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
-        start = AdapterInfo.load(config.sft_adapter) if config.sft_adapter else AdapterInfo(Path())
         self.answer_types = start.answer_types  # until the data says it
-        self.scorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
-        self.tokenizer, self.policy = self.load_model(device)
+        self.format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
+        self.scorer: StepScorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
+        self.tokenizer, self.policy = self.load_model(tokenizer, device)
         self.model = self.policy  # its name elsewhere
         use_fused_layers(self.policy)
         self.weights = MixedPrecisionAdapter(self.policy)
@@ -145,17 +136,20 @@ class GRPOTrainer:
         )
         saved = (self.weights, self.optimizer, self.base_hash, config.kl_weight)
         self.state = TrainingState(*saved, self.distributed)
+        self.run: TrainingRun | None = None  # of the last call of `train`
 
-    def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
+    def load_model(
+        self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
+    ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
         """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
-        policy = load_policy(self.config, self.model_name, device)
-        return self.tokenizer or load_tokenizer(self.model_name), policy
+        policy = load_policy(self.config, self.config.model, device)
+        return tokenizer or load_tokenizer(self.config.model), policy
 
     def render(self, problem: Problem) -> list[int]:
         """Render the prompt of a problem as token ids."""
         return render_problem(self.tokenizer, problem, self.format)
 
-    def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict:
+    def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
         """Run the loop, export the last adapter or the best, and return the run's summary.
 
         Makes one pass over the problems if the config names neither `steps` nor `num_epochs`.
@@ -168,16 +162,14 @@ class GRPOTrainer:
             UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
             Interrupted: a signal asked to stop; the step was ended and saved.
         """
-        problems, eval_problems = prepare_run(self, dataset, eval_dataset)
-        config, algorithm = self.config, self.config.resolved_algorithm
-        self.run = run = open_run(self)
-        with run, closing(self.sampler):  # from here on a signal waits for the end of a step
-            first_step, start_metrics = begin_run(self, problems, eval_problems)
-            fall = ""
-            for step in range(first_step, config.steps):
+        config, data = self.prepare(dataset, eval_dataset)
+        parts = self.state, self.sampler, self.tokenizer, self.validation_scores
+        with TrainingRun.begin(config, data, *parts) as run:
+            self.run, algorithm = run, config.resolved_algorithm
+            for step in range(run.first_step, config.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
-                groups, reward_metrics = self._sample_and_score(problems, step, seconds)
+                groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
 
                 # 3. compare, inside each group
                 rewards = reward_tensor(groups)  # (P, G), as the verifier gave them
@@ -187,27 +179,25 @@ class GRPOTrainer:
                     scored = without_copies(groups, scored)
                 advantages = group_advantages(scored, *algorithm.scaling)
                 kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
-                advantages[~kept] = 0.0  # replaced groups: the log is to say so
+                advantages[~kept] = 0.0  # log dropped groups with advantage 0
 
                 # 4. learn from the rollouts whose loss is not exactly zero: an update a mini-batch
                 batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
-                    learn_metrics = repeat_if_out_of_memory(self, self._learn, batches, step)
-                self.state.restore_if_diverged(run, step)
+                    learn = partial(self._learn, run, batches, step)
+                    learn_metrics = run.repeat_if_out_of_memory(learn)
+                self.state.restore_if_diverged(run.directory, step)
 
                 metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
-                metrics |= reward_metrics | learn_metrics | (start_metrics if step == 0 else {})
-                control = self.state.control_after(step, config, run.interrupted)
+                metrics |= reward_metrics | learn_metrics
+                metrics |= run.start_metrics if step == 0 else {}
+                control = run.control_after(step)
                 if control.should_evaluate:
-                    metrics |= validate(self, eval_problems, step + 1)
-                self.log(metrics, groups, advantages)
-                fall = self.state.brake(step + 1) if control.should_evaluate else ""
-                if control.should_save or fall:
-                    self.state.save(run, step + 1, keep=config.keep_checkpoints)
-                if control.should_stop or fall:
+                    metrics |= run.validate(step + 1)
+                self.log(run, metrics, groups, advantages)
+                if run.save_or_stop(step, control):
                     break
-                run.raise_if_interrupted(control.interrupted)
-            return export_run(self, len(eval_problems), fall)
+            return run.export()
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
@@ -240,17 +230,20 @@ class GRPOTrainer:
         self.sampler.release()  # its memory is for learning now
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
-    def _learn(self, batches: Sequence[Sequence[Rollout]], step: int) -> dict[str, float]:
+    def _learn(
+        self, run: TrainingRun, batches: Sequence[Sequence[Rollout]], step: int
+    ) -> dict[str, float]:
         """Make `updates_per_batch` passes over the mini-batches, an optimizer update for each."""
-        config, algorithm = self.config, self.config.resolved_algorithm
+        config, algorithm = run.config, run.config.resolved_algorithm
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
-        updates = [split_rollouts(self, shard_rollouts(b, self.distributed)) for b in batches]
+        updates = [run.micro_batches(rollouts) for rollouts in batches]
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
-        differs = set_constant_logprobs(self, updates)
+        differs = set_constant_logprobs(self.policy, config, updates, self.sampler.matches_trainer)
 
-        lr = self._set_learning_rate(step)
+        lr = self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update, micro_batches in enumerate(updates * config.updates_per_batch):
-            lr = self._set_learning_rate(step + update / count)
+            lr = config.learning_rate_at(step + update / count, self.state.updates)
+            lr = self._set_learning_rate(lr)
             for micro in micro_batches:
                 logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
                 if micro.old_logprobs is None:  # first update: the current ones are the old ones
@@ -267,8 +260,8 @@ class GRPOTrainer:
         learned = metrics.as_dict(self.distributed)
         return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
 
-    def _set_learning_rate(self, step: float) -> float:
-        lr = self.state.lr_scale * self.config.learning_rate_at(step, self.state.updates)
+    def _set_learning_rate(self, lr: float) -> float:
+        lr *= self.state.lr_scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
@@ -286,29 +279,69 @@ class GRPOTrainer:
         self.state.count_update(skipped=not norm.isfinite())
         return norm.item()
 
-    def generate(self, question: str) -> str:
-        """Answer a question greedily; the text shows the reasoning, in its tags."""
-        return generate_text(self, question)
+    def prepare(
+        self, dataset: Iterable, eval_dataset: Iterable | None
+    ) -> tuple[GRPOConfig, TrainingData]:
+        """Read the problems, and announce the run; return the config with its number of steps."""
+        parts = self.config, self.policy, self.render, self.scorer
+        data = TrainingData.read(*parts, dataset, eval_dataset)
+        self.answer_types = data.answer_types
+        config = self.config.with_steps_for(len(data.problems))
+        data.announce(config, self.weights, self.sampler)
+        return config, data
+
+    @property
+    def validator(self) -> Validator:
+        """What samples for validation and for --doctor."""
+        measure = validation_measure(self.scorer, self.answer_types)
+        parts = self.sampler, self.tokenizer, self.format, self.scorer
+        return Validator(self.config, *parts, measure)
 
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
-    ) -> dict[str, Sequence[float | None]]:
+    ) -> Mapping[str, ProblemScores]:
         """Return each problem's mean over k completions, by "accuracy" or "reward"; `advance` is
         called after each completion."""
-        return validation_scores(self, problems, k, advance)
+        return self.validator.scores(problems, k, advance)
 
-    def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
+    def log(
+        self,
+        run: TrainingRun,
+        metrics: dict[str, float],
+        groups: Sequence[Group],
+        advantages: Tensor,
+    ) -> None:
         """Write down and show a step; advantages are (P, G)."""
-        log_step(self, metrics, groups, advantages)
+        run.log_step(metrics, groups, advantages)
+
+    def generate(self, question: str) -> str:
+        """Answer a question greedily; the text shows the reasoning, in its tags.
+
+        Raises:
+            TypeError: it is not a text.
+        """
+        if not isinstance(question, str):
+            raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
+        params = SamplingParams(self.config.max_new_tokens, temperature=0.0)
+        prompt = self.render(Problem("", question, "", answer_type=self.answer_types[0]))
+        [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])
+        self.sampler.release()
+        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
 def main(config: GRPOConfig) -> int:
     problems, validation = load_data(config)
     trainer = GRPOTrainer(config.model, config, load_reward(config.reward, problems))
-    if config.plan:
-        return run_plan(trainer, problems, validation)
     if config.doctor:
-        return run_doctor(trainer, problems)
+        from rlm.training import Doctor
+
+        return Doctor(trainer.validator, trainer.weights, trainer.render).run(problems)
+    if config.plan:
+        from rlm.training import DryRun
+
+        parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
+        DryRun(*trainer.prepare(problems, validation), *parts).show()
+        return 0
     summary_card(config, trainer.train(problems, validation))
     return 0
 

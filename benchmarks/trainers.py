@@ -106,7 +106,7 @@ def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) 
         | {"length_mean": row["completion/length_mean"], "floor": floor}
         for row, floor in zip(rows, floors, strict=True)
     ]
-    planned = trainer.memory_plan.peak / 2**30  # to stand beside the measured peak
+    planned = trainer.run.memory_plan.peak / 2**30  # to stand beside the measured peak
     return reward.result(steps) | {"planned_memory_gb": planned}
 
 

@@ -135,7 +135,7 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     (in a fixture of its module, which this one does not reach), test_evaluation every case."""
     if "train_grpo" in sys.modules:
         monkeypatch.setattr(
-            "rlm.training.metrics.learning_curves", lambda rows, path, title: path.touch()
+            "rlm.training.trainer.learning_curves", lambda rows, path, title: path.touch()
         )
 
 

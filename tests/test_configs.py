@@ -14,7 +14,7 @@ from transformers import AutoConfig
 import eval as evaluate
 import train_grpo
 from rlm.cli.options import parse
-from rlm.data import Problem
+from rlm.data import Problem, longest_prompts
 from rlm.model import new_adapter
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 from rlm.training.memory_plan import activation_bytes, plan_memory, plan_sft
@@ -63,10 +63,10 @@ class PlannedTrainer(train_grpo.GRPOTrainer):
 
     dtype = torch.bfloat16
 
-    def load_model(self, device):
-        base = empty_model(shape_of(self.model_name), self.dtype, "cuda", self.config.quantize)
+    def load_model(self, tokenizer, device):
+        base = empty_model(shape_of(self.config.model), self.dtype, "cuda", self.config.quantize)
         assert self.config.quantize == "4bit" or base.num_parameters() / 1e9 == pytest.approx(
-            PARAMETERS[size_of(self.model_name)], abs=0.001
+            PARAMETERS[size_of(self.config.model)], abs=0.001
         )
         return byte_tokenizer(), new_adapter(base, r=16, alpha=32).eval()
 
@@ -97,7 +97,9 @@ def plan(monkeypatch, tmp_path):
         monkeypatch.setattr(PlannedTrainer, "dtype", dtype)
         trainer = PlannedTrainer(config.model, config)
         problems = [Problem(str(i), "?", "1") for i in range(1, config.batch_size + 1)]
-        return trainer, plan_memory(trainer, problems, config.eval_samples)
+        prompts = longest_prompts(trainer.render, problems)
+        parts = trainer.config, trainer.weights, trainer.sampler
+        return trainer, plan_memory(*parts, prompts, config.eval_samples)
 
     return plan
 

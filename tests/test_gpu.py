@@ -21,6 +21,7 @@ import server
 import train_grpo
 import train_sft
 from rlm.cli import UsageError
+from rlm.data import longest_prompts
 from rlm.model.adapters import load_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base
 from rlm.model.hardware import Device, pick_device
@@ -34,7 +35,7 @@ from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
-from rlm.training.memory_plan import plan_memory, repeat_if_out_of_memory
+from rlm.training.memory_plan import MemoryPlan, plan_memory
 from tests.test_scripts import DATA, no_hub, run  # noqa: F401  a fixture for all
 from tests.test_train_grpo import PROBLEMS, a_config, likes_letters
 
@@ -273,14 +274,14 @@ def larger_base(tmp_path_factory) -> Path:
     return path
 
 
-def planned(base, path, **options) -> train_grpo.GRPOTrainer:
+def planned(base, path, **options) -> tuple[train_grpo.GRPOTrainer, MemoryPlan]:
     config = GRPOConfig(
         sft_adapter=None, max_new_tokens=64, batch_size=4, group_size=4, run_dir=path / "run",
         output=path / "adapter", **options,
     )  # fmt: skip
     trainer = train_grpo.GRPOTrainer(str(base), config)
-    trainer.memory_plan = plan_memory(trainer, PROBLEMS[:4], 0)
-    return trainer
+    prompts = longest_prompts(trainer.render, PROBLEMS[:4])
+    return trainer, plan_memory(trainer.config, trainer.weights, trainer.sampler, prompts, 0)
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
@@ -288,8 +289,7 @@ def planned(base, path, **options) -> train_grpo.GRPOTrainer:
 def test_the_plan_counts_what_a_micro_batch_takes(larger_base, tmp_path, quantize, checkpointing):
     options = {"quantize": quantize, "train_batch_tokens": 512, "checkpointing": checkpointing}
     with pretended_cards(*GB24) as cards:
-        trainer = planned(larger_base, tmp_path, **options)
-        plan = trainer.memory_plan
+        trainer, plan = planned(larger_base, tmp_path, **options)
         assert plan.loaded == cards.allocated[0]
         set_gradient_checkpointing(trainer.policy, plan.checkpointing)
         row = {"prompt": [1] * 97, "completion": [1] * 32, "weight": 1.0, "advantage": 1.0}
@@ -307,7 +307,7 @@ def test_where_the_longest_completion_does_not_fit_activations_are_computed_twic
     larger_base, tmp_path, capsys, monkeypatch
 ):
     def plan(**options):
-        return planned(larger_base, tmp_path, **options).memory_plan
+        return planned(larger_base, tmp_path, **options)[1]
 
     with pretended_cards(*GB8):
         assert not plan().checkpointing
@@ -349,11 +349,11 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
             calls_left[:] = [2] if name == "halves" else []  # one micro-batch is learned from
             trainer.train(PROBLEMS)
             adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})
-        assert trainer.memory_plan.train_batch_tokens == 128
+        assert trainer.run.memory_plan.train_batch_tokens == 128
         assert capsys.readouterr().out.count("out of GPU memory") == 1
         calls_left[:] = [1]
-        assert trainer.memory_plan.halved
+        assert trainer.run.memory_plan.halved
         with pytest.raises(torch.OutOfMemoryError):
-            repeat_if_out_of_memory(trainer, fails)
+            trainer.run.repeat_if_out_of_memory(fails)
     for name, tensor in adapters[0].items():
         assert torch.allclose(tensor, adapters[1][name], atol=1e-3), name

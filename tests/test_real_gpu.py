@@ -104,4 +104,4 @@ def test_the_plan_counts_what_the_allocator_gives(base, tmp_path, quantize, chec
         trainer.weights.accumulate()
         peak = torch.cuda.max_memory_allocated() - before
         del logprobs
-    assert trainer.memory_plan.learning == pytest.approx(peak, rel=0.15)
+    assert trainer.run.memory_plan.learning == pytest.approx(peak, rel=0.15)

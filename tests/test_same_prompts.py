@@ -79,7 +79,7 @@ def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Cha
 
     patch.setattr(Sampler, "add_request", add_request)
     patch.setattr(train_sft, "to_examples", to_examples)
-    for module in ("rlm.evaluation.report.accuracy_bars", "rlm.training.metrics.learning_curves"):
+    for module in ("rlm.evaluation.report.accuracy_bars", "rlm.training.trainer.learning_curves"):
         patch.setattr(module, lambda *_, **__: None)
     common = ["--model", model, "--dataset", data, "--columns", "question=ask", *options]
     sft, grpo, judged = folder / "sft", folder / "grpo", ["--reward", reward] if reward else []

@@ -25,6 +25,7 @@ from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
 from rlm.training import logprobs
 from rlm.training import metrics as report
+from rlm.training import trainer as training
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
@@ -171,7 +172,7 @@ def test_a_run_leaves_these_files(model_dir, tmp_path, monkeypatch):
         drawn.append(len(rows))
         path.touch()
 
-    monkeypatch.setattr(report, "learning_curves", draw)
+    monkeypatch.setattr(training, "learning_curves", draw)
     config = a_config(tmp_path, steps=5, eval_every=2, keep_checkpoints=2)
     _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:4])
     assert {file.name for file in config.run_dir.iterdir()} == {
@@ -698,7 +699,7 @@ def test_passes_over_the_problems_become_steps(model_dir, tmp_path, capsys):
     for options in ({"steps": None, "num_epochs": 0.2}, {"steps": 2}):
         resumed, _ = train(model_dir, a_config(tmp_path, resume=True, **options))
         assert resumed.config.steps == 2
-    report.announce_run(a_trainer(model_dir, config), 40, 0)
+    report.announce_run(config, 1, "merged", 40, 0)
     assert "steps: 2 (" in " ".join(capsys.readouterr().out.split())
 
 
@@ -785,7 +786,7 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
         options = {"sft_adapter": start, "kl_weight": 0.1, "checkpointing": checkpointing}
         trainer, _ = train(model_dir, a_config(tmp_path, f"run{checkpointing}", **options))
         kept.append(activation_bytes(trainer.policy))
-        plans.append(trainer.memory_plan)
+        plans.append(trainer.run.memory_plan)
         adapters.append(trainer.adapter)
     assert kept[1] < kept[0] / 4
     model = trainer.policy.config
@@ -808,19 +809,19 @@ def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
 
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
-    assert trainer.memory_plan.train_batch_tokens == 512
+    assert trainer.run.memory_plan.train_batch_tokens == 512
     # Completions, and the tokens of the prompts beyond what all of them begin with.
-    assert trainer.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
+    assert trainer.run.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
     assert "memory: about" in capsys.readouterr().out
     needed, beside = (
-        trainer.memory_plan.learning,
-        trainer.memory_plan.optimizer + trainer.memory_plan.kept,
+        trainer.run.memory_plan.learning,
+        trainer.run.memory_plan.optimizer + trainer.run.memory_plan.kept,
     )
     free = int((0.7 * needed + beside) / HEADROOM)  # for all of it, and what the plan leaves free
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
     smaller, _ = train(model_dir, a_config(tmp_path, "tight", steps=1, batch_size=8, group_size=8))
-    assert 64 < smaller.memory_plan.train_batch_tokens < 512
-    assert smaller.memory_plan.learning < 0.7 * needed
+    assert 64 < smaller.run.memory_plan.train_batch_tokens < 512
+    assert smaller.run.memory_plan.learning < 0.7 * needed
     for name, tensor in trainer.adapter.items():  # and what is learned does not depend on it
         assert torch.allclose(tensor, smaller.adapter[name], atol=1e-5), name
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: 1000)

@@ -249,7 +249,8 @@ def main(config: EvaluateConfig) -> int:
     dataset = orchestrator.config.dataset
     split = config.split or ("validation" if is_local_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
-    problems = fit_prompts(orchestrator, problems)
+    policy, render = orchestrator.policy, orchestrator.render
+    problems = fit_prompts(orchestrator.config, policy, render, problems)
     rows = make_rows(orchestrator, config.run[1:], problems, config.seed)
     judged, price = without_failures(rows), Price(config.read_price, config.written_price)
     single = judged["single agent"]

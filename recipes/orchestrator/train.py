@@ -37,7 +37,14 @@ from rlm.model import (
     prepare_process,
 )
 from rlm.runs import replace_json
-from rlm.training import Group, fit_prompts, load_data, load_policy, validation_facts
+from rlm.training import (
+    Group,
+    TrainingRun,
+    fit_prompts,
+    load_data,
+    load_policy,
+    validation_facts,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -80,8 +87,10 @@ class OrchestratorTrainer(GRPOTrainer):
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
         self._val_acc: float | None = None  # the last one measured
 
-    def load_model(self, device: Device | None) -> tuple[PreTrainedTokenizerBase, PeftModel]:
-        return self._loaded or super().load_model(device)
+    def load_model(
+        self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
+    ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
+        return self._loaded or super().load_model(tokenizer, device)
 
     def render(self, problem: Problem) -> list[int]:
         return render(self.tokenizer, problem.question, self.config.graph_form)
@@ -95,7 +104,13 @@ class OrchestratorTrainer(GRPOTrainer):
             terminal.line(f"{failed} problems count as unsolved: the agents' server failed")
         return {"accuracy": [float(run.solved(self.config.zero_leaks)) for run in runs]}
 
-    def log(self, metrics: dict[str, float], groups: Sequence[Group], advantages: Tensor) -> None:
+    def log(
+        self,
+        run: TrainingRun,
+        metrics: dict[str, float],
+        groups: Sequence[Group],
+        advantages: Tensor,
+    ) -> None:
         """Add the columns of train_logs.csv, and every graph with its trace to rollouts.jsonl."""
         penalty = metrics.get("loss/kl_weight", 0.0) * metrics.get("loss/kl_weighted", 0.0)
         metrics = metrics | {
@@ -103,7 +118,7 @@ class OrchestratorTrainer(GRPOTrainer):
             "loss/total": metrics.get("loss/policy", 0.0) + penalty,
             "graph/tokens": metrics["completion/length_mean"] + metrics["agents/tokens_written"],
         }
-        super().log(metrics, groups, advantages)
+        super().log(run, metrics, groups, advantages)
         for name in ("eval/start_accuracy", "eval/accuracy"):
             self._val_acc = metrics.get(name, self._val_acc)
         shown = as_log(metrics) | {"val_acc": self._val_acc}
@@ -123,7 +138,7 @@ class OrchestratorTrainer(GRPOTrainer):
                 }
                 for group, graphs in zip(groups, records, strict=True)
             ]
-            self.run.append(self.run.path / "rollouts.jsonl", rows)
+            run.directory.append(run.directory.path / "rollouts.jsonl", rows)
 
     def train_and_test(
         self,
@@ -132,17 +147,19 @@ class OrchestratorTrainer(GRPOTrainer):
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, object]]:
         """Train, test what is exported, and return the lines of train_logs.csv and the summary."""
-        test = fit_prompts(self, test, "test problems")
+        test = fit_prompts(self.config, self.policy, self.render, test, "test problems")
         summary = self.train(train, validation)
-        logs = [as_log(row) for row in self.distributed.broadcast(self.run.metrics())]
+        assert self.run is not None
+        directory = self.run.directory
+        logs = [as_log(row) for row in self.distributed.broadcast(directory.metrics())]
         share = self.distributed.shard(test)
         solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
         correct, total = round(sum(self.distributed.gather(solved))), len(test)
         accuracy = correct / total if test else None
         summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
-            self.run.write_csv(logs)
-            replace_json(self.run.path / "summary.json", summary)
+            directory.write_csv(logs)
+            replace_json(directory.path / "summary.json", summary)
         return logs, summary
 
 

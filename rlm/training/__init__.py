@@ -11,26 +11,28 @@ EXPORTS = {
     "algorithms": "PRESETS algorithms_help",
     "batches": (
         "MicroBatch Rollout draw_problems make_micro_batches make_rollouts mini_batches "
-        "problems_for_step rollout_seeds shard_rollouts split_rollouts"
+        "problems_for_step rollout_seeds"
     ),
     "config": "GRPOConfig",
     "distributed": "Distributed",
-    "doctor": "run_doctor",
-    "dry_run": "run_plan",
-    "finish": "export_run generate_text validate validation_scores",
+    "doctor": "Doctor",
+    "dry_run": "DryRun",
     "fused_layers": "use_fused_layers",
     "logprobs": "reference_logprobs score_tokens set_constant_logprobs token_logprobs",
     "loss": "policy_loss",
-    "memory_plan": "micro_batch_tokens plan_memory repeat_if_out_of_memory",
-    "metrics": "LearnMetrics log_step mean_metrics step_metrics summary_card timer",
+    "memory_plan": "micro_batch_tokens plan_memory",
+    "metrics": "LearnMetrics mean_metrics step_metrics summary_card timer",
     "mixed_precision": "MixedPrecisionAdapter",
-    "run_setup": "begin_run fit_prompts load_data open_run prepare_run",
-    "selection": "choose_export validation_facts",
+    "resolve": "check_arguments resolve_start",
+    "selection": "ProblemScores choose_export validation_facts",
     "sft": "CheckpointCallback SFTTrainer make_trainer",
     "sft_config": "ENOUGH_STEPS SFTConfig",
     "sft_examples": "Example drop_unsolved show_counts show_example to_examples",
     "state": "TrainingState",
-    "trainer_setup": "check_arguments load_policy make_sampler resolve_start",
+    "trainer": (
+        "StepScorer TrainingData TrainingRun Validator fit_prompts load_data load_policy "
+        "make_sampler validation_measure"
+    ),
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -227,15 +227,6 @@ class MicroBatch:
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
-
-
-def split_rollouts(trainer: Any, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
-    """Cut rollouts of a `train_grpo.GRPOTrainer` into micro-batches that fit into memory."""
-    limits = (
-        trainer.config.train_batch_size or len(rollouts),
-        trainer.memory_plan.train_batch_tokens,
-    )
-    return make_micro_batches(rollouts, *limits, trainer.policy.device.type)
 
 
 def make_micro_batches(

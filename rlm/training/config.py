@@ -394,6 +394,10 @@ class GRPOConfig:
         """Return how often a step may sample."""
         return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
 
+    def with_steps_for(self, problem_count: int) -> GRPOConfig:
+        """Return the config of a run over so many problems, with its number of steps."""
+        return replace(self, steps=self.steps_for(problem_count), num_epochs=None)
+
     def steps_for(self, problem_count: int) -> int:
         """Return the number of steps: as given, else what the passes (one by default) take."""
         passes = self.num_epochs or 1

@@ -10,20 +10,21 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
-from rlm.data import FORMATS, Format, Problem, render_prompt
-from rlm.evaluation import Evaluation, Graded, evaluate
+from rlm.data import FORMATS, Format, Problem, longest_prompts, render_prompt
+from rlm.evaluation import Evaluation, Graded
 from rlm.grading import find_equations, parse_number
+from rlm.rewards import Scorer
 from rlm.training.advantages import has_signal
 from rlm.training.config import GRPOConfig
 from rlm.training.config_rules import USUAL_RATES, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
-from rlm.training.run_setup import fit_prompts
+from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
 
 PROBLEMS = 32
 NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which something is worth a word, and is a fault
@@ -57,67 +58,67 @@ class Example:
         terminal.sample(self.problem.question, self.graded.text, said)
 
 
-def run_doctor(trainer: Any, problems: Sequence[Problem]) -> int:
-    """Look at a `train_grpo.GRPOTrainer` and say what was found; 1 if training is in vain."""
-    problems = fit_prompts(trainer, problems)
-    trainer.scorer.check_columns(problems)
-    plan_memory(trainer, problems, 0)
-    metrics, findings, examples = diagnose(trainer, problems)
-    shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
-    terminal.facts(
-        f"Doctor: {trainer.model_name} on {min(PROBLEMS, len(problems))} problems",
-        {**shown, "learning rate": f"{trainer.config.learning_rate:g}"},
-    )
-    for example in examples:
-        example.show()
-    for finding in findings:
-        terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
-        terminal.line(f"       -> {finding.advice}")
-    if not findings:
-        terminal.line("ready to train")
-    return int(any(finding.fault for finding in findings))
+class Doctor:
+    """Looks at what training would start from."""
 
+    def __init__(
+        self, validator: Validator, weights: MixedPrecisionAdapter, render: Render
+    ) -> None:
+        self.validator, self.weights, self.render = validator, weights, render
+        self.config, self.format, self.scorer = validator.config, validator.format, validator.scorer
 
-def diagnose(
-    trainer: Any, problems: Sequence[Problem]
-) -> tuple[dict[str, float], list[Finding], list[Example]]:
-    """Sample, score, and look for what is known to go wrong; return three completions, too."""
-    config, problems = trainer.config, list(problems[:PROBLEMS])
-    with terminal.progress("sampling", len(problems) * config.group_size) as advance:
-        drawn = evaluate(
-            trainer.sampler,
-            trainer.tokenizer,
-            problems,
-            trainer.format,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            k=config.group_size,
-            seed=config.seed,
-            on_finish=advance,
+    def run(self, problems: Sequence[Problem]) -> int:
+        """Sample, print what was found, and return 1 if training would be in vain."""
+        config = self.config
+        problems = fit_prompts(config, self.weights.policy, self.render, problems)
+        if isinstance(self.scorer, Scorer):
+            self.scorer.check_columns(problems)
+        longest = longest_prompts(self.render, problems)
+        plan_memory(config, self.weights, self.validator.sampler, longest, 0)
+        metrics, findings, examples = self.diagnose(problems)
+        shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
+        terminal.facts(
+            f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
+            {**shown, "learning rate": f"{config.learning_rate:g}"},
         )
-    texts = [[g.text for g in group] for group in drawn.groups]
-    truncated = [[g.truncated for g in group] for group in drawn.groups]
-    rewards = trainer.scorer(problems, texts, truncated).rewards
-    metrics = _metrics(drawn, rewards)
-    teach = teach_the_format(trainer, problems)
-    findings = [
-        *_template(trainer.tokenizer, trainer.format),
-        *_kind(drawn, teach),
-        *_parsing(drawn, trainer.format, metrics, teach),
-        *_reward(trainer, problems[0], metrics, rewards),
-        *_signal(metrics, config, teach),
-        *_options(metrics, config),
-    ]
-    return metrics, findings, _examples(drawn, rewards)
+        for example in examples:
+            example.show()
+        for finding in findings:
+            terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
+            terminal.line(f"       -> {finding.advice}")
+        if not findings:
+            terminal.line("ready to train")
+        return int(any(finding.fault for finding in findings))
 
+    def diagnose(
+        self, problems: Sequence[Problem]
+    ) -> tuple[dict[str, float], list[Finding], list[Example]]:
+        """Sample, score, and look for what is known to go wrong; return three completions, too."""
+        config, problems = self.config, list(problems[:PROBLEMS])
+        with terminal.progress("sampling", len(problems) * config.group_size) as advance:
+            drawn = self.validator.sample(problems, config.group_size, advance)
+        rewards = self.validator.rewards(drawn)
+        metrics = _metrics(drawn, rewards)
+        teach = self._teach_the_format(problems)
+        findings = [
+            *_template(self.validator.tokenizer, self.format),
+            *_kind(drawn, teach),
+            *_parsing(drawn, self.format, metrics, teach),
+            *_reward(self.scorer, self.format, problems[0], metrics, rewards),
+            *_signal(metrics, config, teach),
+            *_options(metrics, config),
+        ]
+        return metrics, findings, _examples(drawn, rewards)
 
-def teach_the_format(trainer: Any, problems: Sequence[Problem]) -> str:
-    """Return the command of stage 1 on the run's own data, and what that data lacks for it."""
-    config = trainer.config
-    data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
-    command = command_of("train_sft", model=trainer.model_name, **data)
-    write = "" if any(p.solution for p in problems) else "write `solution` for a dozen rows, then "
-    return f"{write}{command}"
+    def _teach_the_format(self, problems: Sequence[Problem]) -> str:
+        """Return the command of stage 1 on the run's own data, and what that data lacks for it."""
+        config = self.config
+        data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
+        command = command_of("train_sft", model=config.model, **data)
+        write = (
+            "" if any(p.solution for p in problems) else "write `solution` for a dozen rows, then "
+        )
+        return f"{write}{command}"
 
 
 def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> list[Example]:
@@ -232,7 +233,8 @@ def _parsing(
 
 
 def _reward(
-    trainer: Any,
+    scorer: StepScorer,
+    tags: Format,
     problem: Problem,
     metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
@@ -240,7 +242,6 @@ def _reward(
     """Find a reward that does not prefer what is right: it scores texts whose worth is known."""
     if problem.answer_type == "open":  # nobody else knows what is right
         return
-    tags = trainer.format
     right = tags.completion("It follows.", problem.answer)
     worthless = {
         "an empty completion": "",
@@ -250,7 +251,7 @@ def _reward(
         "a wrong answer": tags.completion("It follows.", f"{problem.answer}7"),
     }
     asked = [right, *worthless.values()]
-    (found,) = trainer.scorer([problem], [asked], [[False] * len(asked)]).rewards
+    (found,) = scorer([problem], [asked], [[False] * len(asked)]).rewards
     best, *others = [-1e9 if r is None else r for r in found]
     paid = [name for name, r in zip(worthless, others, strict=True) if r >= best]
     if paid:

@@ -7,7 +7,7 @@ tokens, T padded completion length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from rlm.kernels import Kernels
 from rlm.model import decoder_and_head, kernels_for, using_reference
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
+
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+    from peft import PeftModel
 
 # Logits of this many tokens are made in one product and held at once.
 LOGITS_CHUNK = 128
@@ -72,29 +75,35 @@ def reference_logprobs(policy: PreTrainedModel, batch: MicroBatch, config: GRPOC
     return logprobs
 
 
-def set_constant_logprobs(trainer: Any, updates: Sequence[Sequence[MicroBatch]]) -> bool:
+def set_constant_logprobs(
+    policy: PeftModel,
+    config: GRPOConfig,
+    updates: Sequence[Sequence[MicroBatch]],
+    matches_trainer: bool,
+) -> bool:
     """Set what the updates of a step compare with: log-probabilities that stay as they are now.
 
     Those of the reference, for a KL term. The old ones, where a step has more than one mini-batch:
-    later ones are computed with other weights. The sampler's own serve if it draws as a
-    `train_grpo.GRPOTrainer` scores, or if the algorithm compares with whatever was sampled from
-    ("tapered"); else they take a pass over the step. The first pass over a single mini-batch sets
-    them by the way.
+    later ones are computed with other weights. The sampler's own serve if it draws as the trainer
+    scores, or if the algorithm compares with whatever was sampled from ("tapered"); else they take
+    a pass over the step. The first pass over a single mini-batch sets them by the way.
+
+    Args:
+        matches_trainer: whether the sampler draws as the trainer scores.
 
     Returns:
         Whether the loss must correct for a sampler that computes differently.
     """
-    policy, config, sampler = trainer.policy, trainer.config, trainer.sampler
     off_policy = config.resolved_algorithm.objective == "tapered"
     for micro in (micro for micro_batches in updates for micro in micro_batches):
         if config.kl_weight:
             micro.ref_logprobs = reference_logprobs(policy, micro, config)
-        if off_policy or (sampler.matches_trainer and len(updates) > 1):
+        if off_policy or (matches_trainer and len(updates) > 1):
             micro.old_logprobs = micro.sampler_logprobs
         elif len(updates) > 1:
             with torch.no_grad():
                 micro.old_logprobs, _ = token_logprobs(policy, micro, config.temperature)
-    return not (sampler.matches_trainer or off_policy)
+    return not (matches_trainer or off_policy)
 
 
 def score_tokens(
@@ -161,7 +170,7 @@ class _ScoreTokens(torch.autograd.Function):
 def _score(
     logits: Tensor, targets: Tensor, temperature: float, slopes: bool
 ) -> tuple[Tensor, Tensor]:
-    """`Kernels.score` in torch."""
+    """`Kernels.token_logprobs` in torch."""
     rows = WIDE_ROWS if logits.device.type == "cpu" else LOGITS_CHUNK
     logprobs, entropies = [], []
     for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):

@@ -6,10 +6,10 @@ not estimated from its shape; everything else is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
-from rlm.data import Problem, longest_prompts
-from rlm.model import attention, available_memory, release_memory, set_gradient_checkpointing
+from rlm.model import attention, available_memory, set_gradient_checkpointing
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
 
 if TYPE_CHECKING:
+    from rlm.sampling import Sampler, VLLMSampler
+    from rlm.training.config import GRPOConfig
+    from rlm.training.mixed_precision import MixedPrecisionAdapter
     from rlm.training.sft_config import SFTConfig
     from rlm.training.sft_examples import Example
-
-T = TypeVar("T")
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
@@ -53,11 +53,16 @@ class MemoryPlan:
     sampling: int  # the sampler's copy of the weights, keys and values
     optimizer: int  # gradients, two moments, the best adapter so far
     learning: int  # what a micro-batch keeps for its backward pass, and its logits
-    kept: int  # by libraries and the allocator, of what nobody needs any longer
+    kept: int  # memory that libraries and the allocator keep after it is freed
     available: int  # beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
     checkpointing: bool = False  # compute activations twice rather than keep them
     halved: bool = False  # the micro-batch, after memory ran out
+
+    def halve(self) -> MemoryPlan:
+        """Return the plan after memory ran out: half the micro-batch, activations recomputed."""
+        tokens = max(self.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
+        return replace(self, train_batch_tokens=tokens, checkpointing=True, halved=True)
 
     @property
     def peak(self) -> int:
@@ -79,28 +84,33 @@ class MemoryPlan:
         )
 
 
-def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> MemoryPlan:
-    """Plan the memory of a `train_grpo.GRPOTrainer` on these problems, of which `evaluated` are
-    validated on, and say it in a line.
+def plan_memory(
+    config: GRPOConfig,
+    weights: MixedPrecisionAdapter,
+    sampler: Sampler | VLLMSampler,
+    prompts: Sequence[Sequence[int]],
+    evaluated: int,
+) -> MemoryPlan:
+    """Plan the memory of a GRPO run: measure, count, choose the micro-batch if the config leaves it
+    open, and print the plan. Starts the sampler's servers, if it has any.
 
-    Starts the sampler's servers, if it has any; measures, counts, and chooses the micro-batch if
-    the config leaves it open.
+    Args:
+        prompts: the longest of the run, as token ids.
+        evaluated: the number of validation problems.
     """
-    policy, config = trainer.policy, trainer.config
-    trainer.sampler.start()  # servers of this run take memory that is then not free
-    prompts = longest_prompts(trainer.render, problems)
+    policy = weights.policy
+    sampler.start()  # servers of this run take memory that is then not free
     longest = max(map(len, prompts))
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
-        trainer.sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
+        sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
         for count, n in (
             (config.batch_size, config.group_size),
             (evaluated, config.eval_group_size_for(evaluated)),
         )
         if count
     )
-    # Of servers.
-    served = getattr(trainer.sampler, "max_model_len", None)
+    served = getattr(sampler, "max_model_len", None)  # by vLLM
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
@@ -108,7 +118,7 @@ def plan_memory(trainer: Any, problems: Sequence[Problem], evaluated: int) -> Me
         )
     device = policy.device.type
     available = available_memory(device)
-    optimizer = 4 * sum(t.numel() * t.element_size() for t in trainer.adapter.values())
+    optimizer = 4 * sum(t.numel() * t.element_size() for t in weights.master_weights.values())
     code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
     limits = config.train_batch_tokens, config.checkpointing
@@ -160,32 +170,6 @@ def plan_sft(
         + (", with gradient checkpointing" if checkpointing else "")
     )
     return micro_batch, checkpointing
-
-
-def repeat_if_out_of_memory(trainer: Any, learn: Callable[..., T], *arguments: Any) -> T:
-    """Learn from the rollouts of a step; where a GPU's memory runs out, once a run, repeat it in
-    half the micro-batch, with gradient checkpointing, and stay with that.
-
-    Once an update of the step is made nothing is repeated: it would be made twice.
-    """
-    try:
-        return learn(*arguments)
-    except torch.OutOfMemoryError:
-        if trainer.state.updated or trainer.memory_plan.halved:
-            raise
-    # Here, where the error holds no tensors any longer.
-    weights, plan = trainer.weights, trainer.memory_plan
-    for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
-        tensor.grad = None
-    release_memory()
-    tokens = max(plan.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
-    trainer.memory_plan = replace(plan, train_batch_tokens=tokens, checkpointing=True, halved=True)
-    set_gradient_checkpointing(trainer.policy, True)
-    terminal.line(
-        f"out of GPU memory: the update is repeated in micro-batches of {tokens} tokens with "
-        "gradient checkpointing, and so are those to come"
-    )
-    return learn(*arguments)
 
 
 def _fit_micro_batch(

@@ -7,15 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
 from rlm.model import pick_device
-from rlm.runs import learning_curves, new_alerts
-from rlm.sampling import tool_spans
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
@@ -28,10 +24,16 @@ PHASES = ("sample", "score", "learn")  # of a step
 RECENT_STEPS = 5  # of which the time that is left is estimated
 
 
-def announce_run(trainer: Any, problems: int, validation: int) -> None:
-    """Print what a `train_grpo.GRPOTrainer` will do."""
-    config = trainer.config
-    trainable = sum(tensor.numel() for tensor in trainer.adapter.values())
+def announce_run(
+    config: GRPOConfig, trainable: int, sampler: str, problems: int, validation: int
+) -> None:
+    """Print what a run will do.
+
+    Args:
+        trainable: parameters that are trained.
+        sampler: its description.
+        problems, validation: how many there are.
+    """
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
     few = ""
     if config.group_size < 8:
@@ -42,12 +44,12 @@ def announce_run(trainer: Any, problems: int, validation: int) -> None:
     terminal.facts(
         "Stage 2: GRPO",
         {
-            "model": f"{trainer.model_name} + {config.sft_adapter or 'a new adapter'}",
+            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
             "device": pick_device(config.dtype),
             "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
             "validate on",
             "trainable": f"{trainable:,} parameters",
-            "sampler": trainer.sampler.description,
+            "sampler": sampler,
             "algorithm": f"{config.algorithm}: {config.formula}",
             "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
             "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
@@ -269,61 +271,3 @@ def _exact(metrics: Mapping[str, float]) -> list[str]:
     """The share of right answers, where the reward is something else."""
     right = metrics.get("reason/correct", metrics["reward/mean"])
     return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]
-
-
-def draw_curves(trainer: Any) -> None:
-    """Draw curves.png of a `train_grpo.GRPOTrainer`'s run so far."""
-    rows, config = trainer.run.metrics(), trainer.config
-    title = f"GRPO of {trainer.model_name} on {config.dataset}, {len(rows)} steps"
-    learning_curves(rows, trainer.run.path / "curves.png", title)
-
-
-def log_step(
-    trainer: Any, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
-) -> None:
-    """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
-
-    Args:
-        trainer: a `train_grpo.GRPOTrainer`; of it `run`, `config`, `state` and `tokenizer`.
-        advantages: (P, G).
-    """
-    run, config = trainer.run, trainer.config
-    run.log(metrics)
-    if run.writes:
-        rows = run.metrics()
-        left = time_left(rows, config, trainer.state.minutes)
-        terminal.line(step_line(metrics, config.steps, left))
-        for warning in new_alerts(rows):
-            terminal.line(f"warning: {warning}")
-        if "eval/accuracy" in metrics and metrics["step"] + 1 < config.steps:
-            draw_curves(trainer)
-    run.log_samples(
-        [
-            {
-                "step": metrics["step"],
-                "problem": group.problem.id,
-                "question": group.problem.question,
-                "answer": group.problem.answer,
-                "answer_type": group.problem.answer_type,
-                "completions": group.texts,
-                "truncated": [completion.truncated for completion in group.completions],
-                "verdicts": group.reasons,
-                **_tool_calls(group, trainer.tokenizer),
-                "rewards": group.rewards,
-                "advantages": row,
-            }
-            for group, row in zip(groups, advantages.tolist(), strict=True)
-        ]
-    )
-    if config.sample_every and metrics["step"] % config.sample_every == 0:
-        first = groups[0]
-        reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
-        verdict = f"reward {reward}, reference answer {first.problem.answer}"
-        terminal.sample(first.problem.question, first.texts[0], verdict)
-
-
-def _tool_calls(group: Group, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What samples.jsonl says of a tool: the characters that it wrote in each completion."""
-    if not any(completion.tool_mask for completion in group.completions):
-        return {}
-    return {"tool_calls": [tool_spans(tokenizer, c) for c in group.completions]}

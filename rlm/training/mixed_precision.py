@@ -29,6 +29,7 @@ class MixedPrecisionAdapter:
     """
 
     def __init__(self, policy: PeftModel) -> None:
+        self.policy = policy
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0

@@ -1,21 +1,26 @@
-"""Starts the vLLM servers of a GRPO run: one on each card that trains, or one."""
+"""Samples the rollouts of a GRPO run by vLLM: by servers that run already, or by servers that the
+run starts, one on each card that trains, or one."""
 
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import snapshot_download
 
 from rlm.api_client import APIClient
-from rlm.cli import UsageError
-from rlm.sampling import ManagedVLLM, server_command, server_options
+from rlm.cli import UsageError, terminal
+from rlm.data import stop_token_ids
+from rlm.sampling import ManagedVLLM, VLLMSampler, server_command, server_options
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST_PROMPT = 2048  # tokens that a server takes, where --max-prompt-length says nothing
 
@@ -84,3 +89,43 @@ class RunServers:
             return [{}]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
         return [{"CUDA_VISIBLE_DEVICES": card} for card in visible.split(",")[:size]]
+
+
+def make_vllm_sampler(
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GRPOConfig,
+    distributed: Distributed,
+) -> VLLMSampler:
+    """Make the sampler of --sampler vllm.
+
+    Raises:
+        UsageError: no server answers at --sampler-url.
+    """
+    if config.quantize != "none" and "quantization" not in config.vllm_command:
+        terminal.line(
+            f"warning: --quantize {config.quantize} changes the model that is trained, but not the "
+            "one that vLLM samples from (sampler/logprob_gap_mean shows how far they differ): use "
+            "--quantize none"
+        )
+
+    def export() -> Path:
+        path = config.run_dir / "sampler_adapter"
+        # "auto" would ask the hub for the base's config each time.
+        policy.save_pretrained(
+            str(path), selected_adapters=["default"], save_embedding_layers=False
+        )
+        return path
+
+    servers: RunServers | Sequence[APIClient] = RunServers(policy, config, distributed)
+    if config.sampler_url:
+        key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
+        urls = [url.strip() for url in config.sampler_url.split(",")]
+        servers = [APIClient(url, concurrency=config.max_num_seqs, api_key_env=key) for url in urls]
+    return VLLMSampler(
+        servers,
+        stop_token_ids(tokenizer, policy.generation_config),
+        export,
+        run=distributed.broadcast(uuid.uuid4().hex[:12]),
+        is_main=distributed.is_main,
+    )

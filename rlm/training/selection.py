@@ -16,7 +16,9 @@ from rlm.evaluation import t_interval
 CONFIDENCE = 0.95
 # Even if all of them agree, fewer problems are no evidence: a sign test of 5 has p = 2 / 2⁵ > 0.05.
 MIN_PROBLEMS = 6
-Scores = Sequence[float | None]  # of each problem the mean of its completions; None: no verdict
+ProblemScores = Sequence[
+    float | None
+]  # of each problem the mean of its completions; None: no verdict
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Validation:
     """What the adapter scored after `step` steps, on each of the problems in their order."""
 
     step: int
-    scores: Scores
+    scores: ProblemScores
 
     @property
     def mean(self) -> float:
@@ -89,7 +91,7 @@ class Validations:
     start_accuracy: Validation | None = None
     last_accuracy: Validation | None = None
 
-    def add_accuracy(self, step: int, scores: Scores) -> None:
+    def add_accuracy(self, step: int, scores: ProblemScores) -> None:
         """Record the accuracy of a validation, which `fall` compares with the start's."""
         self.last_accuracy = Validation(step, list(scores))
         if step == 0:
@@ -109,7 +111,7 @@ class Validations:
             return ""
         return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
 
-    def add(self, step: int, scores: Scores) -> bool:
+    def add(self, step: int, scores: ProblemScores) -> bool:
         """Record a validation; return whether it is the best so far (of equals the later)."""
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         if step == 0:

@@ -26,7 +26,7 @@ from rlm.runs import (
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.mixed_precision import MixedPrecisionAdapter
-from rlm.training.selection import Scores, Validations
+from rlm.training.selection import ProblemScores, Validations
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
@@ -232,7 +232,7 @@ class TrainingState:
             )
         return fall
 
-    def keep_validation(self, step: int, scores: Scores) -> None:
+    def keep_validation(self, step: int, scores: ProblemScores) -> None:
         """Record what a validation found, and remember the adapter if no earlier one was better."""
         if self.validations.add(step, scores):
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}

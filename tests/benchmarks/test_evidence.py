@@ -329,7 +329,7 @@ def in_process():
         patch.setattr(grid.harness, "run_child", run_child)
         # A random model is never right: rejection sampling keeps its first completions anyway.
         patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
-        patch.setattr("rlm.training.metrics.learning_curves", lambda *_: None)  # tested elsewhere
+        patch.setattr("rlm.training.trainer.learning_curves", lambda *_: None)  # tested elsewhere
         right = SimpleNamespace(correct=True, answer="5")
         patch.setattr(training, "grade", lambda *_, **__: right)
         patch.setattr(training, "split_completion", lambda text: ("5 + 0 = 5", "5"))

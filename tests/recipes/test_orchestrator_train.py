@@ -37,12 +37,11 @@ from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
-from rlm.model.adapters import new_adapter
+from rlm.model.adapters import new_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device, Setup
 from rlm.sampling import SamplingParams
-from rlm.training.run_setup import set_memory_plan
 from rlm.training.state import TrainingState
 
 ROOT = Path(__file__).parents[2]
@@ -400,8 +399,8 @@ def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
     for wanted in (False, True):
         config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
         trainer = make_trainer(config, AgentModel(str(base), solver))
-        set_memory_plan(trainer, PROBLEMS, [])
         policy = trainer.policy
+        set_gradient_checkpointing(policy, wanted)  # as the run's memory plan does
         layers = policy.get_base_model().get_decoder().layers
         assert {layer.training for layer in layers} == {wanted}
         assert not any(m.training for m in policy.modules() if m not in set(layers))

@@ -1,7 +1,6 @@
 """`train_grpo.py --doctor` names what was broken on purpose, and leaves a sound set-up alone."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from conftest import byte_tokenizer, tiny_model
@@ -13,7 +12,7 @@ from rlm.rewards import FormatReward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
-from rlm.training.doctor import _reward, diagnose, run_doctor
+from rlm.training.doctor import Doctor, _reward
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS
 
@@ -70,11 +69,12 @@ def look(
     )  # fmt: skip
     trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, device=CPU)
     trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
-    return trainer, *diagnose(trainer, problems)[:2]
+    doctor = Doctor(trainer.validator, trainer.weights, trainer.render)
+    return doctor, *doctor.diagnose(problems)[:2]
 
 
 def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
-    trainer, metrics, findings = look(model_dir, tmp_path)
+    doctor, metrics, findings = look(model_dir, tmp_path)
     assert findings == []
     assert metrics == {
         "reward, mean": 0.5,
@@ -87,7 +87,7 @@ def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
         "answer anywhere": 1.0,
         "truncated": 0.0,
     }
-    assert run_doctor(trainer, PROBLEMS) == 0
+    assert doctor.run(PROBLEMS) == 0
     out = capsys.readouterr().out
     assert "ready to train" in out
     for name, reward, verdict in (
@@ -203,8 +203,8 @@ def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
     problem = Problem("a", "1 + 1?", "2")
 
     def found(scores, rewards):
-        trainer = SimpleNamespace(format=FORMATS["deepseek"], scorer=lambda *_: Scores([scores]))
-        return [finding.name for finding in _reward(trainer, problem, figures, rewards)]
+        asked = (lambda *_: Scores([scores])), FORMATS["deepseek"], problem
+        return [finding.name for finding in _reward(*asked, figures, rewards)]
 
     better = [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     assert found(better, [[1.0, -1.0, -1.0]]) == []

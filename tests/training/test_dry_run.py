@@ -8,7 +8,7 @@ import torch
 from rlm.sampling import Token
 from rlm.training import dry_run
 from rlm.training.config import GRPOConfig
-from rlm.training.dry_run import SamplingTime, run_plan, time_learning, time_sampling
+from rlm.training.dry_run import DryRun, SamplingTime, time_sampling
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
 
@@ -22,13 +22,18 @@ def state_of(trainer):
     return copies | {"random": torch.get_rng_state()}
 
 
+def dry_run_of(trainer, *problems):
+    parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
+    return DryRun(*trainer.prepare(*problems), *parts)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"kl_weight": 0.1, "sampler": "unmerged", "checkpointing": True}]
 )
 def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys):
     trainer = a_trainer(model_dir, a_config(tmp_path, plan=True, **options))
     before = state_of(trainer)
-    assert run_plan(trainer, PROBLEMS, PROBLEMS[:3]) == 0
+    dry_run_of(trainer, PROBLEMS, PROBLEMS[:3]).show()
     after = state_of(trainer)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in after)
@@ -75,8 +80,7 @@ def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed,
 
     sampler = SimpleNamespace(stream=stream, release=lambda: released.append(True))
     config = GRPOConfig(group_size=4, max_new_tokens=64)
-    trainer = SimpleNamespace(config=config, sampler=sampler, render=lambda p: [len(p.id)])
-    found = time_sampling(trainer, PROBLEMS[:2])
+    found = time_sampling(sampler, config, [[2], [2]])
     assert found == SamplingTime(4, 3.0, expected)
     assert len(drawn) == timed
     assert [(r.n, r.params.max_new_tokens) for r in asked] == [(4, 64)] * 2
@@ -98,11 +102,10 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
         clock.now += seconds[len(timed)]
         timed.append(micro)
 
-    monkeypatch.setattr(dry_run, "_forward_and_backward", pass_of)
+    monkeypatch.setattr(DryRun, "_forward_and_backward", pass_of)
     options = {"train_batch_size": 2, "updates_per_batch": 3, "max_new_tokens": 5}
     trainer = a_trainer(model_dir, a_config(tmp_path, **options))
-    trainer.memory_plan = SimpleNamespace(train_batch_tokens=10_000)
-    found, micro_batches = time_learning(trainer, PROBLEMS[8:12])  # "8 + 8?", "10 + 10?"
+    found, micro_batches = dry_run_of(trainer, PROBLEMS, None).time_learning(PROBLEMS[8:12])
     assert [micro.lengths for micro in micro_batches] == [[5, 5]] * 8
     assert all(micro is micro_batches[0] for micro in timed)
     assert len(timed) == 3

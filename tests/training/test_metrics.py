@@ -18,11 +18,11 @@ from rlm.training.loss import LossSums
 from rlm.training.metrics import (
     LearnMetrics,
     announce_run,
-    log_step,
     remaining,
     step_metrics,
     time_left,
 )
+from rlm.training.trainer import TrainingRun
 
 
 def completion(length, reason="stop"):
@@ -129,10 +129,7 @@ def test_gather_loses_nothing_whoever_has_more(monkeypatch, first, second, expec
 @pytest.mark.parametrize("size", [7, 8])
 def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys):
     config = GRPOConfig(model="m", dataset="d", group_size=size, steps=20, max_minutes=3.0)
-    adapter = {"a": torch.zeros(5, 6), "b": torch.zeros(2)}
-    sampler = SimpleNamespace(description="merged")
-    trainer = SimpleNamespace(config=config, adapter=adapter, model_name="m", sampler=sampler)
-    announce_run(trainer, 9, 4)
+    announce_run(config, 32, "merged", 9, 4)
     said = capsys.readouterr().out
     for text in (
         "d: 9 problems, 4 to validate on",
@@ -189,9 +186,10 @@ def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     metrics = {"step": 0} | step_metrics([group], rewards, none, kept, seconds)
     config = GRPOConfig(steps=1, reasoning_format="deepseek", sample_every=0)
     with RunDirectory(tmp_path / "run", resume=False) as run:
-        state = SimpleNamespace(minutes=0.0)
-        trainer = SimpleNamespace(run=run, config=config, state=state, tokenizer=None)
-        log_step(trainer, metrics, [group], none)
+        made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
+        made.directory, made.config, made.tokenizer = run, config, None
+        made.state = SimpleNamespace(minutes=0.0)
+        made.log_step(metrics, [group], none)
     (row,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").open())
     assert row["truncated"] == [False, True]
     assert row["verdicts"][0] == "correct"  # though the reward was another

@@ -37,7 +37,7 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
 
     monkeypatch.setattr(Sampler, "sample", recorded)
     monkeypatch.setattr("rlm.rewards.loading.CorrectnessReward", lambda: odd_length)
-    monkeypatch.setattr("rlm.training.metrics.learning_curves", lambda *_: None)
+    monkeypatch.setattr("rlm.training.trainer.learning_curves", lambda *_: None)
     training._grpo(config, Cell("grpo", 0))
     assert len(steps) == 6
     fed = iter(steps)

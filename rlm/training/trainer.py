@@ -1,0 +1,554 @@
+"""What stands around the loop of train_grpo.py: its data, its parts, and one run of it.
+
+`TrainingRun` is one call of `GRPOTrainer.train`: the run directory, the memory plan, validations,
+logs and the export. `Validator` samples as training does, for validation and for --doctor.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlm.cli import command_of, terminal, to_dict
+from rlm.data import (
+    Format,
+    Problem,
+    answer_types,
+    as_problems,
+    drop_long_prompts,
+    example_questions,
+    load_problems,
+    longest_prompts,
+)
+from rlm.evaluation import Evaluation, evaluate
+from rlm.model import (
+    Device,
+    adapter_hash,
+    check_output,
+    context_window,
+    load_adapter,
+    load_base,
+    new_adapter,
+    peak_memory_gb,
+    pick_device,
+    release_memory,
+    save_adapter,
+    set_gradient_checkpointing,
+)
+from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
+from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, new_alerts
+from rlm.sampling import Sampler, sampling_dtype, tool_spans
+from rlm.training.advantages import Group
+from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_rollouts
+from rlm.training.config import GRPOConfig
+from rlm.training.config_rules import KEPT_AS
+from rlm.training.distributed import Distributed
+from rlm.training.memory_plan import plan_memory
+from rlm.training.metrics import announce_run, step_line, time_left, timer
+from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.selection import (
+    ProblemScores,
+    Validation,
+    choose_export,
+    describe_mean,
+    sample_count,
+)
+from rlm.training.state import StepControl, TrainingState
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+    from rlm.grading import AnswerType
+    from rlm.sampling import VLLMSampler
+    from rlm.tools import Tool
+
+T = TypeVar("T")
+Render = Callable[[Problem], list[int]]  # a problem's prompt as token ids
+# Each problem's mean over k completions, by "accuracy" or "reward"; calls back after a completion.
+ScoreProblems = Callable[[Sequence[Problem], int, Callable[[], None]], Mapping[str, ProblemScores]]
+
+
+class StepScorer(Protocol):
+    """Scores all completions of a step: `rlm.rewards.Scorer`, or a recipe's own."""
+
+    def __call__(
+        self,
+        problems: Sequence[Problem],
+        groups: Sequence[Sequence[str]],
+        truncated: Sequence[Sequence[bool]] | None = None,
+        token_ids: Sequence[Sequence[list[int]]] | None = None,
+    ) -> Scores: ...
+
+
+# --- what a trainer is made of --------------------------------------------------------------------
+
+
+def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
+    """Load the base with the adapter to train on it, in eval mode."""
+    gc.collect()  # SFT's trainer, where that ran in this process: a cycle of a gigabyte
+    release_memory()
+    base = load_base(
+        model,
+        device or pick_device(config.dtype),
+        quantize=config.quantize,
+        attn=config.attn_implementation,
+    )
+    if config.sft_adapter:
+        return load_adapter(base, config.sft_adapter, trainable=True)
+    torch.manual_seed(config.seed)  # of the new adapter's matrices
+    return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
+
+
+def make_sampler(
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GRPOConfig,
+    distributed: Distributed,
+    tool: Tool | None = None,
+) -> Sampler | VLLMSampler:
+    """Make the sampler that the config asks for.
+
+    Raises:
+        UsageError: no server answers, or this model has no fast path and --sampler asks for it.
+    """
+    if config.sampler == "vllm":
+        from rlm.training.run_servers import make_vllm_sampler
+
+        return make_vllm_sampler(policy, tokenizer, config, distributed)
+    return Sampler(
+        policy,
+        tokenizer,
+        max_num_seqs=config.max_num_seqs,
+        merged={"merged": True, "unmerged": False}.get(config.sampler),
+        dtype=sampling_dtype(policy, config.sampler_dtype),
+        tool=tool,
+    )
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
+    """Load the problems to train on and to validate on.
+
+    Raises:
+        UsageError: they cannot be loaded, or the run to resume has no checkpoint.
+    """
+    if config.resume:
+        check_resumable(config.run_dir)
+    own = {"columns": config.columns, "rows": config.split}
+    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed, **own)
+    if not config.eval_samples:
+        return train, []
+    limit = config.eval_samples
+    return train, load_problems(config.dataset, "validation", max_samples=limit, **own)
+
+
+def fit_prompts(
+    config: GRPOConfig,
+    policy: PeftModel,
+    render: Render,
+    problems: Sequence[Problem],
+    what: str = "problems",
+) -> list[Problem]:
+    """Leave out the problems whose prompts are over --max-prompt-length, or leave no room for a
+    completion, and print how many these are.
+
+    Args:
+        what: the problems are for.
+
+    Raises:
+        UsageError: that would be all.
+    """
+    limits: dict[str, int] = {}
+    if config.max_prompt_length is not None:
+        limits["--max-prompt-length"] = config.max_prompt_length
+    if (window := context_window(policy)) is not None:
+        room = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+        limits[f"{room}; --max-prompt-length sets less"] = window - config.max_new_tokens
+    if not limits:
+        return list(problems)
+    why, limit = min(limits.items(), key=lambda item: item[1])
+    return drop_long_prompts(problems, render, limit, why, what)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The problems of a run, all of which fit into the model's window."""
+
+    problems: list[Problem]
+    eval_problems: list[Problem]
+    longest_prompts: list[list[int]]  # as token ids
+    answer_types: tuple[AnswerType, ...]  # of the training problems, the most frequent first
+    measure: str  # what chooses the adapter: "accuracy" or "reward"
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(
+        cls,
+        config: GRPOConfig,
+        policy: PeftModel,
+        render: Render,
+        scorer: StepScorer,
+        dataset: Iterable[Any],
+        eval_dataset: Iterable[Any] | None,
+    ) -> TrainingData:
+        """Read the problems and leave out those that do not fit.
+
+        Raises:
+            UsageError: no problem is there, none that fits, or a column that the reward needs.
+        """
+        problems = as_problems(dataset)
+        has_none = eval_dataset is None or (isinstance(eval_dataset, Sized) and not eval_dataset)
+        eval_problems = [] if has_none else as_problems(eval_dataset, "eval_dataset")
+        problems = fit_prompts(config, policy, render, problems)
+        if eval_problems:
+            what = "validation problems"
+            eval_problems = fit_prompts(config, policy, render, eval_problems, what)
+        if isinstance(scorer, Scorer):
+            scorer.check_columns(problems)
+        longest = longest_prompts(render, [*problems, *eval_problems])
+        warnings = []
+        questions = {problem.question for problem in problems}
+        if shared := sum(problem.question in questions for problem in eval_problems):
+            warnings.append(
+                f"{shared} of {len(eval_problems)} validation problems are training problems too: "
+                "their accuracy says nothing about new problems; remove them from one of the two"
+            )
+        is_strict = isinstance(getattr(scorer, "reward", None), CorrectnessReward)
+        if is_strict and config.sft_adapter is None:
+            warnings.append(
+                "training starts from a bare model, and only a right number in the right tags is "
+                "rewarded, so it will likely learn nothing: teach the tags first "
+                f"({command_of('train_sft')} --model {config.model}), or reward them too "
+                "(reward_fn=[FormatReward(), CorrectnessReward()])"
+            )
+        kinds = answer_types(problems)
+        measure = validation_measure(scorer, kinds)
+        return cls(problems, eval_problems, longest, kinds, measure, warnings)
+
+    def announce(
+        self, config: GRPOConfig, weights: MixedPrecisionAdapter, sampler: Sampler | VLLMSampler
+    ) -> None:
+        """Print what the run will do, and what may be wrong with it."""
+        trainable = sum(tensor.numel() for tensor in weights.master_weights.values())
+        counts = len(self.problems), len(self.eval_problems)
+        announce_run(config, trainable, sampler.description, *counts)
+        for warning in self.warnings:
+            terminal.line(f"warning: {warning}")
+
+
+def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
+    """Return what chooses the adapter: "reward" if that is the user's own or some answers are open,
+    else "accuracy"."""
+    is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
+    return "reward" if is_own or "open" in kinds else "accuracy"
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Samples completions as training does, grades them and asks the reward about them."""
+
+    config: GRPOConfig
+    sampler: Sampler | VLLMSampler
+    tokenizer: PreTrainedTokenizerBase
+    format: Format
+    scorer: StepScorer
+    measure: str = "accuracy"  # what chooses the adapter
+
+    def sample(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> Evaluation:
+        """Draw k completions of each problem and grade them; `advance` is called after each."""
+        return evaluate(
+            self.sampler,
+            self.tokenizer,
+            problems,
+            self.format,
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=self.config.temperature,
+            k=k,
+            seed=self.config.seed,
+            on_finish=advance,
+        )
+
+    def rewards(self, drawn: Evaluation) -> list[list[float | None]]:
+        """Return the reward of each completion, by problem; None: no verdict."""
+        texts = [[graded.text for graded in group] for group in drawn.groups]
+        truncated = [[graded.truncated for graded in group] for group in drawn.groups]
+        return self.scorer(drawn.problems, texts, truncated).rewards
+
+    def scores(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> dict[str, ProblemScores]:
+        """Return each problem's strict accuracy, unless all answers are open, and its mean reward
+        where that is what chooses the adapter."""
+        drawn = self.sample(problems, k, advance)
+        scores: dict[str, ProblemScores] = {}
+        if drawn.comparable:
+            scores["accuracy"] = drawn.per_problem(strict=True)
+        if self.measure == "reward":
+            scores["reward"] = replace(drawn, rewards=self.rewards(drawn)).reward_per_problem()
+        return scores
+
+
+# --- one run --------------------------------------------------------------------------------------
+
+
+class TrainingRun:
+    """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
+
+    config: with the number of steps. first_step: 0, or where a resumed run continues.
+    start_metrics: of the validation before the first step. memory_plan: the micro-batch that fits.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        data: TrainingData,
+        state: TrainingState,
+        sampler: Sampler | VLLMSampler,
+        tokenizer: PreTrainedTokenizerBase,
+        directory: RunDirectory,
+        score_problems: ScoreProblems,
+    ) -> None:
+        """Write the first checkpoint or load the newest, plan the memory, validate the start."""
+        self.config, self.data, self.state = config, data, state
+        self.sampler, self.tokenizer, self.directory = sampler, tokenizer, directory
+        self.policy, self.distributed = state.weights.policy, state.distributed
+        self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
+        self._score_problems = score_problems
+        self._stopped = ""  # why the run ends early, where its last weights are not to be trusted
+        state.validations.measure = data.measure
+        self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
+        plan = plan_memory(
+            config, state.weights, sampler, data.longest_prompts, len(data.eval_problems)
+        )
+        self.memory_plan = self.distributed.broadcast(plan)
+        set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
+        self.start_metrics = self.validate(0) if self.first_step == 0 else {}
+        directory.raise_if_interrupted(self.distributed.any(directory.interrupted))
+
+    @classmethod
+    @contextmanager
+    def begin(
+        cls,
+        config: GRPOConfig,
+        data: TrainingData,
+        state: TrainingState,
+        sampler: Sampler | VLLMSampler,
+        tokenizer: PreTrainedTokenizerBase,
+        score_problems: ScoreProblems,
+    ) -> Iterator[TrainingRun]:
+        """Open --run-dir and begin or resume the run. Inside `with`, a signal waits for the end of
+        a step.
+
+        Raises:
+            UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
+        """
+        writes = state.distributed.is_main
+        if writes:
+            check_output(config.output)  # first: a run directory puts an old run away
+        directory = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
+        with directory, closing(sampler):
+            yield cls(config, data, state, sampler, tokenizer, directory, score_problems)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate after `step` steps, and keep the best adapter so far; {} without problems.
+
+        The processes of a run share the problems.
+        """
+        problems, validations = self.data.eval_problems, self.state.validations
+        if not problems:
+            return {}
+        mine, k = self.distributed.shard(problems), self.config.eval_group_size_for(len(problems))
+        seconds: dict[str, float] = {}
+        shown = terminal.progress("evaluating", k * len(mine))
+        with timer(seconds, "time/evaluate"), shown as advance:
+            measured = self._score_problems(mine, k, advance) if mine else {}
+        self.sampler.release()
+        metrics: dict[str, float] = {}
+        for name in self.distributed.broadcast(list(measured)):  # the main process has a problem
+            scores = self.distributed.gather(measured.get(name, []))
+            found = Validation(step, scores).summary(name)
+            start = "" if step else "start_"
+            metrics[f"eval/{start}{name}"] = found["mean"]
+            metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
+            if name == "accuracy":
+                validations.add_accuracy(step, scores)
+            if name == validations.measure:
+                self.state.keep_validation(step, scores)
+                if step == 0:
+                    mean = describe_mean(found["mean"], name)
+                    samples = sample_count(k, len(problems))
+                    terminal.line(f"start: validation {name} {mean}, {samples}")
+        return metrics | seconds
+
+    def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
+        """Cut this process's share of a mini-batch into micro-batches that fit into memory."""
+        mine = shard_rollouts(rollouts, self.distributed)
+        return make_micro_batches(
+            mine,
+            max_rows=self.config.train_batch_size or len(mine),
+            max_tokens=self.memory_plan.train_batch_tokens,
+            device=self.policy.device.type,
+        )
+
+    def repeat_if_out_of_memory(self, learn: Callable[[], T]) -> T:
+        """Learn from the rollouts of a step; where a GPU's memory runs out, once a run, repeat it
+        in half the micro-batch, with gradient checkpointing, and stay with that.
+
+        Once an update of the step is made nothing is repeated: it would be made twice.
+        """
+        try:
+            return learn()
+        except torch.OutOfMemoryError:
+            if self.state.updated or self.memory_plan.halved:
+                raise
+        # Here, where the error holds no tensors any longer.
+        weights = self.state.weights
+        for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
+            tensor.grad = None
+        release_memory()
+        self.memory_plan = self.memory_plan.halve()
+        set_gradient_checkpointing(self.policy, True)
+        terminal.line(
+            "out of GPU memory: the update is repeated in micro-batches of "
+            f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing, and so are "
+            "those to come"
+        )
+        return learn()
+
+    def control_after(self, step: int) -> StepControl:
+        """Decide what is due after a step."""
+        return self.state.control_after(step, self.config, self.directory.interrupted)
+
+    def log_step(
+        self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
+    ) -> None:
+        """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
+
+        Args:
+            advantages: (P, G).
+        """
+        directory, config = self.directory, self.config
+        directory.log(metrics)
+        if directory.writes:
+            rows = directory.metrics()
+            left = time_left(rows, config, self.state.minutes)
+            terminal.line(step_line(metrics, config.steps, left))
+            for warning in new_alerts(rows):
+                terminal.line(f"warning: {warning}")
+            if "eval/accuracy" in metrics and metrics["step"] + 1 < config.steps:
+                self._draw_curves(rows)
+        directory.log_samples(
+            [
+                {
+                    "step": metrics["step"],
+                    "problem": group.problem.id,
+                    "question": group.problem.question,
+                    "answer": group.problem.answer,
+                    "answer_type": group.problem.answer_type,
+                    "completions": group.texts,
+                    "truncated": [completion.truncated for completion in group.completions],
+                    "verdicts": group.reasons,
+                    **self._tool_calls(group),
+                    "rewards": group.rewards,
+                    "advantages": row,
+                }
+                for group, row in zip(groups, advantages.tolist(), strict=True)
+            ]
+        )
+        if config.sample_every and metrics["step"] % config.sample_every == 0:
+            first = groups[0]
+            reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
+            verdict = f"reward {reward}, reference answer {first.problem.answer}"
+            terminal.sample(first.problem.question, first.texts[0], verdict)
+
+    def _tool_calls(self, group: Group) -> dict[str, object]:
+        """Return what samples.jsonl says of a tool: the characters that it wrote."""
+        if not any(completion.tool_mask for completion in group.completions):
+            return {}
+        return {"tool_calls": [tool_spans(self.tokenizer, c) for c in group.completions]}
+
+    def _draw_curves(self, rows: Sequence[Mapping[str, float]]) -> None:
+        title = f"GRPO of {self.config.model} on {self.config.dataset}, {len(rows)} steps"
+        learning_curves(rows, self.directory.path / "curves.png", title)
+
+    def save_or_stop(self, step: int, control: StepControl) -> bool:
+        """Save a checkpoint if one is due; return whether the run ends with this step.
+
+        Raises:
+            Interrupted: a signal asked to stop, and the step was saved.
+        """
+        if control.should_evaluate:
+            self._stopped = self.state.brake(step + 1)
+        if control.should_save or self._stopped:
+            self.state.save(self.directory, step + 1, keep=self.config.keep_checkpoints)
+        if control.should_stop or self._stopped:
+            return True
+        self.directory.raise_if_interrupted(control.interrupted)
+        return False
+
+    def export(self) -> dict[str, Any]:
+        """Export the adapter that `choose_export` names, keep the best and the last in --run-dir,
+        and return what its run.json says."""
+        rows = self.distributed.broadcast(self.directory.metrics())  # of all steps
+        config, state, data = self.config, self.state, self.data
+        validations, last_step = state.validations, len(rows)
+        validated_on = len(data.eval_problems)
+        choice = choose_export(validations, last_step, config.export, self._stopped)
+        summary: dict[str, Any] = {
+            "stage": "grpo",
+            "base_model": config.model,
+            "base_hash": state.base_hash,
+            "quantize": config.quantize,
+            "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
+            "start_adapter_hash": self.start_hash,
+            "dataset": config.dataset,
+            "answer_types": list(data.answer_types),
+            "questions": example_questions(data.eval_problems or data.problems),
+            "start_accuracy": rows[0].get("eval/start_accuracy"),
+            "validated_on": validated_on,
+            "validation": validations.summary(config.eval_group_size_for(validated_on)),
+            "exported": choice.name,
+            "reason": choice.reason,
+            "steps_run": last_step,
+            "commit": git_commit(),
+            "seconds": state.seconds,
+            "peak_memory_gb": peak_memory_gb(),
+            "config": to_dict(config),
+        }
+        last = {name: tensor.detach().clone() for name, tensor in state.adapter.items()}
+        found: dict[str, tuple[int, Mapping[str, Tensor]]] = {"last": (last_step, last)}
+        if validations.best:
+            found["best"] = validations.best.step, state.best
+
+        def save(name: str, path: Path, keep_previous: bool) -> dict[str, Any]:
+            step, tensors = found[name]
+            state.put_on_model(tensors)
+            self.sampler.invalidate_weights()  # a recipe may sample from what is exported
+            accuracy = rows[step - 1].get("eval/accuracy") if step else summary["start_accuracy"]
+            of_step = summary | {"step": step, "accuracy": accuracy}
+            if self.distributed.is_main:
+                parts = self.policy, self.tokenizer, path, of_step
+                save_adapter(*parts, keep_previous=keep_previous)
+            return of_step
+
+        for name in found:
+            save(name, config.run_dir / KEPT_AS[name], keep_previous=False)
+        if self.distributed.is_main:
+            self.directory.write_csv(rows)
+            self._draw_curves(rows)
+        return save(choice.name, config.output, keep_previous=True)
