@@ -2,8 +2,5 @@
 
 import lazy_loader
 
-# File → what other packages import of it.
-EXPORTS = {"cases": "Case load_cases run_case", "comparison": "compare table"}
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
-)
+# __init__.pyi says which file has which name; a file is loaded when a name of it is used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,16 +2,5 @@
 
 import lazy_loader
 
-# File → what other packages import of it.
-EXPORTS = {
-    "base": "BinaryReward RewardFunction",
-    "functions": (
-        "CombinedReward ConstantReward CorrectnessReward FormatReward GSM8KReward "
-        "ReasoningQualityReward StepsReward"
-    ),
-    "loading": "as_reward check_columns is_built_in load_reward write_reward_template",
-    "scorer": "Scorer Scores",
-}
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
-)
+# __init__.pyi says which file has which name; a file is loaded when a name of it is used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,19 +2,5 @@
 
 import lazy_loader
 
-# File → what other packages import of it.
-EXPORTS = {
-    "draw": "sample_tokens",
-    "engine": "Sampler",
-    "kv_cache": "CacheConfig",
-    "linear": "fused_linear",
-    "managed_vllm": "ManagedVLLM server_command server_options split_command",
-    "params": "Completion ForceTokens Request SamplingParams Token prompt_seed",
-    "scheduler": "common_prefix_length",
-    "tool_tokens": "ToolTokens tool_spans",
-    "vllm": "VLLMSampler",
-    "weights": "FUSED_MODEL_TYPES choose_sampling_dtype sampling_dtype",
-}
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
-)
+# __init__.pyi says which file has which name; a file is loaded when a name of it is used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
