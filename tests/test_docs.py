@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlm.cli.flags import flags_of
-from rlm.cli.foreign_names import with_underscores
+from rlm.cli.synonyms import with_underscores
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -698,7 +698,7 @@ def test_passes_over_the_problems_become_steps(model_dir, tmp_path, capsys):
     assert (recorded["steps"], recorded["num_epochs"]) == (2, None)
     for options in ({"steps": None, "num_epochs": 0.2}, {"steps": 2}):
         resumed, _ = train(model_dir, a_config(tmp_path, resume=True, **options))
-        assert resumed.config.steps == 2
+        assert resumed.run.config.steps == 2
     report.announce_run(config, 1, "merged", 40, 0)
     assert "steps: 2 (" in " ".join(capsys.readouterr().out.split())
 

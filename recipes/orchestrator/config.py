@@ -96,14 +96,18 @@ class OrchestratorConfig(GRPOConfig):
         False, "run at most 5 steps of 2 problems x 2 graphs, and validate after each"
     )
 
-    def __post_init__(self) -> None:
-        derived = {"output": self.output or Path(self.run_dir) / "adapters_lora"}
-        if self.debug:
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a config with what --run-dir, --debug and the algorithm decide."""
+        made = dict(values)
+        made["output"] = made["output"] or Path(made["run_dir"]) / "adapters_lora"
+        if made["debug"]:
             limits = {"steps": 5, "batch_size": 2, "group_size": 2}
-            derived |= {name: min(getattr(self, name), most) for name, most in limits.items()}
-            derived |= {"eval_every": 1, "sample_every": 1}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+            made |= {name: min(made[name], limit) for name, limit in limits.items()}
+            made |= {"eval_every": 1, "sample_every": 1}
+        return super().complete(made)
+
+    def __post_init__(self) -> None:
         for option in fields(self):
             allowed = {option.default, "deepseek"}  # the latter: tags in records of older runs
             if option.name in self.NOT_USED and getattr(self, option.name) not in allowed:

@@ -1,9 +1,11 @@
+from .flags import Flag as Flag
+from .flags import always as always
 from .flags import by_field as by_field
 from .flags import check_values as check_values
 from .flags import find_choice as find_choice
 from .flags import flag as flag
-from .flags import merge_switches as merge_switches
 from .flags import say_once as say_once
+from .flags import spelling as spelling
 from .flags import takes_aliases as takes_aliases
 from .flags import tell as tell
 from .main import CONSOLE as CONSOLE

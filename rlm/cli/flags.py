@@ -9,15 +9,15 @@ import io
 import operator
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
 from typing import Any, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rlm.cli.foreign_names import hint, synonyms, with_underscores
 from rlm.cli.option_groups import group_of
+from rlm.cli.synonyms import hint, synonyms, with_underscores
 
 T = TypeVar("T")
 
@@ -28,9 +28,9 @@ class Flag:
 
     help: str = ""
     choices: Sequence[Any] | None = None  # of a tuple field: for each item
-    aliases: Sequence[str] = ()  # other names; those of TRL and others are in `foreign_names`
-    old: Sequence[str] = ()  # names that it had: accepted with a line that says the new one
-    same_as: tuple[str, Any] | None = None  # of a switch: the field that it sets, and to what
+    aliases: Sequence[str] = ()  # other names; those of TRL and others are in synonyms.yaml
+    # Of another spelling (`OTHER_SPELLINGS` of a config): the fields that its value sets.
+    becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
     bare: Any = None  # its value where it is typed without one
     default_text: str = ""  # what --help calls the default, where its value says too little
@@ -45,7 +45,7 @@ class Flag:
 
     @property
     def keys(self) -> list[str]:
-        return [with_underscores(name) for name in (self.name, *self.aliases, *self.old)]
+        return [with_underscores(name) for name in (self.name, *self.aliases)]
 
     @property
     def spelling(self) -> str:
@@ -60,6 +60,13 @@ class Flag:
         if isinstance(value, list | tuple):  # of each item
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
+
+    def normalised(self, value: Any) -> Any:
+        """Return the value as a config holds it: a choice, a path."""
+        members = members_of(self.kind)
+        if isinstance(value, str) and Path in members and str not in members:
+            value = Path(os.path.expanduser(value))
+        return self.spelled(value)
 
     def allows(self, value: Any) -> bool:
         """Whether `check` passes."""
@@ -122,17 +129,41 @@ def flag(default: Any, help: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
+def spelling(kind: type, becomes: Callable[[Any], Mapping[str, Any]], **about: Any) -> Flag:
+    """Declare another spelling of an option: a name of its own whose value sets other fields.
+
+    Args:
+        about: the other fields of `Flag`.
+    """
+    return Flag(kind=kind, becomes=becomes, hidden=True, **about)
+
+
+def always(value: Any, reason: str, **about: Any) -> Flag:
+    """Declare an option that has one legal value, accepted because other programs have it.
+
+    Args:
+        reason: what is said where it has another value.
+    """
+
+    def refuse_others(given: Any) -> Mapping[str, Any]:
+        if given != value:
+            raise ValueError(reason)
+        return {}
+
+    return spelling(type(value), refuse_others, default=value, **about)
+
+
 def flags_of(cls: type) -> list[Flag]:
-    """Return the flags of a dataclass, in the order of its fields."""
+    """Return the flags of a dataclass, in the order of its fields, then its other spellings."""
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
-    others, first = synonyms([field.name for field in fields]), getattr(cls, "CHANGED_FIRST", ())
-    not_used = getattr(cls, "NOT_USED", ())
+    spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
+    others = synonyms([*(field.name for field in fields), *spellings])
+    first, not_used = getattr(cls, "CHANGED_FIRST", ()), getattr(cls, "NOT_USED", ())
     flags = [(field, field.metadata.get("flag", Flag())) for field in fields]
-    return [
+    named = [
         dataclasses.replace(
             flag,
             name=field.name,
-            aliases=[*flag.aliases, *others.get(field.name, [])],
             group=flag.group or (None if flag.positional else group_of(field.name, first)),
             hidden=flag.hidden or field.name in not_used,
             kind=kinds[field.name],
@@ -140,18 +171,28 @@ def flags_of(cls: type) -> list[Flag]:
         )
         for field, flag in flags
     ]
+    named += [dataclasses.replace(flag, name=name) for name, flag in spellings.items()]
+    return [
+        dataclasses.replace(flag, aliases=[*flag.aliases, *others.get(flag.name, [])])
+        for flag in named
+    ]
 
 
 def takes_aliases(cls: type[T]) -> type[T]:
-    """Make the constructor of a dataclass of flags take the other names of its fields too.
+    """Make the constructor of a dataclass of flags take the other names and spellings of its
+    fields, and complete the values by `cls.complete`, where the class has it.
 
     An unknown name is a TypeError with the hint of the command line.
     """
-    make = cls.__init__
+    make, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
 
     @wraps(make)
     def init(self: T, *args: Any, **options: Any) -> None:
-        make(self, *args, **by_field(cls, options))
+        given = by_field(cls, dict(zip(names, args, strict=False)) | options)
+        values = defaults | normalised(cls, given)
+        complete = getattr(cls, "complete", None)
+        make(self, **(complete(values) if complete else values))
 
     cls.__init__ = init
     return cls
@@ -162,6 +203,7 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: no option has the name, or one is given twice.
+        ValueError: two of them contradict each other.
     """
     fields = {key: flag for flag in flags_of(cls) for key in flag.keys}
     values: dict[str, Any] = {}
@@ -172,53 +214,58 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
         name = fields[key].name
         if name in values or (name != key and name in options):
             raise TypeError(f"{cls.__name__}: {name} is given twice, once as {key}")
-        if key in map(with_underscores, fields[key].old):
-            say_once(f"{cls.__name__}: {key} is now {name}")
         values[name] = value
-    return values
+    return merge_spellings(cls, values)
 
 
-def merge_switches(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace every switch of a layer by the field that it sets: see `Flag.same_as`.
+def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace every other spelling of a layer by the fields that it sets: see `Flag.becomes`.
 
     Raises:
-        ValueError: a switch is on, and its field has another value.
+        ValueError: it sets nothing, because its fields have other values; or its value is refused.
     """
     merged = dict(values)
     for flag in flags_of(cls):
-        if flag.same_as and flag.name in merged:
-            name, value = flag.same_as
-            off = getattr(cls, name)
-            merged[name], is_on = merged.get(name, off), merged.pop(flag.name)
-            if is_on and merged[name] not in (off, value):
-                both = f"{flag.spelling} and {with_dashes(name)} {merged[name]}"
-                raise ValueError(f"{both} contradict each other")
-            merged[name] = value if is_on else merged[name]
+        if flag.becomes is None or flag.name not in merged:
+            continue
+        value = merged.pop(flag.name)
+        if value is None:
+            continue
+        flag.check(value)
+        sets = flag.becomes(value)
+        taken = {name: merged[name] for name in sets if merged.get(name) is not None}
+        if value is not False and sets and taken.keys() == sets.keys() and taken != dict(sets):
+            typed = " and ".join(f"{with_dashes(name)} {other}" for name, other in taken.items())
+            raise ValueError(f"{flag.spelling} and {typed} contradict each other; leave one out")
+        merged |= {name: new for name, new in sets.items() if name not in taken}
     return merged
+
+
+def normalised(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as the fields hold them: a choice in another spelling (Dr.GRPO) becomes the
+    choice, a text where a path belongs becomes one."""
+    flags = {flag.name: flag for flag in flags_of(cls)}
+    return {name: flags[name].normalised(value) for name, value in values.items()}
 
 
 def check_values(config: Any) -> None:
     """Hold a config's values against the choices and bounds of their flags; None is always one.
 
-    A choice in another spelling becomes the choice, a text where a path belongs becomes one, and a
-    switch then says the same as the field that it sets (`Flag.same_as`). The config may be frozen.
+    What `normalised` changes is changed; the config may be frozen.
 
     Raises:
         ValueError: the first that fails; the message names its flag.
     """
-    merged = merge_switches(type(config), vars(config))
     for flag in flags_of(type(config)):
-        if flag.name not in merged:  # a switch
-            name, on = flag.same_as
-            merged[flag.name] = merged[name] == on
-        value, members = merged[flag.name], members_of(flag.kind)
-        if isinstance(value, str) and Path in members and str not in members:
-            value = Path(os.path.expanduser(value))
-        if bool in members and not isinstance(value, bool | None):
+        if flag.becomes:
+            continue
+        value = getattr(config, flag.name)
+        if bool in members_of(flag.kind) and not isinstance(value, bool | None):
             raise ValueError(f"{flag.spelling}: expected true or false, got {value!r}")
-        value = flag.spelled(value)
-        object.__setattr__(config, flag.name, value)
-        flag.check(value)
+        new = flag.normalised(value)
+        if new is not value:  # only in a config whose constructor does not do it: `takes_aliases`
+            object.__setattr__(config, flag.name, new)
+        flag.check(new)
 
 
 def tell(text: str) -> None:

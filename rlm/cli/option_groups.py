@@ -7,7 +7,7 @@ all groups.
 
 from collections.abc import Collection
 
-from rlm.cli.foreign_names import read_table
+from rlm.cli.synonyms import read_table
 
 FIRST = "options that people change first"
 GROUPS: dict[str, str] = read_table("option_groups")

@@ -23,12 +23,11 @@ from rlm.cli.flags import (
     Flag,
     flags_of,
     members_of,
-    merge_switches,
-    say_once,
+    merge_spellings,
     with_dashes,
 )
-from rlm.cli.foreign_names import hint, with_underscores
 from rlm.cli.option_groups import place_of
+from rlm.cli.synonyms import hint, with_underscores
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
@@ -101,7 +100,7 @@ def read_options(
 
     def layer(rows: Iterable[Row], typed: bool = False) -> Values:
         try:
-            return merge_switches(cls, _convert_rows(options, rows, typed))
+            return merge_spellings(cls, _convert_rows(options, rows, typed))
         except ValueError as error:  # two options contradict each other
             raise UsageError(str(error)) from error
 
@@ -145,7 +144,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     parser = _Parser(formatter_class=style, argument_default=absent, allow_abbrev=False, **texts)
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
-    flags, renamed = {"--help": "--help"}, set()  # every spelling, with dashes → the flag
+    flags = {"--help": "--help"}  # every spelling, with dashes → the flag
     for option in sorted(options, key=lambda option: place_of(option.group)):
         option.add_to(group(option.group) if option.group else parser)
     for option in options:
@@ -153,12 +152,9 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             flags[with_dashes(key)] = option.spelling
             if bool in members_of(option.kind):
                 flags[with_dashes(f"no-{key}")] = f"--no-{option.spelling[2:]}"
-        renamed |= {with_dashes(prefix + key) for key in option.old for prefix in ("", "no-")}
 
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
-    for name in {token[0] for token in dashed} & renamed & flags.keys():
-        say_once(f"{name} is now {flags[name]}")
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
     for name in ("--config", "--preset"):
         if sum(token[0] == name for token in known) > 1:
@@ -208,13 +204,11 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             continue
         if value == -1 and with_underscores(str(key)) != option.name and not option.allows(-1):
             continue
-        if with_underscores(str(key)) in option.old:
-            say_once(f"{where}: {key} is now {option.name}")
+        if option.bare is not None and isinstance(value, bool):  # as if typed without a value
+            value = option.bare if value else option.default
         label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
             raise UsageError(f"{label} is given twice")
-        if option.bare is not None and isinstance(value, bool):  # it was a switch once
-            value = option.bare if value else option.default
         try:
             new = option.spelled(_convert(option.kind, value, typed))
             values[option.name] = new

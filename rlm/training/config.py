@@ -6,9 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rlm.cli import by_field, check_values, find_choice, flag, merge_switches, takes_aliases
+from rlm.cli import (
+    Flag,
+    always,
+    by_field,
+    check_values,
+    find_choice,
+    flag,
+    spelling,
+    takes_aliases,
+)
 from rlm.data import FORMATS
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
@@ -20,7 +29,6 @@ from rlm.training.config_rules import (
     follow_algorithm,
     follow_start,
     refuse_contradictions,
-    set_clip_bounds,
 )
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
@@ -35,9 +43,21 @@ EVAL_GROUP_SIZES = 2, 16  # completions of a validation problem, at least and at
 ALGORITHMS_OWN = "as --algorithm says"
 
 
-def switch(field: str, value: str) -> Any:
-    """Make a hidden option that is another way to type `--field value`."""
-    return flag(False, f"the same as --{field} {value}", same_as=(field, value), hidden=True)
+def one_of(field: str, on: str, off: str) -> Flag:
+    """Make another spelling of an option: a switch that sets `field` to `on` or `off`."""
+    return spelling(bool, lambda is_on: {field: on if is_on else off}, default=False)
+
+
+# Names of the published command lines (docs/reference/names.md), which set fields of ours.
+QUANTIZE_SWITCHES = {
+    "use_4bit": one_of("quantize", "4bit", "none"),
+    "use_8bit": one_of("quantize", "8bit", "none"),
+}
+TRACKER_SWITCHES = {"use_wandb": one_of("tracker", "wandb", "none")}
+WHOLE_DISTRIBUTION = (
+    "--top-p must be 1 and --top-k 0 in training: the loss assumes that completions are sampled "
+    "from the whole distribution"
+)
 
 
 @takes_aliases
@@ -49,6 +69,27 @@ class GRPOConfig:
         *("model", "dataset", "sft_adapter", "reward", "output"),
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
+
+    OTHER_SPELLINGS: ClassVar = {
+        **QUANTIZE_SWITCHES,
+        **TRACKER_SWITCHES,
+        "use_std_normalization": one_of("advantage", "std", "centred"),
+        "clip_eps": spelling(
+            float, lambda bound: {"clip_eps_low": bound, "clip_eps_high": bound}, min=0, max=1
+        ),
+        "top_p": always(1.0, WHOLE_DISTRIBUTION),
+        "top_k": always(0, WHOLE_DISTRIBUTION),
+        "lora_dropout": always(
+            0.0,
+            "--lora-dropout must be 0 in training: with dropout the trained model would not be the "
+            "one that sampled",
+        ),
+        "use_lora": always(
+            True,
+            "--no-use-lora: only LoRA adapters are trained here, the base model is never changed",
+            aliases=["lora"],
+        ),
+    }
 
     model: str | None = flag(
         None,
@@ -107,10 +148,8 @@ class GRPOConfig:
         "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
-    use_4bit: bool = switch("quantize", "4bit")
-    use_8bit: bool = switch("quantize", "8bit")
     attn_implementation: str = flag(
-        "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS, old=["attn"]
+        "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS
     )
     dtype: str = flag(
         "auto", "number type while learning; auto: the fastest", choices=("auto", *DTYPES)
@@ -124,25 +163,22 @@ class GRPOConfig:
     algorithm: str = flag(
         "topr", "how the loss is computed; the table is below", choices=tuple(ALGORITHMS)
     )
-    advantage: str | None = flag(
+    advantage: str = flag(
         None,
         "what advantages are divided by: the group's std, nothing, its mean, or its sum on either "
         "side of the mean",
         choices=("std", "centred", "mean", "share"),
         default_text=ALGORITHMS_OWN,
     )
-    use_std_normalization: bool | None = flag(
-        None, "divide advantages by the group's standard deviation", default_text=ALGORITHMS_OWN
-    )
-    negative_weight: float | None = flag(
+    negative_weight: float = flag(
         None, "multiply negative advantages by this", min=0, default_text=ALGORITHMS_OWN
     )
-    distinct: bool | None = flag(
+    distinct: bool = flag(
         None,
         "count equal completions above their group's mean once",
         default_text=ALGORITHMS_OWN,
     )
-    token_level_loss: bool | None = flag(
+    token_level_loss: bool = flag(
         None, "average the loss over all tokens of a step", default_text=ALGORITHMS_OWN
     )
     fixed_length_normalizer: int | None = flag(
@@ -151,26 +187,17 @@ class GRPOConfig:
         min=1,
         default_text=ALGORITHMS_OWN,
     )
-    clip_eps: float | None = flag(
-        None,
-        "clip range: sets --clip-eps-low and --clip-eps-high",
-        min=0,
-        max=1,
-        default_text=ALGORITHMS_OWN,
-    )
-    clip_eps_low: float | None = flag(
+    clip_eps_low: float = flag(
         None, "clip range below 1; 1: no bound", min=0, max=1, default_text=ALGORITHMS_OWN
     )
-    clip_eps_high: float | None = flag(
-        None, "clip range above 1", min=0, default_text=ALGORITHMS_OWN
-    )
-    dynamic_sampling: bool | None = flag(
+    clip_eps_high: float = flag(None, "clip range above 1", min=0, default_text=ALGORITHMS_OWN)
+    dynamic_sampling: bool = flag(
         None, "replace groups whose rewards are all equal", default_text=ALGORITHMS_OWN
     )
     max_refill_rounds: int = flag(
         3, "with --dynamic-sampling: rounds of replacement in a step", min=0
     )
-    overlong_buffer: int | None = flag(
+    overlong_buffer: int = flag(
         None,
         "lower the reward over this many last tokens before --max-new-tokens; 0: off",
         min=0,
@@ -205,9 +232,7 @@ class GRPOConfig:
     temperature: float = flag(
         1.0, "sampling temperature; the log-probabilities use it too", above=0
     )
-    top_p: float = flag(1.0, "always 1 in training", hidden=True)
-    top_k: int = flag(0, "always 0 in training", hidden=True)
-    max_num_seqs: int = flag(128, "completions generated at the same time", old=["seats"], min=1)
+    max_num_seqs: int = flag(128, "completions generated at the same time", min=1)
     sampler: str = flag(
         "auto",
         "sample with merged weights, with the adapter beside the base, or with vLLM; auto: by "
@@ -227,7 +252,7 @@ class GRPOConfig:
         min=1,
         default_text=f"{ALGORITHMS_OWN}; else all of a step",
     )
-    learning_rate: float | None = flag(
+    learning_rate: float = flag(
         None,
         "peak learning rate; LoRA needs about ten times that of full fine-tuning",
         min=0,
@@ -240,7 +265,7 @@ class GRPOConfig:
     min_lr_ratio: float = flag(
         0.1, "where linear and cosine end, as a share of the peak", min=0, max=1
     )
-    warmup_steps: int | None = flag(
+    warmup_steps: int = flag(
         None,
         "optimizer updates in which the learning rate rises to its peak",
         min=0,
@@ -260,10 +285,8 @@ class GRPOConfig:
         "recompute activations in the backward pass, which saves memory",
         default_text="only where they would not fit",
     )
-    use_lora: bool = flag(True, "always on", aliases=["lora"], hidden=True)
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
-    lora_dropout: float = flag(0.0, "always 0 in training", hidden=True)
 
     eval_every: int = flag(5, "steps between validations; 0: only first and last", min=0)
     eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
@@ -283,7 +306,6 @@ class GRPOConfig:
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: continue even if options or data changed")
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    use_wandb: bool = switch("tracker", "wandb")
     wandb_project: str | None = flag(
         None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )
@@ -300,9 +322,12 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         check_values(self)
         check_project(self.wandb_project, self.tracker)
-        set_clip_bounds(self)
-        follow_algorithm(self)
         refuse_contradictions(self)
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a config with what its algorithm decides and no option does."""
+        return follow_algorithm(values)
 
     @classmethod
     def from_preset(cls, name: str, **options: object) -> GRPOConfig:
@@ -314,7 +339,7 @@ class GRPOConfig:
         preset = PRESETS.get(find_choice(name, list(PRESETS)))
         if preset is None:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
-        return cls(**preset | merge_switches(cls, by_field(cls, options)))
+        return cls(**preset | by_field(cls, options))
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:

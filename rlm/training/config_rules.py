@@ -11,6 +11,7 @@ from rlm.training.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from rlm.model import AdapterInfo
+    from rlm.training.config import GRPOConfig
 
 SHORT, ON_CPU, ON_GPU = 96, 256, 512  # tokens
 GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
@@ -65,54 +66,32 @@ def judge_learning_rate(rate: float) -> tuple[str, str] | None:
     return ("too high", f"{rate:g} breaks a policy within a few steps") if rate > fast else None
 
 
-def set_clip_bounds(config: Any) -> None:
-    """Spread a GRPOConfig's --clip-eps, and forget it: a later `replace` of it is refused.
-
-    Raises:
-        ValueError: it sets nothing, because both bounds are given.
-    """
-    bounds = [n for n in ("clip_eps_low", "clip_eps_high") if getattr(config, n) is None]
-    if config.clip_eps is not None and not bounds:
-        raise ValueError(
-            "--clip-eps sets --clip-eps-low and --clip-eps-high where they are not given, and both "
-            "are; leave it out"
-        )
-    for name in bounds:
-        object.__setattr__(config, name, config.clip_eps)
-    object.__setattr__(config, "clip_eps", None)
-
-
-def follow_algorithm(config: Any) -> None:
-    """Set what the algorithm of a GRPOConfig decides and no option does."""
-    algorithm = ALGORITHMS[config.algorithm]
-    token_level = config.fixed_length_normalizer is None and algorithm.aggregation == "token"
-    by_constant = not config.token_level_loss and algorithm.aggregation == "constant"
-    by_std = config.use_std_normalization
-    advantage = config.advantage or algorithm.advantage
-    if config.advantage is None and by_std is not None and by_std != (advantage == "std"):
-        advantage = "std" if by_std else "centred"
-    values = {
-        "advantage": advantage,
-        "use_std_normalization": advantage == "std",
+def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a GRPOConfig, and what its algorithm decides where they are None."""
+    if values["algorithm"] not in ALGORITHMS:  # refused by the config's own check
+        return dict(values)
+    algorithm = ALGORITHMS[values["algorithm"]]
+    token_level = values["fixed_length_normalizer"] is None and algorithm.aggregation == "token"
+    by_constant = not values["token_level_loss"] and algorithm.aggregation == "constant"
+    decided = {
+        "advantage": algorithm.advantage,
         "negative_weight": algorithm.negative_weight,
         "distinct": algorithm.distinct,
         "token_level_loss": token_level,
-        "fixed_length_normalizer": config.max_new_tokens if by_constant else None,
+        "fixed_length_normalizer": values["max_new_tokens"] if by_constant else None,
         "clip_eps_low": algorithm.clip_eps_low,
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,
-        "overlong_buffer": int(algorithm.overlong_share * config.max_new_tokens),
-        "mini_batch_size": algorithm.mini_batch_size
-        and min(algorithm.mini_batch_size, config.batch_size),
+        "overlong_buffer": int(algorithm.overlong_share * values["max_new_tokens"]),
+        "mini_batch_size": algorithm.mini_batch_size,
         "learning_rate": algorithm.learning_rate,
         "warmup_steps": algorithm.warmup_steps,
     }
-    for name, value in values.items():
-        if getattr(config, name) is None:
-            object.__setattr__(config, name, value)
+    missing = {name: value for name, value in decided.items() if values[name] is None}
+    return {**values, **missing}
 
 
-def refuse_contradictions(config: Any) -> None:
+def refuse_contradictions(config: GRPOConfig) -> None:
     """Refuse options of a GRPOConfig that contradict each other, or that its loss rules out.
 
     Raises:
@@ -129,21 +108,12 @@ def refuse_contradictions(config: Any) -> None:
         "--kl-target needs a --kl-weight above 0 to start from": (
             config.kl_target and not config.kl_weight
         ),
-        "--top-p must be 1 and --top-k 0 in training: the loss assumes that completions are "
-        "sampled from the whole distribution": config.top_p != 1 or config.top_k != 0,
-        "--lora-dropout must be 0 in training: with dropout the trained model would not be the "
-        "one that sampled": config.lora_dropout != 0,
-        "--no-use-lora: only LoRA adapters are trained here, the base model is never changed": (
-            not config.use_lora
-        ),
         "--token-level-loss divides by the tokens of a step, --fixed-length-normalizer by a "
         "constant; give one of them": config.token_level_loss and config.fixed_length_normalizer,
         f"--overlong-buffer {config.overlong_buffer} is longer than --max-new-tokens "
         f"{config.max_new_tokens}: every completion would be punished": (
             config.overlong_buffer > config.max_new_tokens
         ),
-        f"--advantage {config.advantage} and --use-std-normalization contradict each other; give "
-        "one of them": config.use_std_normalization != (config.advantage == "std"),
         f"--mini-batch-size {config.mini_batch_size} is more than --batch-size "
         f"{config.batch_size}": (config.mini_batch_size or 0) > config.batch_size,
         "--sampler-url needs --sampler vllm": config.sampler_url is not None and not by_vllm,

@@ -77,8 +77,6 @@ def resolve_start(
         model=model,
         sft_adapter=adapter,
         quantize=quantize,
-        use_4bit=quantize == "4bit",
-        use_8bit=quantize == "8bit",
         reasoning_format=start.resolve_format(config.reasoning_format),
         system_prompt=start.resolve_system_prompt(config.system_prompt),
     )

@@ -54,8 +54,8 @@ KEEP = 2  # checkpoints
 # of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
-    *("eval_samples", "micro_batch", "use_4bit", "use_8bit", "max_minutes"),
-    *("tracker", "use_wandb", "wandb_project", "attn_implementation"),
+    *("eval_samples", "micro_batch", "max_minutes"),
+    *("tracker", "wandb_project", "attn_implementation"),
     *("output", "run_dir", "dry_run"),
 }
 

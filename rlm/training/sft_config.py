@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS, check_dataset, own_files
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.config import ATTENTIONS, switch
+from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
 from rlm.training.config_rules import follow_start
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
@@ -28,6 +28,8 @@ class SFTConfig:
         *("model", "dataset", "max_samples", "output", "adapter"),
         *("epochs", "batch_size", "micro_batch", "learning_rate", "max_length"),
     )
+
+    OTHER_SPELLINGS: ClassVar = {**QUANTIZE_SWITCHES, **TRACKER_SWITCHES}
 
     model: str | None = flag(
         None,
@@ -98,14 +100,11 @@ class SFTConfig:
     quantize: str = flag(
         "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
     )
-    use_4bit: bool = switch("quantize", "4bit")
     dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
-    use_8bit: bool = switch("quantize", "8bit")
     attn_implementation: str = flag(
         "auto",
         "attention; auto: the fastest",
         choices=(*ATTENTIONS, "flash_attention_2"),
-        old=["attn"],
     )
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end; 0: none", min=0
@@ -114,7 +113,6 @@ class SFTConfig:
         None, "stop after this many minutes, and save", above=0, default_text="no limit"
     )
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    use_wandb: bool = switch("tracker", "wandb")
     wandb_project: str | None = flag(
         None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
     )

@@ -35,10 +35,10 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 MAY_CHANGE = {
     *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
     *("eval_group_size", "export"),
-    *("max_prompt_length", "use_4bit", "use_8bit"),  # the data's hash and --quantize say it
+    "max_prompt_length",  # the data's hash says it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
-    *("checkpointing", "attn_implementation", "tracker", "use_wandb", "wandb_project"),
+    *("checkpointing", "attn_implementation", "tracker", "wandb_project"),
     "vllm_command",
 }
 # What a checkpoint's JSON has of the state, beside the run's origin.
@@ -272,13 +272,8 @@ class TrainingState:
         )
         for name in SAVED:
             setattr(self, name, state[name])
-        # Older checkpoints have none of the three, and one update a step.
-        self._seconds_before, self.updates = (
-            state.get("seconds", 0.0),
-            state.get("updates", state["step"]),
-        )
-        if scale := state.get("loss_scale"):
-            self.weights.loss_scale, self.weights.good_updates = scale
+        self._seconds_before, self.updates = state["seconds"], state["updates"]
+        self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
         kl_weight = self.origin["config"]["kl_weight"]
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted
@@ -289,10 +284,10 @@ class TrainingState:
     def _restore_validations(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Take the validations of a checkpoint and its best adapter over, where what is validated
         now can be compared with them; a run that validates nothing any more keeps them."""
-        saved = Validations.from_dict(state.get("validations", {}))
+        saved = Validations.from_dict(state["validations"])
         now = self.validations
         if now.data and (saved.data, saved.measure) != (now.data, now.measure):
-            if saved.count or "validations" not in state:
+            if saved.count:
                 terminal.line("what was validated before is not compared with what is from now on")
             return
         self.validations = saved

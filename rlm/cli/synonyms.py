@@ -1,11 +1,8 @@
-"""Names that options have elsewhere: which are taken here, and what is said of all others.
-
-They are those of TRL's GRPOConfig and SFTConfig, of transformers' TrainingArguments, and of other
-GRPO trainers. `synonyms.yaml` has the former, `foreign_names.yaml` the latter.
+"""Names that options have elsewhere and that mean the same here: TRL's, transformers', and those of
+other GRPO trainers. `synonyms.yaml` has them; an unknown name gets the most similar one.
 """
 
 import difflib
-import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -34,18 +31,12 @@ def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
 
 
 def hint(word: str, known: Mapping[str, str]) -> str:
-    """Return what to say behind an unknown name: why it is not here, or which one is like it.
+    """Return what to say behind an unknown name: which one is like it, if any.
 
     Args:
         known: every name of a script, with underscores → the option that it names.
     """
     name = with_underscores(word)
-    for row in read_table("foreign_names"):
-        if name in row["names"].split() and all(
-            with_underscores(option).removeprefix("no_") in known
-            for option in re.findall(r"--([a-z-]+)", row["answer"])
-        ):
-            return f": {row['answer']}"
     own = [key for key, option in known.items() if with_underscores(option) == key]
     begun = [key for key in own if name and key.startswith(name)]
     close = begun or difflib.get_close_matches(name, known, 1, CUTOFF)
