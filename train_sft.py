@@ -18,7 +18,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import check_command_line, run_main
@@ -57,6 +56,7 @@ from rlm.tools import Calculator, load_tool
 from rlm.training import (
     ENOUGH_STEPS,
     drop_unsolved,
+    follow_adapter,
     show_counts,
     show_example,
     to_examples,
@@ -100,11 +100,7 @@ def train(
             of the adapter to go on from; nothing to resume, or it was begun otherwise.
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
-    start = AdapterInfo.load(config.adapter) if config.adapter else AdapterInfo(Path())
-    tags = start.resolve_format(config.reasoning_format)
-    prompt = start.resolve_system_prompt(config.system_prompt)
-    config = replace(config, reasoning_format=tags, system_prompt=prompt)
-    config = start.with_rank(config) if config.adapter else config
+    config = follow_adapter(config, AdapterInfo.load(config.adapter) if config.adapter else None)
     tokenizer = load_tokenizer(config.model)
     format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
     problems = drop_unsolved(problems, config.dataset)

@@ -9,18 +9,20 @@ if missing := [
     for name in ("transformers", "peft", "rich", "yaml", "lazy_loader")  # what every script imports
     if find_spec(name) is None
 ]:
-    sys.stderr.write(
-        f"error: {sys.executable} lacks {', '.join(missing)}: run `make install` once, then "
-        "`source .venv/bin/activate`\n"
+    raise ImportError(
+        f"{sys.executable} lacks {', '.join(missing)}: run `make install` once, then "
+        "`source .venv/bin/activate`"
     )
-    sys.exit(2)
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before a hub library is imported
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlm.data import load_gsm8k
 from rlm.training import GRPOConfig
+
+if TYPE_CHECKING:
+    from train_grpo import GRPOTrainer
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "load_gsm8k"]

@@ -38,6 +38,7 @@ from rlm.model import (
 from rlm.training import (
     MixedPrecisionAdapter,
     Rollout,
+    follow_adapter,
     load_policy,
     make_micro_batches,
     micro_batch_tokens,
@@ -97,7 +98,7 @@ def train_start_adapter(
     if config.start_from:
         check_adapter(config.start_from, "--start-from none begins with a new one")
         check_base(config.start_from, config.model, base_model_hash(config.model))
-        config = AdapterInfo.load(config.start_from).with_rank(config)
+        config = follow_adapter(config, AdapterInfo.load(config.start_from))
     policy = load_policy(replace(config, sft_adapter=config.start_from), config.model, None)
     use_fused_layers(policy)
     set_gradient_checkpointing(policy, bool(config.checkpointing))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import flag, takes_aliases, terminal
-from rlm.training import GRPOConfig
+from rlm.training import GRPOConfig, resolve
 
 DEFAULT_START = Path("weights/orchestrator_start")
 DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
@@ -122,12 +122,11 @@ class OrchestratorConfig(GRPOConfig):
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the adapter to start from, the agents' and the machine decide."""
-        from rlm.model import AdapterInfo, default_values
+        from rlm.model import AdapterInfo
 
         start = given.get("sft_adapter", DEFAULT_START)
         info = AdapterInfo.load(start) if start else None
-        values = default_values(given, info, {})
-        values |= info.resolve_rank(given) if info else {}
+        values = resolve({**given, "tool": "none"}, info, {})
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(

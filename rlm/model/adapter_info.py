@@ -6,16 +6,15 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rlm.cli import UsageError, command_of
 from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.grading import ANSWER_TYPES, AnswerType
 from rlm.tools import Calculator
 
-ConfigType = TypeVar("ConfigType")  # GRPOConfig or SFTConfig, which a later layer has
 TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
 SHIPPED_ADAPTER = Path(sys.prefix, "share/rlm") / TRAINED_ADAPTER  # of an installed wheel
 # The default of what evaluates, asks and serves.
@@ -93,7 +92,7 @@ class AdapterInfo:
 
     @classmethod
     def load(cls, path: Path) -> AdapterInfo:
-        """Read the run.json beside an adapter, also one of an older version, and its base's name.
+        """Read the run.json beside an adapter, and its base's name.
 
         Raises:
             UsageError: the file is there and is no JSON object.
@@ -109,8 +108,6 @@ class AdapterInfo:
         said = {name: config.get(name) for name in names}
         for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
             said[name] = run.get(name)
-        if run.get("use_4bit"):  # what --quantize was called before
-            said["quantize"] = said["quantize"] or "4bit"
         if kinds := run.get("answer_types"):
             if not isinstance(kinds, list) or not {*kinds} <= {*ANSWER_TYPES}:
                 known = ", ".join(ANSWER_TYPES)
@@ -174,7 +171,7 @@ class AdapterInfo:
         return self.system_prompt if asked is None else read_system_prompt(asked)
 
     def resolve_data(self, dataset: str | None, columns: str | None) -> dict[str, str | None]:
-        """The data set, and what its columns are: those of training if it is the same one."""
+        """Return the data set and its column map; the adapter's where the data set is the same."""
         same = dataset in (None, self.dataset)
         mapped = self.run.get("config", {}).get("columns") if same else None
         return {"dataset": dataset or self.dataset, "columns": columns or mapped}
@@ -197,17 +194,6 @@ class AdapterInfo:
                     f"{value}, and training keeps it; leave the option out, or train a new adapter"
                 )
         return {name: value for name, value in own.items() if value is not None}
-
-    def with_rank(self, config: ConfigType) -> ConfigType:
-        """Return a training config that was made in Python with this adapter's rank and alpha.
-
-        Raises:
-            UsageError: the config sets one of the two to another value.
-        """
-        defaults = {option.name: option.default for option in fields(config)}
-        values = {name: getattr(config, name) for name in ("lora_r", "lora_alpha")}
-        given = {name: value for name, value in values.items() if value != defaults[name]}
-        return replace(config, **self.resolve_rank(given))
 
     def resolve_tool(self, asked: str = "auto") -> str:
         """The tool as --tool names it: the one asked for, or for "auto" that of training.

@@ -32,8 +32,8 @@ from .metrics import step_metrics as step_metrics
 from .metrics import summary_card as summary_card
 from .metrics import timer as timer
 from .mixed_precision import MixedPrecisionAdapter as MixedPrecisionAdapter
-from .resolve import check_arguments as check_arguments
-from .resolve import resolve_start as resolve_start
+from .resolve import follow_adapter as follow_adapter
+from .resolve import resolve as resolve
 from .selection import ProblemScores as ProblemScores
 from .selection import choose_export as choose_export
 from .selection import validation_facts as validation_facts
@@ -52,8 +52,10 @@ from .trainer import StepScorer as StepScorer
 from .trainer import TrainingData as TrainingData
 from .trainer import TrainingRun as TrainingRun
 from .trainer import Validator as Validator
+from .trainer import check_arguments as check_arguments
 from .trainer import fit_prompts as fit_prompts
 from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
 from .trainer import make_sampler as make_sampler
+from .trainer import resolve_start as resolve_start
 from .trainer import validation_measure as validation_measure

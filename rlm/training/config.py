@@ -22,14 +22,7 @@ from rlm.data import FORMATS
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
-from rlm.training.config_rules import (
-    MAX_NEW_TOKENS,
-    SHORT,
-    choose_max_new_tokens,
-    follow_algorithm,
-    follow_start,
-    refuse_contradictions,
-)
+from rlm.training.resolve import MAX_NEW_TOKENS, SHORT, choose_max_new_tokens, resolve
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -40,6 +33,9 @@ GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # of the command line, where neither steps nor passes are said
 EXPORTS = ("auto", "best", "last")
 EVAL_GROUP_SIZES = 2, 16  # completions of a validation problem, at least and at most
+LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
+USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
+KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 ALGORITHMS_OWN = "as --algorithm says"
 
 
@@ -322,7 +318,51 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         check_values(self)
         check_project(self.wandb_project, self.tracker)
-        refuse_contradictions(self)
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ValueError: the first contradiction; the message says what to change.
+        """
+        looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
+        starts_server = by_vllm and self.sampler_url is None
+        kept = {(self.run_dir / name).resolve() for name in KEPT_AS.values()}
+        overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
+        refused = {
+            "--steps and --num-epochs contradict each other; give one of them": (
+                self.steps is not None and self.num_epochs is not None
+            ),
+            "--kl-target needs a --kl-weight above 0 to start from": (
+                self.kl_target and not self.kl_weight
+            ),
+            "--token-level-loss divides by the tokens of a step, --fixed-length-normalizer by a "
+            "constant; give one of them": self.token_level_loss and self.fixed_length_normalizer,
+            f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
+            f"{self.max_new_tokens}: every completion would be punished": (
+                self.overlong_buffer > self.max_new_tokens
+            ),
+            f"--mini-batch-size {self.mini_batch_size} is more than --batch-size "
+            f"{self.batch_size}": (self.mini_batch_size or 0) > self.batch_size,
+            "--sampler-url needs --sampler vllm": self.sampler_url is not None and not by_vllm,
+            "--vllm-command needs --sampler vllm, and no --sampler-url": (
+                self.vllm_command != "vllm serve" and not starts_server
+            ),
+            "--tool does not work with --sampler vllm: vLLM cannot write into a completion while "
+            "it is generated": self.tool != "none" and by_vllm,
+            "--doctor and --plan look at a start; leave out --resume": looks and self.resume,
+            "--doctor and --plan are two commands; give one of them": self.doctor and self.plan,
+            "--plan times our own sampler; leave out --sampler vllm": self.plan and by_vllm,
+            "--output would overwrite --sft-adapter; type another folder, such as --output "
+            "runs/mine/adapter": overwrites and not looks,  # these write nothing
+            f"--output {self.output} is a folder that the run writes itself; name another": (
+                self.output.resolve() in kept and not looks
+            ),
+        }
+        for reason, is_so in refused.items():
+            if is_so:
+                raise ValueError(reason)
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,7 +401,7 @@ class GRPOConfig:
             is_renamed = model not in (None, start.base_model)
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
-        values = follow_start(given, start, GPU_DEFAULTS)
+        values = resolve(given, start, GPU_DEFAULTS)
         if "max_new_tokens" not in values:
             values["max_new_tokens"] = choose_max_new_tokens(values["dataset"])
         if values.get("num_epochs"):
@@ -453,3 +493,37 @@ class GRPOConfig:
         height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         share = self.min_lr_ratio + (1 - self.min_lr_ratio) * height[self.lr_schedule]
         return self.learning_rate * share
+
+
+def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a GRPOConfig, and what its algorithm decides where they are None."""
+    if values["algorithm"] not in ALGORITHMS:  # refused by the config's own check
+        return dict(values)
+    algorithm = ALGORITHMS[values["algorithm"]]
+    token_level = values["fixed_length_normalizer"] is None and algorithm.aggregation == "token"
+    by_constant = not values["token_level_loss"] and algorithm.aggregation == "constant"
+    decided = {
+        "advantage": algorithm.advantage,
+        "negative_weight": algorithm.negative_weight,
+        "distinct": algorithm.distinct,
+        "token_level_loss": token_level,
+        "fixed_length_normalizer": values["max_new_tokens"] if by_constant else None,
+        "clip_eps_low": algorithm.clip_eps_low,
+        "clip_eps_high": algorithm.clip_eps_high,
+        "dynamic_sampling": algorithm.dynamic_sampling,
+        "overlong_buffer": int(algorithm.overlong_share * values["max_new_tokens"]),
+        "mini_batch_size": algorithm.mini_batch_size,
+        "learning_rate": algorithm.learning_rate,
+        "warmup_steps": algorithm.warmup_steps,
+    }
+    missing = {name: value for name, value in decided.items() if values[name] is None}
+    return {**values, **missing}
+
+
+def judge_learning_rate(rate: float) -> tuple[str, str] | None:
+    """Say what is wrong with a learning rate of GRPO on a LoRA adapter: "too low" or "too high",
+    and why; None for one that has been seen to work."""
+    slow, fast = LORA_RATES
+    if rate < slow:
+        return "too low", f"{rate:g} hardly moves a LoRA adapter"
+    return ("too high", f"{rate:g} breaks a policy within a few steps") if rate > fast else None

@@ -20,8 +20,7 @@ from rlm.evaluation import Evaluation, Graded
 from rlm.grading import find_equations, parse_number
 from rlm.rewards import Scorer
 from rlm.training.advantages import has_signal
-from rlm.training.config import GRPOConfig
-from rlm.training.config_rules import USUAL_RATES, judge_learning_rate
+from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.mixed_precision import MixedPrecisionAdapter
 from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts

@@ -14,8 +14,7 @@ from rlm.cli import command_of, terminal
 from rlm.model import pick_device
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
-from rlm.training.config import GRPOConfig
-from rlm.training.config_rules import USUAL_RATES, judge_learning_rate
+from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 from rlm.training.selection import validation_facts

@@ -13,7 +13,7 @@ from rlm.data import FORMATS, check_dataset, own_files
 from rlm.model import DTYPES, QUANTIZATIONS
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
-from rlm.training.config_rules import follow_start
+from rlm.training.resolve import resolve
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 MAX_SAMPLES = 400  # where the data is no file of the user's
@@ -150,7 +150,7 @@ class SFTConfig:
 
         adapter = given.get("adapter")
         start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT)) if adapter else None
-        values = follow_start(given, start, GPU_DEFAULTS)
+        values = resolve(given, start, GPU_DEFAULTS)
         if "max_samples" not in values and own_files(values["dataset"]):
             values["max_samples"] = None
         return values

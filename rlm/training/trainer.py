@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rlm.cli import command_of, terminal, to_dict
+from rlm.cli import UsageError, command_of, terminal, to_dict
 from rlm.data import (
     Format,
     Problem,
@@ -29,8 +29,13 @@ from rlm.data import (
 )
 from rlm.evaluation import Evaluation, evaluate
 from rlm.model import (
+    HOW_TO_TRAIN_SFT,
+    AdapterInfo,
     Device,
     adapter_hash,
+    adapter_mismatch,
+    check_adapter,
+    check_base,
     check_output,
     context_window,
     load_adapter,
@@ -44,15 +49,16 @@ from rlm.model import (
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
 from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, new_alerts
-from rlm.sampling import Sampler, sampling_dtype, tool_spans
+from rlm.sampling import Sampler, sampling_dtype, split_command, tool_spans
+from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_rollouts
-from rlm.training.config import GRPOConfig
-from rlm.training.config_rules import KEPT_AS
+from rlm.training.config import DEFAULT_SFT_ADAPTER, KEPT_AS, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run, step_line, time_left, timer
 from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.resolve import follow_adapter
 from rlm.training.selection import (
     ProblemScores,
     Validation,
@@ -68,7 +74,6 @@ if TYPE_CHECKING:
 
     from rlm.grading import AnswerType
     from rlm.sampling import VLLMSampler
-    from rlm.tools import Tool
 
 T = TypeVar("T")
 Render = Callable[[Problem], list[int]]  # a problem's prompt as token ids
@@ -89,6 +94,67 @@ class StepScorer(Protocol):
 
 
 # --- what a trainer is made of --------------------------------------------------------------------
+
+
+def check_arguments(model_name: object, config: object) -> None:
+    """Refuse a loaded model and another library's config, before anything is loaded.
+
+    Raises:
+        TypeError: the message says what to write.
+    """
+    if not isinstance(model_name, str | Path):
+        kind = type(model_name).__name__
+        raise TypeError(
+            f"model_name is a {kind}: give a hub id or a directory; trainer.model is what it loads"
+        )
+    if not isinstance(config, GRPOConfig | None):
+        kind = f"{type(config).__module__}.{type(config).__name__}"
+        raise TypeError(f"config is a {kind}: give a rlm.GRPOConfig")
+
+
+def resolve_start(
+    config: GRPOConfig, model: str, base_hash: str, tool: Tool | None, processes: int
+) -> tuple[GRPOConfig, AdapterInfo, Tool | None]:
+    """Return the config as this base and this machine can have it, with a line for what changes;
+    the adapter to start from; and the run's tool: `tool`, or else what --tool names.
+
+    What `GRPOConfig.resolve` found for the command line stays; a config made in Python may have
+    the default adapter, which is used only where it fits, or `quantize` auto.
+
+    Raises:
+        TypeError: `tool` is none.
+        UsageError: an adapter that was asked for is not there or belongs to another base; there
+            are more processes than problems in a step; other tags, or another rank, were asked for
+            than it has; --tool names none.
+        ValueError: vLLM samples, which takes no tool.
+    """
+    tool = load_tool(config.tool) if tool is None else as_tool(tool)
+    config = replace(config, tool=tool.name if tool else "none")
+    if config.batch_size < processes:
+        too_small = f"--batch-size {config.batch_size} is too small"
+        raise UsageError(f"{too_small}: {processes} processes need a problem each")
+    if config.sampler == "vllm" and not config.sampler_url:
+        split_command(config.vllm_command)  # now: loading the model may take minutes
+    adapter = config.sft_adapter
+    if adapter == DEFAULT_SFT_ADAPTER:
+        if problem := adapter_mismatch(adapter, model, base_hash):
+            terminal.line(f"starts from a new adapter: {problem}")
+            adapter = None
+    elif adapter is not None:
+        check_adapter(adapter, HOW_TO_TRAIN_SFT)
+        check_base(adapter, model, base_hash)
+    start = AdapterInfo.load(adapter) if adapter else None
+    asked = replace(config, model=model, sft_adapter=adapter)
+    config = follow_adapter(asked, start)
+    if start is None:
+        return config, AdapterInfo(Path()), tool
+    for name in ("quantize", "tool"):
+        then, now = getattr(start, name), getattr(config, name)
+        if then != now:
+            terminal.line(f"{adapter} was trained with --{name} {then}, now --{name} {now}")
+    if asked.system_prompt not in (None, start.system_prompt):
+        terminal.line(f"{adapter} was trained with another system prompt than --system-prompt")
+    return config, start, tool
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:

@@ -25,8 +25,7 @@ def test_an_older_run_and_one_of_another_tool(tmp_path):
     nothing = AdapterInfo.load(tmp_path)
     assert nothing == AdapterInfo(tmp_path)
     assert (nothing.quantize, nothing.reasoning_format) == ("none", "deepseek")
-    assert info(tmp_path, {"use_4bit": True}).quantize == "4bit"
-    assert info(tmp_path, {"use_4bit": False, "dataset": None}).quantize == "none"
+    assert info(tmp_path, {"dataset": None}).quantize == "none"
 
 
 def test_flags_win_over_run_json(tmp_path):

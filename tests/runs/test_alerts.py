@@ -10,7 +10,7 @@ import torch
 from rlm.runs.alerts import FLAT_STEPS, WINDOW, active_alerts, new_alerts
 from rlm.runs.directory import RunDirectory
 from rlm.training.config import GRPOConfig
-from rlm.training.metrics import log_step
+from rlm.training.trainer import TrainingRun
 
 GOOD = {
     "reward/mean": 0.4,
@@ -113,12 +113,13 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
     said = []
     times = {"time/sample": 1.0, "time/score": 0.0, "time/learn": 1.0}
     with RunDirectory(tmp_path / "run", resume=False) as run:
-        config, state = GRPOConfig(steps=20, sample_every=0), SimpleNamespace(minutes=0.0)
-        trainer = SimpleNamespace(run=run, config=config, state=state, tokenizer=None)
+        made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
+        made.directory, made.config = run, GRPOConfig(steps=20, sample_every=0)
+        made.state = SimpleNamespace(minutes=0.0)
         for step in range(WINDOW + 2):
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
-            log_step(trainer, metrics, [], torch.zeros(0, 2))
+            made.log_step(metrics, [], torch.zeros(0, 2))
             said.append(capsys.readouterr().out)
     assert ["warning: " in text for text in said] == [True] + [False] * (WINDOW + 1)
     (line,) = [line for line in said[0].splitlines() if line.startswith("warning: ")]
